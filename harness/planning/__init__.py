@@ -1,1 +1,1 @@
-"""The plan of a run before it starts, and its cost: experiment, rates, throughput, machines."""
+"""Planning of a run before it starts: its steps, its learning rates, its speed, and its cost on a machine."""

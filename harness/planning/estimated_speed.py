@@ -1,7 +1,8 @@
-"""Tokens per second on a GPU that nobody has measured yet: how much of what a step needs, over how fast the device does
-it, a roofline (Williams et al. 2009) whose terms add up. Without torch. docs/performance.md has what comes of it.
+"""Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet. Does not import torch.
 
-What part of a data sheet's peak a program reaches is assumed, and so is wrong by some: see UNCERTAINTY.
+The time of a step is the sum of several terms, each an amount of work over the speed at which the device does it: a
+roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. The part of a data
+sheet's peak that a program reaches is assumed, so an estimate is off by up to about UNCERTAINTY.
 """
 
 from __future__ import annotations
@@ -20,43 +21,44 @@ from harness.runs.optimizer_state import is_muons, newton_schulz_flops
 from harness.runs.throughput import KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-UNCERTAINTY = 0.2  # of an estimated speed, either way: a judgement, until more was measured
-LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is another arithmetic
+UNCERTAINTY = 0.2  # relative error of an estimated speed, up or down: a judgment, until more is measured
+LARGEST_MACHINE = 8  # number of GPUs joined by NVLink; a network between machines is not covered
 
-# Bytes that kernels between the matrix products read and write: per token, layer and unit of width, and outside of the
-# layers, by Inductor's own counts for GPT-2 small in bf16 with an fp32 residual stream. A logit is read, and its
-# gradient written.
+# Bytes that the kernels between the matrix products read and write, by Inductor's own counts for GPT-2 small in bf16
+# with an fp32 residual stream: LAYER_BYTES per token, layer and unit of width; OTHER_BYTES per token and unit of width,
+# outside of the layers; LOGIT_BYTES per logit, which is read, and whose gradient is written.
 LAYER_BYTES = 139
 OTHER_BYTES = 195
 LOGIT_BYTES = 4
-# Per parameter: of a microbatch, the weight's bf16 copy and its gradient, written and added in fp32; of a step, the
-# gradients' norm and their clearing, and AdamW or Muon in torch's own kernels.
+# Bytes read and written per parameter. In each microbatch, MICROBATCH_BYTES: for the bf16 copy of the weight, and for
+# its gradient, which is written and added in fp32. In each step, NORM_BYTES: for the norm and the zeroing of the
+# gradients; and ADAMW_BYTES or MUON_BYTES: for the optimizer, in torch's own kernels.
 MICROBATCH_BYTES = 18
 NORM_BYTES, ADAMW_BYTES, MUON_BYTES = 8, 28, 86
-MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a fused kernel reaches
-REST = 0.07  # of all: random numbers, reports, data, gaps between kernels
-# The CPU launches kernels one by one. The time of one is Python's and the CPU's, and may well be half or twice as long:
-# where it decides, there is no estimated speed (`too_small`).
-LAUNCHES_PER_LAYER, OTHER_LAUNCHES = 45, 20  # of a compiled microbatch
+MEMORY_SHARE = 0.8  # part of the data sheet's memory bandwidth that a fused kernel reaches
+REST = 0.07  # share added to the time of a step, for random numbers, reports, data, gaps between kernels
+# The CPU launches kernels one by one. A launch takes LAUNCH_SECONDS, which depends on Python and the CPU and may well
+# be half or twice as long. Where launches take longer than the kernels' work, no speed is estimated (`too_small`).
+LAUNCHES_PER_LAYER, OTHER_LAUNCHES = 45, 20  # in a compiled microbatch
 MUON_LAUNCHES = 45  # for each matrix and step
 LAUNCH_SECONDS = 11e-6
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """A GPU whose speed can be estimated; FLOP/s and bytes/s."""
+    """A GPU whose speed can be estimated. Speeds are in FLOP/s or bytes/s."""
 
     name: str
-    matrix_peak: float  # data sheet: dense products of 16-bit numbers, sums in fp32
-    matrix_share: float  # of it that products of GPT-2's shapes reach
-    attention: float  # FlashAttention-2, causal, heads of 64, forward and backward together
-    bandwidth: float  # data sheet
-    exchange: float  # of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
-    other_words: str  # that drivers or users have in its name besides
+    matrix_peak: float  # data sheet: dense 16-bit matrix products with fp32 accumulation
+    matrix_share: float  # part of matrix_peak that matrix products of GPT-2's shapes reach
+    attention: float  # FLOP/s of FlashAttention-2, causal, heads of width 64, forward and backward together
+    bandwidth: float  # of memory, from the data sheet
+    exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
+    other_words: str  # further words that drivers or users may have in its name
 
     def is_called(self, name: str) -> bool:
-        """True if `name`, a driver's or a user's, means this device: it has all words of the device's own name, and no
-        others than `other_words`."""
+        """Return True if `name`, which a driver or a user gives, means this device. It must have all words of the
+        device's own name, and no other words than `other_words`."""
         words, own = _words(name), _words(self.name)
         return own <= words <= own | _words(self.other_words)
 
@@ -74,7 +76,7 @@ DEVICES = (
     GpuSpec("H200", 989e12, 0.60, 190e12, 4.8e12, 400e9, "nvidia 141gb hbm3e sxm5 sxm"),
     GpuSpec("B200", 2.25e15, 0.55, 200e12, 8.0e12, 800e9, "nvidia 180gb 192gb hbm3e sxm"),
 )
-# Values of train.json's keys that affect speed whose price is known besides the default's.
+# Keys of train.json that affect speed, with the values that the estimate covers besides the defaults.
 PRICED: dict[str, tuple[Any, ...]] = {
     "optimizer": ("muon",),
     "shard_optimizer": (True,),
@@ -85,13 +87,15 @@ NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
 def find_device(name: str) -> GpuSpec | None:
-    """The device of that name: as its driver has it ("NVIDIA A100-SXM4-40GB"), or as people write it ("a100-40gb")."""
+    """Return the device of that name, or None. The name may be the driver's ("NVIDIA A100-SXM4-40GB") or one as people
+    write it ("a100-40gb")."""
     plain = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
     return next((device for device in DEVICES if device.is_called(plain)), None)
 
 
 def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None = None) -> str | None:
-    """Reason why the estimate does not cover train.json, the number of ranks or the model; None if it covers all."""
+    """Return the reason why the estimate does not cover train.json, the number of ranks or the model, or None if it
+    covers them."""
     if model is not None and model.moe is not None:
         return '"moe" in model.json is not covered'
     for key in KERNEL_KEYS:
@@ -106,8 +110,9 @@ def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None
 def too_small(
     model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> str | None:
-    """The reason why such a step has no estimate, or None: the device ends it before the CPU has launched its kernels,
-    so that UNCERTAINTY does not hold."""
+    """Return the reason why a step is too small for an estimate, or None if it is large enough. A step is too small if
+    the GPU completes its work before the CPU has launched its kernels, because UNCERTAINTY does not hold in that
+    case."""
     seconds, kernels = _step(model, device, layout, train)
     if seconds >= kernels * LAUNCH_SECONDS:
         return None
@@ -120,17 +125,20 @@ def too_small(
 def estimated_speed(
     model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> float:
-    """Tokens per second of training, all GPUs of one machine together: compiled, 16-bit, with the optimizer of `train`,
-    which is train.json's content. `why_not` and `too_small` say where that is not to be believed."""
+    """Return the estimated tokens per second of training on all GPUs of one machine together, compiled and in 16-bit
+    precision. `train` is train.json's content, which gives the optimizer. The estimate is valid only if `why_not` and
+    `too_small` return None."""
     seconds, kernels = _step(model, device, layout, train)
     return layout.global_tokens / max(seconds, kernels * LAUNCH_SECONDS)
 
 
 def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any]) -> tuple[float, int]:
-    """Seconds of a step's work on one GPU, and how many kernels the CPU launches for it.
+    """Return the seconds of a step's work on one GPU, and the number of kernels that the CPU launches for it.
 
-    Products: 6 FLOPs for each weight that multiplies (PaLM, arXiv:2204.02311, appendix B). Attention: the causal half
-    of 2 products forward (2·T·Q a token and layer) and, the scores being computed again, 5 backward: 7·T·Q.
+    Matrix products take 6 FLOPs per token for each weight in them (PaLM, arXiv:2204.02311, appendix B). Attention takes
+    7·T·Q FLOPs per token and layer, since only the causal half of each product is computed: 2 products forward take
+    2·T·Q, and 5 backward, where the scores are computed again, take 5·T·Q. T is the context length, Q the width of all
+    queries.
     """
     width, layers, parameters = model.emb_dim, model.n_layers, model.parameters
     steps, tokens = layout.accumulation_steps, layout.accumulation_steps * layout.microbatch_tokens
@@ -144,7 +152,8 @@ def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mappi
     moved: float = tokens * (width * (layers * LAYER_BYTES + OTHER_BYTES) + LOGIT_BYTES * model.vocab_size)
     moved += (steps * MICROBATCH_BYTES + NORM_BYTES) * parameters
     moved += (ADAMW_BYTES * parameters + (MUON_BYTES - ADAMW_BYTES) * sum(map(math.prod, matrices))) / sharers
-    # Gradients of embeddings come last, all others travel while the backward pass goes on; then weights, if shared out.
+    # Gradients of the embeddings are computed last, so that their exchange takes extra time. All others are exchanged
+    # during the backward pass. A sharded optimizer also exchanges the updated weights.
     head = 0 if model.tie_weights else width * model.vocab_size
     late = 2 * (layout.world_size - 1) / layout.world_size * (parameters - layers * model.block_weights - head)
     sent = 4 * (late + (parameters if sharers > 1 else 0))

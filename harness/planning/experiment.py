@@ -1,5 +1,5 @@
-"""An experiment as the command line names it: a run directory and where its dataset is, loaded and checked; where its
-training starts or goes on, and whether it may.
+"""An experiment, which is a run directory and its dataset, loaded and checked; the position at which its training
+starts or resumes; and the checks of whether it may resume.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig, load_train_config
 
-# train.json's keys that decide which tokens a step sees; the others may change between stop and continue.
+# Keys of train.json that decide which tokens a step sees. They must not change before a run resumes.
 POSITION_KEYS = ("dataset", "start_train_token")
 
 
 @dataclass(frozen=True)
 class Position:
-    """The steps still to do and the token they start at."""
+    """The steps still to do, and the token of the train split at which they start."""
 
     first_step: int
     total_steps: int
     start_token: int  # of the step `first_step`
-    tokens_seen: int  # before it
+    tokens_seen: int  # before the step `first_step`
 
     @property
     def last_step(self) -> int:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """True if work that is done every `interval` steps, and after the last one, is due after this one: decided from
-        the global step alone, so that every rank decides alike."""
+        """Return True if work that is done every `interval` steps, and after the last one, is due after `step`. This
+        depends on the global step alone, so that all ranks decide alike."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     @property
@@ -56,16 +56,16 @@ def find_position(
     done_tokens: int = 0,
     wanted: int | None = None,
 ) -> Position:
-    """The position after the steps and tokens that are done, for the batch of today; `wanted`: tokens of the whole
-    run, if train.json's budget is not `min_train_tokens`.
+    """Return the position after `done_steps` steps and `done_tokens` tokens, with the current batch. `wanted` is the
+    number of tokens in the whole run, if train.json's budget is not `min_train_tokens`.
 
-    It continues at the token it stopped at, so that a change of world size, microbatch or accumulation neither repeats
-    nor skips one. Raises UserError if the split is too short.
+    Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore neither
+    repeats nor skips a token. Raises UserError if the split is too short.
     """
     start, batches = config.start_train_token + done_tokens, batch_schedule(config, layout, done_tokens)
     available = split_tokens - start
     wanted = config.min_train_tokens if wanted is None else wanted
-    assert wanted is not None, "a budget that is not in tokens was made tokens of before"
+    assert wanted is not None, "the caller resolves budgets that are not in tokens"
     if wanted == -1:
         exhausted = done_tokens > 0 and available - 1 < batches.tokens_before(1)
     else:
@@ -82,13 +82,14 @@ def find_position(
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raises UserError, showing the difference, if the checkpoint at `path` belongs to another model or dataset, its
-    tokens were counted from another place, or its optimizer's state is another one's, than `now`'s."""
+    """Raise UserError if training cannot resume from the checkpoint at `path`, because its model, dataset, starting
+    token or optimizer is not that of `now`. The message shows the difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
-        if part == "model" and isinstance(then, dict):  # an earlier version knew of fewer keys
+        if part == "model" and isinstance(then, dict):  # earlier versions had fewer keys
             then = {**ModelConfig.defaults(), **then}
-        if part == "dataset" and isinstance(then, dict):  # a run may have gone without the validation split
+        # a run without validation does not record the validation split
+        if part == "dataset" and isinstance(then, dict):
             both = then.keys() & today.keys()
             then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
         difference = first_difference(then, today)
@@ -110,8 +111,8 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """Return whether validation measures its losses on the same text today as in the run up to a checkpoint, of whose
-    model and data set `check_continuable` knows that they are today's."""
+    """Return True if validation losses today are measured on the same text as those recorded in a checkpoint. The
+    checkpoint's model and dataset must have passed `check_continuable`."""
     then, now = (
         validation_text(provenance.model, settings, provenance.dataset) for settings in (meta.train, provenance.train)
     )
@@ -119,13 +120,14 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
-    """The keys of train.json that changed since a checkpoint, as "key: old -> new" in JSON's spelling."""
+    """Return the keys of train.json that changed since a checkpoint, as "key: old -> new" in JSON's spelling."""
     then, now = meta.train, provenance.train
     return [f"{key}: {_change(then[key], now[key])}" for key in now if key in then and then[key] != now[key]]
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
-    """The first difference between two JSON values as "key: old -> new" in JSON's spelling."""
+    """Return the first difference between two JSON values, as "key: old -> new" in JSON's spelling, or None if there is
+    none."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
             found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
@@ -139,14 +141,14 @@ def _change(then: Any, now: Any) -> str:
     return f"{json.dumps(then)} -> {json.dumps(now)}"
 
 
-# That of Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), whose tokens go through one expert: the
-# loss grows with their number.
+# Coefficient of the balancing loss in Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), where each
+# token uses one expert. The loss grows with the number of experts per token.
 SWITCH_LOSS_SCALE = 0.01
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """`config` is what train.json says, `model` what model.json says."""
+    """A run directory, its train.json (`config`) and model.json (`model`), and the folder of all datasets."""
 
     run: RunDirectory
     config: TrainConfig
@@ -155,16 +157,16 @@ class Experiment:
 
     @classmethod
     def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
-        """Read both files of the run. Raises UserError for anything wrong in them."""
+        """Read model.json and train.json of the run. Raises UserError for anything wrong in them."""
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
-        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
+        dataset_folder(datasets_dir, config.dataset)  # raises UserError for an invalid name
         experiment = cls(run, config, model, datasets_dir)
         experiment.check_together()
         return experiment
 
     def check_together(self) -> None:
-        """Raises UserError for what each of the two files may say, but not both."""
+        """Raise UserError if model.json and train.json, each of them valid, contradict each other."""
         if self.model.tie_weights and self.config.head_learning_rate is not None:
             raise UserError(
                 f'{self.run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the '
@@ -178,7 +180,7 @@ class Experiment:
 
     @property
     def moe_router_loss_scale(self) -> float:
-        """The coefficient of the loss that balances experts; 0 without any."""
+        """The coefficient of the loss that balances experts; 0 for a model without experts."""
         if self.model.moe is None:
             return 0.0
         own = self.config.moe_router_loss_scale
@@ -186,16 +188,17 @@ class Experiment:
 
     @property
     def splits(self) -> list[str]:
-        """The splits that training reads."""
+        """Names of the splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
 
     def check_dataset(self, *, ask_hub: bool) -> None:
-        """Raises UserError for a dataset that is not on this machine and cannot be had; check_obtainable says more."""
+        """Raise UserError if the dataset is not on this machine and cannot be downloaded or made (see
+        `check_obtainable`)."""
         check_obtainable(self.datasets_dir, self.config.dataset, self.splits, ask_hub=ask_hub)
 
     @property
     def initial_weights(self) -> Path | None:
-        """The file that train.json says to start from."""
+        """The file whose weights training starts from, or None if train.json names none."""
         named = self.config.initial_weights
         return None if named is None else self.run.path / named
 
@@ -204,12 +207,13 @@ class Experiment:
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-        """The global batches from where so many tokens have been seen."""
+        """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run."""
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """Return the run's resolved budget: as recorded in the checkpoint that `meta` describes, or else from its
-        files. None for `min_train_tokens`, which is in tokens already.
+        """Return the run's budget, resolved to tokens: the one recorded in the checkpoint that `meta` describes, if
+        train.json still has the same budget, or else one that is resolved now. Returns None for `min_train_tokens`,
+        which is in tokens already.
 
         Raises UserError for a budget below one global batch.
         """
@@ -218,7 +222,7 @@ class Experiment:
             return recorded
         if config.min_train_tokens is not None:
             return None
-        if config.train_steps is not None and meta is not None:  # some of them with another batch, perhaps
+        if config.train_steps is not None and meta is not None:  # the steps done may have had another batch
             left = max(0, config.train_steps - (meta.global_step + 1))
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
         else:
@@ -228,10 +232,10 @@ class Experiment:
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
-        """Position where training resumes after the checkpoint that `meta` describes, or starts without one; `budget`:
-        as returned by `budget`.
+        """Return the position where training resumes after the checkpoint that `meta` describes, or where it starts if
+        `meta` is None. `budget` is the result of the method `budget`, which is called if `budget` is None.
 
-        Raises UserError if the split is too short, or the warm-up longer than the run.
+        Raises UserError if the split is too short, or if the warm-up is longer than the run.
         """
         done = {"done_steps": meta.global_step + 1, "done_tokens": meta.tokens_seen} if meta else {}
         budget = budget or self.budget(layout, meta)
@@ -241,7 +245,7 @@ class Experiment:
         return position
 
     def scaled_settings(self, layout: BatchLayout, position: Position) -> ScaledSettings:
-        """Apply train.json's scaling rules to its learning rates and weight decay."""
+        """Return the learning rates and weight decays that train.json's scaling rules change."""
         left = self.batches(layout, position.tokens_seen).tokens_before(position.total_steps - position.first_step)
         tokens, layers = position.tokens_seen + left, self.model.n_layers
         return scale_settings(self.config, batch_tokens=layout.global_tokens, train_tokens=tokens, layers=layers)
@@ -256,7 +260,7 @@ class Experiment:
         )
 
     def check_validation_slice(self, layout: BatchLayout, dataset: Dataset) -> None:
-        """Raises UserError if the validation split is too short for train.json's slice of it."""
+        """Raise UserError if the validation split is too short for train.json's slice of it."""
         config = self.config
         if config.validation_batches is None or config.start_val_token is None:
             return
@@ -269,5 +273,5 @@ class Experiment:
             )
 
     def check_checkpoint(self, meta: CheckpointMeta, dataset: Dataset) -> None:
-        """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
+        """Raise UserError if the checkpoint that `meta` describes belongs to another experiment."""
         check_continuable(meta, self.run.checkpoints, self.provenance(dataset))

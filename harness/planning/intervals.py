@@ -1,4 +1,6 @@
-"""Work due after a step: arithmetic on train.json, so that every rank decides alike."""
+"""Work that is due after a step, such as a validation. It follows from the step and train.json alone, so that all ranks
+decide alike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def due_after(step: int, position: Position, config: TrainConfig, *, first: str = "report") -> set[str]:
-    """The work, from `first` on, that is due after a global step."""
+    """Return the names of the work that is due after a global step. Work that is done before `first` is left out."""
     intervals = {  # in the order in which it is done
         "report": config.report_interval,
         "validation": config.validation_interval,
@@ -20,7 +22,8 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
         "weights_check": config.weights_check_interval,
     }
     due = {name for name, interval in intervals.items() if position.is_due(step, interval)}
-    # A validation or a checkpoint waits for the device anyway, and records the loss up to this step.
+    # A validation or a checkpoint waits for the device anyway, and records the loss up to this step. So the step is
+    # reported, too.
     if due & {"validation", "checkpoint"}:
         due.add("report")
     names = list(intervals)
@@ -28,8 +31,8 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
 
 
 def times_due(steps: range, every: int) -> int:
-    """Number of steps that are a multiple of `every`, or the last."""
+    """Return the number of `steps` that are a multiple of `every`, or the last step."""
     if not steps:
         return 0
-    # Counted, not walked through: there may be more steps than anyone can wait for.
+    # Computed without iterating over the steps, because there may be too many.
     return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)

@@ -1,4 +1,4 @@
-"""Machines for rent: the dated list of prices in machines.json, and which of them a run means."""
+"""Machines for rent: the dated list of prices in machines.json, and the machine that a run is planned for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.planning.estimated_speed import GpuSpec, find_device
 
 PRICES = Path(__file__).with_name("machines.json")
-# GiB of a device over the number in its name: a card sold as 40 GB has 40 GiB or a little less, one sold as 141 GB has
-# 141e9 bytes.
+# Bounds of a device's memory in GiB over the number of GB in its name. A card sold as 40 GB has 40 GiB or a little
+# less, and one sold as 141 GB has 141e9 bytes.
 LEAST_OF_NAME, MOST_OF_NAME = 0.9, 1.02
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -27,7 +27,7 @@ class Machine(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     machine: str = Field(min_length=1)
-    device: str  # of its GPUs, by the driver's name or as people write it
+    device: str  # name of its GPUs, as the driver reports it or as people write it
     gpus: int = Field(ge=1)
     memory_gib: Positive  # of one GPU
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # US dollars, of the whole machine
@@ -57,7 +57,7 @@ class Machine(BaseModel):
 
 
 class PriceList(BaseModel):
-    """A machines.json."""
+    """The contents of a machines.json."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", title="machines.json")
 
@@ -65,7 +65,7 @@ class PriceList(BaseModel):
 
 
 def read_machines(path: Path = PRICES) -> list[Machine]:
-    """The machines of a price list. Raises UserError naming the machine and the key that is wrong."""
+    """Read a price list and return its machines. Raises UserError naming the machine and the key that is wrong."""
     raw = parse_config(PriceList, read_json_object(path), path).machines
     machines = [parse_config(Machine, each, Path(f"{path}, machine {n}")) for n, each in enumerate(raw, 1)]
     names = [each.machine for each in machines]
@@ -75,8 +75,12 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 
 
 def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None:
-    """The machine that a run is named after, like 8xa100m40-fast, or else whose price it has, and which of the two it
-    was; None if neither names one."""
+    """Return the machine that a run is meant for and what says so ("the run's name" or "price_per_hour"), or None if no
+    machine fits.
+
+    The machine is the one that the run is named after, as in 8xa100m40-fast, or else the first one with the run's
+    price.
+    """
     machines = read_machines()
     for each in machines:
         named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
@@ -86,8 +90,13 @@ def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None
 
 
 def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
-    """Dollars an hour of so many GPUs, and whose price that is: the one `given` in train.json, unless the list knows it
-    as another machine's. None, and the reason, where nothing is known. `device`: None where that is not known."""
+    """Return the dollars per hour of `gpus` GPUs and a text on the origin of this price, or None and the reason why the
+    price is unknown.
+
+    The price is `given` in train.json, unless the price list has that as the price of another machine. In that case, or
+    if none is given, it is the listed price of a machine with `gpus` GPUs of the kind `device`. If no such machine is
+    listed, `given` is used if the other machine has GPUs of this kind. `device` is None if the kind of GPU is unknown.
+    """
     machines = read_machines()
     owner = next((each for each in machines if each.price_per_hour == given), None)
     if given is not None and (owner is None or device is None):
@@ -98,7 +107,7 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
             return each.price_per_hour, f"${each.price_per_hour}/h, the price of {each.machine} on {each.date}"
     if owner is None or device is None:
         return None, "no price_per_hour in train.json"
-    if owner in alike:  # of which some GPUs are used
+    if owner in alike:  # only some of that machine's GPUs are used
         return given, f"${given}/h, the price of {owner.machine}"
     return None, (
         f"train.json's ${given}/h is the price of {owner.machine}, not of {gpus} x {device.name}; set price_per_hour"

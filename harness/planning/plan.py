@@ -1,4 +1,4 @@
-"""Plan of a run: its work, disk, time and cost, computed without doing any of it, and as text."""
+"""The plan of a run: its work, disk space, time and cost, computed without doing any of the work, and its text."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
-PADDED_VOCABULARY = 1.5  # times the dataset's: beyond what anybody pads it to, for the speed of its products
+PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products stays below this
 WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The work that is left of a run. `position` is None while the dataset's length is needed and not known yet."""
+    """The work that is left of a run. `position` is None if it depends on the length of a dataset that is not on this
+    machine."""
 
     experiment: Experiment
     layout: BatchLayout
     position: Position | None
-    is_continued: bool = False  # from a checkpoint
-    budget: Budget | None = None  # train.json's in tokens, if it is not given so
+    is_continued: bool = False  # True if training resumes from a checkpoint
+    budget: Budget | None = None  # train.json's budget in tokens; None if it is given in tokens
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
 
@@ -57,7 +58,7 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """The global batches from where the plan begins."""
+        """The global batches of the steps that are left."""
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
@@ -70,32 +71,32 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, every: int | None) -> int:
-        """Number of times that work of this interval is done from here on."""
+        """Return how many times work that is done at this interval is still due; 0 without an interval."""
         return times_due(self.steps, every) if every else 0
 
     def checkpoints(self) -> int:
-        """Number of checkpoints to be written from here on."""
+        """Return the number of checkpoints still to be written."""
         return self.times(self.config.checkpoint_every)
 
     def optimizer_bytes(self) -> int:
-        """Size of the optimizer's state, over all ranks together."""
+        """Return the size of the optimizer's state, over all ranks together."""
         return optimizer_state_bytes(self.config, self.experiment.model)
 
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint on disk."""
+        """Return the size of one checkpoint on disk."""
         return self.experiment.model.parameters * WEIGHT_BYTES + self.optimizer_bytes() + OTHER_BYTES
 
     def disk_bytes(self) -> int:
-        """The most that the checkpoints of this plan occupy at once."""
+        """Return the largest size that the checkpoints of this plan have together at any time."""
         kept = self.checkpoints()
         if self.config.keep_checkpoints is not None:
-            # best and latest besides, and the one being written.
+            # In addition there are `best`, `latest` and the checkpoint that is being written.
             kept = min(kept, self.config.keep_checkpoints + 3)
         return kept * self.checkpoint_bytes()
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """Message with a remedy if the disk under `folder` cannot hold the checkpoints; None if it can, or without a
-        position."""
+        """Return a message with a remedy if the disk under `folder` cannot hold the checkpoints. Returns None if it
+        can, or if `position` is None."""
         free = shutil.disk_usage(folder).free
         if self.position is None or self.disk_bytes() <= free:
             return None
@@ -106,21 +107,23 @@ class Plan:
         )
 
     def check_disk(self, folder: Path) -> None:
-        """Raises UserError if the disk under `folder` cannot hold the checkpoints: better now than after hours."""
+        """Raise UserError if the disk under `folder` cannot hold the checkpoints, so that training does not fail after
+        hours."""
         if shortage := self.disk_shortage(folder):
             raise UserError(f"{folder}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
-        """Seconds of each phase: training, validation, and the benchmarks if there are any and their time is known.
-        Start-up and checkpoints are not included. The speed must be known, and the plan's position."""
+        """Return the seconds of each phase: training, validation, and benchmarks if there are any and their time is
+        known. Start-up and checkpoints are not included. Neither `speed.tokens_per_second` nor `position` may be
+        None."""
         assert speed.tokens_per_second is not None
-        # The microbatches of the rank that has most of them: the others wait for it.
+        # Count the microbatches of the rank that has the most of them, because the other ranks wait for it.
         microbatches = self.config.validation_batches or 0
         if self.config.validation_ranks == "all":
             microbatches = math.ceil(microbatches / self.layout.world_size)
         validated = self.times(self.config.validation_interval) * microbatches
         training = self.tokens() / speed.tokens_per_second
-        # A forward pass is a third of a step's work.
+        # A forward pass is a third of the work of a training step on the same tokens.
         work = validated * self.layout.microbatch_tokens * self.layout.world_size / 3
         validating = work / speed.tokens_per_second
         if speed.includes_validation and training:
@@ -133,14 +136,16 @@ class Plan:
         return parts
 
     def price(self, speed: PlannedSpeed) -> tuple[float | None, str]:
-        """Dollars an hour of the plan's GPUs, and their source."""
+        """Return the dollars per hour of the plan's GPUs and a text on the origin of this price, or None and the reason
+        why the price is unknown."""
         return hourly_price(self.config.price_per_hour, speed.device, self.layout.world_size)
 
 
 def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
-    """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run.
+    """Return the plan of the work that is left after the checkpoint that `meta` describes, or of the whole run if
+    `meta` is None.
 
-    The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
+    If the dataset is on this machine, the plan is checked against it. Raises UserError for settings that cannot work.
     """
     layout = experiment.layout(world_size)
     budget = experiment.budget(layout, meta)
@@ -163,7 +168,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
 
 
 def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
-    """A remark on a vocabulary far larger than the dataset's; None for one that is only padded."""
+    """Return a remark if the model's vocabulary is far larger than the dataset's, or None if it is at most padded."""
     needed = dataset.meta.vocab_size
     if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
         return None
@@ -175,8 +180,9 @@ def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
-    """The meta.json of the checkpoint that training would continue from: the named one, or the latest; None if it would
-    start. A notebook's is completed, and refused where training would refuse it. Raises UserError."""
+    """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
+    training would start from scratch. Fills in the keys that a checkpoint of the notebook's program lacks. Raises
+    UserError if training would refuse the checkpoint."""
     start = choose_start(experiment.run.checkpoints, checkpoint)
     if start is None:
         return None
@@ -188,7 +194,8 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
 
 
 def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None, notes: Sequence[str] = ()) -> str:
-    """The plan as text for a terminal: what it will take comes last, where it stays on the screen."""
+    """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
+    screen."""
     config, model = plan.config, plan.experiment.model
     lines = [*_wrap(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", following=""), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
@@ -221,7 +228,7 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
 
 
 def _global_batch(plan: Plan) -> str:
-    """Text on the factors of the global batch; of a ramp, on each size to come."""
+    """Return text with the factors of the global batch, or of each global batch of a ramp that is still to come."""
     stages = plan.batches.stages
     said = []
     for stage in stages:
@@ -255,8 +262,8 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
-    """Rows of speed, time and cost. Validation is an estimate unless it is reported; saving checkpoints is not
-    included."""
+    """Return the rows of speed, time and cost. The time of validation is an estimate unless it is reported. Saving
+    checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -274,7 +281,7 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     if price is not None:
         cents = {part: round(100 * cost(spent, price)) for part, spent in parts.items()}
         dollars = " + ".join(f"${each / 100:,.2f} {part}" for part, each in cents.items())
-        # The sum of what is printed, so that it adds up.
+        # The total is the sum of the rounded amounts, so that the printed amounts add up to it.
         said_cost = f"{dollars} = ${sum(cents.values()) / 100:,.2f} at {priced}"
     if speed.uncertainty:
         seconds = sum(parts.values())
@@ -285,7 +292,7 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -> str:
-    """Range of a quantity that is inverse to an uncertain speed."""
+    """Return text with the range of a quantity that is inversely proportional to an uncertain speed."""
     return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
 
 
@@ -294,8 +301,8 @@ def _hours(seconds: float) -> str:
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
-    """Lines on train.json's budget, ramp and scaling rules, printed as training begins; empty without any of them.
-    `speed`: for the time and cost of the budget."""
+    """Return lines on train.json's budget, batch ramp and scaling rules, for printing when training begins. There are
+    none if train.json has none of these. `speed` is used for the time and cost of the budget."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"
@@ -332,10 +339,13 @@ def _wrap(text: str, following: str) -> list[str]:
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
-    """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
-    assumed. On a machine without GPUs, where only one was started, the machine that the run means is assumed.
+    """Print what training would do, resuming from `checkpoint` (None: from the latest).
 
-    Raises UserError for what training would refuse, but for a disk too small, and the names of benchmarks.
+    `ranks` is the number of processes that were started, unless --assume-world-size gives another number. On a machine
+    without GPUs, the machine that the run is meant for is assumed, with all its GPUs if only one process was started.
+
+    Raises UserError for everything that training would refuse, except for a disk that is too small, and for names of
+    benchmarks, which are not checked.
     """
     means = None if gpu_names() else machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)
     said, meant, assumed = None, None, options.assume_world_size
@@ -351,7 +361,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
     if meta is None and experiment.initial_weights is not None:
         check_weights_file(experiment.initial_weights, experiment.model)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
-    # On an assumed machine it is not this disk that counts.
+    # The disk of this machine does not matter on an assumed machine.
     shortage = None if assumed else plan.disk_shortage(experiment.run.path)
     notes = [note for note in (plan.dataset_remark, shortage) if note]
     print(describe_plan(plan, speed, machine=said, notes=notes), flush=True)

@@ -1,5 +1,5 @@
-"""The throughput that a plan assumes, and its source: assumed, measured, reported (harness/runs/reported.py) or
-estimated (harness/planning/estimated_speed.py).
+"""The training speed that a plan assumes, and its source: given by the user, measured, reported
+(harness/runs/reported.py) or estimated (harness/planning/estimated_speed.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import KERNEL_KEYS, same_kernels
 from harness.runs.train_config import TrainConfig
 
-# Keys of train.json that say what is evaluated, and so how long it takes.
+# Keys of train.json that decide what is evaluated, and therefore how long that takes.
 BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
 VALIDATION_KEYS = ("validation_interval", "validation_batches", "validation_ranks")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
@@ -41,25 +41,26 @@ OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for an estimated speed"
 
 @dataclass(frozen=True)
 class PlannedSpeed:
-    """Tokens per second, or None, and where the number comes from, or why there is none."""
+    """Tokens per second and the source of that number, or None and the reason why there is no number."""
 
     tokens_per_second: float | None
     source: str
-    includes_validation: bool = False  # over training and validation together; else over training alone
-    training_share: float | None = None  # of the time that includes validation; None: to be estimated
-    benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
-    uncertainty: float = 0.0  # the true speed is within this part of it, either way; 0: measured, or given
-    device: GpuSpec | None = None  # the GPU whose speed it is, where that is a known one
+    includes_validation: bool = False  # False: over training alone; True: over training and validation together
+    # part of training in the time of training and validation; None: to be estimated
+    training_share: float | None = None
+    benchmark_seconds: float | None = None  # for evaluating all of train.json's benchmark tasks once
+    uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
+    device: GpuSpec | None = None  # the GPU that the speed is for, if it is one of DEVICES
 
 
 def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
-    """The first throughput that is known for this model and batch: one that the user assumes, one measured by an
-    earlier run, one reported of this very run, one estimated for the device. Beside it, the seconds of this run's
-    earlier benchmarks. `meant`: the device to assume where none is given and this machine's is not known.
+    """Return the first speed that is known for this model and batch, in this order: assumed by the user, measured by an
+    earlier run, reported for this run, estimated for the device. The result also has the seconds of this run's earlier
+    benchmarks. `meant` is the device of an estimate if none is given and this machine's is unknown.
 
-    Raises UserError for an --assume-device that is not known, or a reported.json that is none.
+    Raises UserError for an unknown --assume-device, or an invalid reported.json.
     """
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:
@@ -79,20 +80,23 @@ def plan_speed(
 
 
 def own_device(ranks: int) -> GpuSpec | None:
-    """This machine's kind of GPU, if it has one for each rank and they are alike."""
+    """Return this machine's kind of GPU, or None if it has fewer GPUs than ranks, or different kinds, or an unknown
+    kind."""
     names = gpu_names()
     return find_device(names[0]) if len(names) >= ranks and len(set(names)) == 1 else None
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
-    """Estimated speed on such devices, or the reason why there is none; None without a device."""
+    """Return the estimated speed on `device`, or a result with the reason why there is no estimate. Returns None if
+    `device` is None."""
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")
     reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
         return PlannedSpeed(None, f"no estimated speed for {device.name}: {reason}; {GIVE_A_SPEED}")
-    speed = float(f"{estimated_speed(experiment.model, device, layout, train):.3g}")  # the digits of an estimate
+    # three digits are enough for an estimate
+    speed = float(f"{estimated_speed(experiment.model, device, layout, train):.3g}")
     low, high = (f"{float(f'{speed * (1 + sign * UNCERTAINTY):.3g}'):,.0f}" for sign in (-1, 1))
     source = (
         f"estimated for {layout.world_size} x {device.name}: {low} to {high}; not measured; "
@@ -102,12 +106,17 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 
 
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
-    """Speed recorded by a run beside this one, of this model and batch, whose train.json lets a step take as long; on
-    `device`, if one is given. Preferred is one that can be believed, then this run's own, then the longest."""
+    """Return a speed that was recorded by this run or another one in the same folder, with the same model and batch and
+    with settings that let a step take the same time; if `device` is given, on that device. If there is none, the result
+    has the reason.
+
+    If there are several, one that was measured for long enough is preferred, then this run's own, then the one measured
+    for the longest time.
+    """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, float], Path, RunSummary]] = []
     for path in sorted(folder.parent.glob("*/summary.json")):
-        with suppress(UserError):  # not a summary of ours; a plan does not depend on it
+        with suppress(UserError):  # not a valid summary.json; a plan can do without it
             summary = read_summary(path)
             speed, measured = summary.tokens_per_second, summary.measured
             is_alike = summary.has_shape(experiment.model) and _layout(summary) == _layout(layout)
@@ -132,9 +141,12 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
-    """Speed reported of this run: over training and validation together if the run validates as it did there, else over
-    training alone. None unless it is of the same model and batch, of this machine's devices if those are known, and
-    train.json sets nothing that makes a step slower or faster than there."""
+    """Return the speed reported for this run: over training and validation together if the run validates with the
+    settings of the report, else over training alone.
+
+    Returns None if the report is for another model or batch, or for other devices than this machine's, or if train.json
+    has a setting that affects the time of a step and is neither the default nor the report's.
+    """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:
         return None
@@ -157,8 +169,8 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
 
 
 def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
-    """Seconds of evaluating the benchmark tasks once, by this run's own summary.json; None if that does not say it of
-    today's tasks on as many ranks."""
+    """Return the seconds of evaluating the benchmark tasks once, from this run's own summary.json. Returns None if it
+    does not record them for the same tasks and number of ranks."""
     try:
         summary = read_summary(experiment.run.summary)
     except UserError:

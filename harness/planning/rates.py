@@ -1,5 +1,5 @@
-"""The learning rate and weight decay of every step: train.json's values, scaled for another batch or depth than they
-were tuned with, times a schedule.
+"""The learning rate and weight decay of every step: train.json's values, scaled if they were tuned with another batch
+or depth, times a schedule.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from harness.runs.train_config import TrainConfig
 
 
 def warmup(step: int, steps: int) -> float:
-    """Linear from 1/steps at step 0 to 1 at step `steps - 1`: no step is wasted at a learning rate of zero."""
+    """Return a factor that rises linearly from 1/steps at step 0 to 1 at step `steps - 1`. It does not start at 0,
+    because a step with a learning rate of 0 is wasted."""
     return (step + 1) / steps
 
 
 def cosine(step: int, steps: int, min_ratio: float) -> float:
-    """Half a cosine from 1 at step 0 to `min_ratio` at the last of `steps` (Loshchilov & Hutter, arXiv:1608.03983)."""
+    """Return a factor that falls as half a cosine from 1 at step 0 to `min_ratio` at the last of `steps` (Loshchilov &
+    Hutter, arXiv:1608.03983)."""
     progress = min(step / max(steps - 1, 1), 1.0)
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def linear(step: int, steps: int, min_ratio: float) -> float:
-    """Linear from 1 at step 0 to `min_ratio` where step `steps` would be: no step is wasted at a learning rate of zero.
-    To zero: "D2Z" of Bergsma et al., arXiv:2502.15938."""
+    """Return a factor that falls linearly from 1 at step 0 to `min_ratio` at step `steps`, which is the one after the
+    last, because a step with a learning rate of 0 is wasted. With a `min_ratio` of 0, this is "D2Z" of Bergsma et al.,
+    arXiv:2502.15938."""
     progress = min(step / max(steps, 1), 1.0)
     return 1 - (1 - min_ratio) * progress
 
 
 def linear_decay(step: int, steps: int, min_ratio: float) -> float:
-    """1 before step 0, then linear to `min_ratio` at the last of `steps`: the decay of warm-up-stable-decay
-    (Hu et al., arXiv:2404.06395)."""
+    """Return 1 before step 0, and then a factor that falls linearly to `min_ratio` at the last of `steps`: the decay of
+    warm-up-stable-decay (Hu et al., arXiv:2404.06395)."""
     progress = min(max((step + 1) / max(steps, 1), 0.0), 1.0)
     return 1 - (1 - min_ratio) * progress
 
@@ -49,7 +52,7 @@ class Schedule:
     min_ratio: float
 
     def multiplier(self, step: int) -> float:
-        """Fraction of the peak learning rate at the 0-based global `step`."""
+        """Return the fraction of the peak learning rate at the 0-based global `step`."""
         if step < self.warmup_steps:
             return warmup(step, self.warmup_steps)
         if self.shape == "cosine":
@@ -63,9 +66,11 @@ class Schedule:
 
 
 def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
-    """Resolve train.json's schedule for a run of `total_steps`. Raises UserError if the warm-up outlasts the run.
+    """Resolve train.json's schedule for a run of `total_steps`. Raises UserError if warm-up and decay are longer than
+    the run.
 
-    A warm-up in percent is rounded down to whole steps, as upstream does; a decay to the nearest.
+    A warm-up in percent is rounded down to whole steps, as in the notebook's program (harness/runs/upstream.py). A
+    decay in percent is rounded to the nearest number of steps.
     """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
@@ -84,18 +89,18 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
     return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio)
 
 
-# Rules that carry rates and weight decay over to another batch or depth
+# Rules that scale learning rates and weight decays for another batch or depth
 
 
 @dataclass(frozen=True)
 class ScaledSettings:
-    """The keys of train.json that rules have changed, with their new values, and the arithmetic of each in words."""
+    """The keys of train.json that scaling rules changed, with their new values, and the arithmetic of each as text."""
 
     values: dict[str, float]
     explained: tuple[str, ...] = ()
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """train.json with the scaled values."""
+        """Return train.json with the scaled values."""
         return config.model_copy(update=self.values) if self.values else config
 
 
@@ -103,20 +108,23 @@ UNSCALED = ScaledSettings({})
 
 
 def batch_factor(batch_tokens: int, reference_tokens: int) -> float:
-    """√(B / B_ref), of learning rates and of weight decay.
+    """Return √(B / B_ref), the factor of learning rates and weight decays for a global batch of B tokens instead of
+    B_ref.
 
-    The square-root rule for Adam (Malladi et al., arXiv:2205.10320), of which only the rate is taken over, not the
-    changes of betas and eps. Decoupled decay forgets over 1/(η·λ) steps (Wang & Aitchison, arXiv:2405.13698), B/(η·λ)
-    tokens: that stays as it was, where η grows by √(B/B_ref), if λ does, too.
+    For the learning rate η this is the square-root rule for Adam (Malladi et al., arXiv:2205.10320), without that
+    rule's changes of betas and eps. Decoupled weight decay λ forgets over 1/(η·λ) steps (Wang & Aitchison,
+    arXiv:2405.13698), or B/(η·λ) tokens. Since η grows by √(B/B_ref), that number of tokens is unchanged if λ grows by
+    the same factor.
     """
     return math.sqrt(batch_tokens / reference_tokens)
 
 
 def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int, layers: int) -> ScaledSettings:
-    """Scale all learning rates and weight decays (keys with these endings) by `scale_with_batch` and
-    `scale_with_depth`, for a global batch (the largest of a ramp) and a run of so many tokens, and so many layers.
+    """Scale all learning rates and weight decays (keys with these endings) by train.json's `scale_with_batch` and
+    `scale_with_depth`, for a global batch of `batch_tokens` (the largest of a ramp), a run of `train_tokens`, and a
+    model of `layers`.
 
-    Raises UserError where one of them overflows.
+    Raises UserError if a scaled value overflows.
     """
     rate_factors: list[tuple[str, float]] = []
     decay_factors: list[tuple[str, float]] = []
@@ -126,13 +134,13 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
         rate_factors.append((said, batch_factor(batch_tokens, batch.reference_tokens)))
         decay_factors += rate_factors
         if batch.reference_train_tokens is not None:
-            # B/(η·λ) tokens are then the same part of a run of D tokens as they were of one of D_ref: B/(η·λ·D) is
-            # kept, as in nanochat (scripts/base_train.py).
+            # This keeps B/(η·λ·D), as nanochat does (scripts/base_train.py): weight decay forgets over the same part of
+            # a run of D tokens as of one of D_ref tokens.
             said = f"{batch.reference_train_tokens:,} / {train_tokens:,}"
             decay_factors.append((said, batch.reference_train_tokens / train_tokens))
     if depth is not None:
-        # The rule of nanochat's first depth knob, tuned at 12 layers. Learning rates stay: its "fixed rates" were found
-        # to hold from 6 to 20 layers.
+        # The rule of nanochat's first depth setting, which was tuned at 12 layers. Learning rates are not scaled,
+        # because nanochat's "fixed rates" were found to hold from 6 to 20 layers.
         decay_factors.append((f"({depth.reference_layers} / {layers})^2", (depth.reference_layers / layers) ** 2))
     values: dict[str, float] = {}
     explained = []
@@ -149,26 +157,26 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
     return ScaledSettings(values, tuple(explained))
 
 
-# The two together
+# Schedule and scaling rules together
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The factors of train.json's (scaled) learning rates and weight decays in each step."""
+    """The factors by which train.json's (scaled) learning rates and weight decays are multiplied in each step."""
 
     schedule: Schedule
-    ramp_tokens: int | None  # of the largest global batch, where `scale_with_batch` meets a ramp
+    ramp_tokens: int | None  # tokens of the largest global batch; None without `scale_with_batch`
 
     @classmethod
     def of(cls, config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Rates:
-        """Raises UserError as `build_schedule` does."""
+        """Return the factors for a run of `total_steps`. Raises UserError as `build_schedule` does."""
         return cls(build_schedule(config, total_steps), largest_batch_tokens if config.scale_with_batch else None)
 
     def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
-        """Factors of the learning rates and of the weight decays in a global step of so many tokens.
+        """Return the factors of the learning rates and of the weight decays in a global step of `batch_tokens` tokens.
 
-        The scaled settings are those of a ramp's largest batch, and the rule holds for the batch of each step: decay
-        then forgets over as many tokens, B/(η·λ), in each part of the ramp.
+        The scaled settings are those for a ramp's largest batch, but the square-root rule must hold for the batch of
+        each step. Weight decay then forgets over the same number of tokens, B/(η·λ), in each part of the ramp.
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.schedule.multiplier(step) * ramp, ramp

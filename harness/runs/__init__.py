@@ -1,3 +1,3 @@
-"""A run directory: what is asked of it (model.json, train.json), what it will do and cost (the plan), and what it has
-left (metrics, summary, checkpoints, chart). Reading one needs no process group.
+"""A run directory: the settings in it (model.json, train.json), its budget of tokens, and the files that commands write
+into it (metrics, summary, checkpoints, results, chart). Reading these files needs no process group.
 """

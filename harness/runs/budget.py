@@ -1,7 +1,7 @@
-"""The training budget of train.json, as a number of tokens and of global steps.
+"""The training budget of train.json, resolved to a number of tokens and of global steps.
 
-A budget resolved at the start of a run is recorded in every checkpoint, and holds until train.json asks for another
-one.
+A budget is resolved when a run starts and recorded in every checkpoint. The recorded budget is used until train.json
+gives another one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 
-COUNTABLE = 2**62  # tokens of a run are below it
+COUNTABLE = 2**62  # a run has fewer tokens than this
 
 
 class Budget(BaseModel):
-    """A budget as resolved when the run began, recorded in checkpoints and summaries."""
+    """The budget of train.json, resolved to tokens. Recorded in summaries and, so that a resumed run keeps it, in
+    checkpoints."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     key: str
     value: float | int
-    tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]  # of the whole run: a whole number of that time's global batches
+    # of the whole run: a whole number of the global batches that were in use when the budget was resolved
+    tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
     @classmethod
     def of(cls, config: TrainConfig, tokens: int) -> Budget:
-        """Return train.json's budget, resolved to `tokens`. Raises UserError if those are more than can be counted."""
+        """Return train.json's budget, resolved to `tokens`. Raises UserError if `tokens` is not below COUNTABLE."""
         key, value = config.budget, getattr(config, config.budget)
         if tokens >= COUNTABLE:
             raise UserError(
@@ -47,9 +49,10 @@ class Budget(BaseModel):
 
 
 def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-    """The global batches from where `tokens_seen` tokens have been seen; `layout` is the largest of them.
+    """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of a run. `layout` is
+    the layout of the largest batch.
 
-    Raises UserError where one of a ramp is not a whole number of microbatches on every rank.
+    Raises UserError if a batch of a ramp is not a whole number of microbatches on every rank.
     """
     if config.batch_ramp is None:
         return BatchSchedule.constant(layout)
@@ -59,13 +62,15 @@ def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 
 
 
 def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSchedule) -> int | None:
-    """The tokens of a run by what its files say: whole global batches of `batches`, which begin with the run. None for
-    all there is.
+    """Return the number of tokens in the whole run, as whole global batches, or None for all tokens of the split.
 
-    As many as `tokens_per_parameter` wants, or more (20: Hoffmann et al., arXiv:2203.15556, which is about where their
-    three fits agree; all parameters count, of experts the active ones, which are those that a token's operations are
-    for: 6ND holds with them). At most what `target_flops` pays for, with `flops_per_token` for each.
-    Raises UserError for a budget below one global batch.
+    `batches` must be the schedule from the start of the run. `min_train_tokens` and `tokens_per_parameter` are rounded
+    up to whole batches. `target_flops` is divided by `flops_per_token` and rounded down to whole batches.
+
+    `tokens_per_parameter` counts all parameters, but only the active experts of a mixture, because the training FLOPs
+    of N active parameters and D tokens are 6ND. A value of 20 is about where the three fits of Hoffmann et al.
+    (arXiv:2203.15556) agree. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global
+    batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
@@ -75,15 +80,16 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
         return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
     if config.target_flops is not None:
         check_one_batch(config, config.target_flops / model.flops_per_token / batches.tokens_before(1))
-        paid = int(config.target_flops) // model.flops_per_token  # exact, as a quotient of floats is not
+        # in integers, because a quotient of floats is not exact
+        paid = int(config.target_flops) // model.flops_per_token
         return batches.tokens_before(max(1, batches.steps_within(paid)))
     tokens = config.min_train_tokens
     return None if tokens is None or tokens == -1 else batches.tokens_before(batches.steps_for(tokens))
 
 
 def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
-    """Tokens that a budget names, not rounded to global batches; None for all there is, and for steps without a
-    `global_batch_size`."""
+    """Return the number of tokens that train.json's budget names, not rounded to global batches. Returns None if the
+    budget is all tokens of the split, or `train_steps` without `global_batch_size`."""
     if config.train_steps is not None and config.global_batch_size is not None:
         return config.train_steps * config.global_batch_size * model.context_length
     if config.tokens_per_parameter is not None:
@@ -94,14 +100,16 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def check_one_batch(config: TrainConfig, batches: float) -> None:
-    """Raises UserError for a budget that pays for less than one global batch; `batches` is how many it pays for."""
+    """Raise UserError if train.json's budget pays for less than one global batch. `batches` is the number of global
+    batches that it pays for."""
     if batches >= 1:
         return
     key, value = config.budget, getattr(config, config.budget)
     needed = "raise it"
-    if batches:  # of the smallest numbers, their part of a batch is no number any more
+    if batches:  # 0.0 for the smallest budgets, for which no sufficient value can be computed
         enough = value / batches
-        digits = 10.0 ** (math.floor(math.log10(enough)) - 2)  # three of them, rounded up
+        # place of the third digit, to which the suggestion is rounded up
+        digits = 10.0 ** (math.floor(math.log10(enough)) - 2)
         needed += f" to at least {math.ceil(enough / digits) * digits:g}"
     raise UserError(
         f'train.json: key "{key}": {value:g} is below one global batch ({batches:.2g} of it); {needed}, or make the '
@@ -110,15 +118,16 @@ def check_one_batch(config: TrainConfig, batches: float) -> None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """A recorded train.json as if its budget had been given in tokens: two budgets may come to the same
-    run."""
+    """Return a recorded train.json with its budget given as `min_train_tokens`, because different budgets may resolve
+    to the same run. Without a `recorded` budget, `train` is returned unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """The tokens that a run is to see, by its recorded train.json and budget; None where that names no number."""
+    """Return the number of tokens in a whole run, from its recorded train.json and budget, or None if they name no
+    number."""
     if recorded is not None:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

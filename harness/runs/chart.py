@@ -1,4 +1,4 @@
-"""Charts from the files of a run: metrics in, picture out. Charts over several runs: harness/comparison/charts.py."""
+"""Charts of one run, drawn from its metrics.jsonl. Charts over several runs are in harness/comparison/charts.py."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from harness.common.files import atomic_file
 from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEvent, read_metrics
 
-matplotlib.use("Agg")  # machines without a display
+matplotlib.use("Agg")  # works on machines without a display
 
 TRAIN_COLOUR, VALIDATION_COLOUR = "#3b75af", "#d1602f"
-# Losses of the first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
+# The upper end of the axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses of the
+# first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
 WARM_PART = 0.02
 HEADROOM = 1.08
 LABELS_IN_A_ROW = 4
-# Of a benchmark's metrics the one to draw: the first of these that it has.
+# Only one metric of each benchmark task is drawn: the first of these that the task has.
 ACCURACIES = ("acc_norm", "acc", "exact_match")
 
 
 def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
-    """Draw training loss (mean, and the range of its microbatches) and validation loss over global steps, and
-    below them, if there are any, the accuracies in benchmarks. A picture that is there is replaced in one rename."""
+    """Draw training loss (mean, and range over microbatches) and validation loss over global steps. Benchmark
+    accuracies, if there are any, are drawn below the losses. An existing picture is replaced in one rename."""
     events = read_metrics(metrics)
     train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
     validation = [event for event in events if isinstance(event, ValidationEvent) and event.loss is not None]
@@ -53,12 +54,13 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
             figure.savefig(drawn, format="png", metadata={"Software": None})
         finally:
             plt.close(figure)
-    with atomic_file(picture.resolve()) as draft:  # a link stays one
+    with atomic_file(picture.resolve()) as draft:  # resolved, so that a symbolic link remains a link
         draft.write_bytes(drawn.getvalue())
 
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
-    """Lines to draw of the benchmarks: label to points (global step, value), for each task with an accuracy."""
+    """Return the lines to draw for benchmarks, as label -> [(global step, value), ...], for each task with an
+    accuracy."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:
@@ -86,7 +88,7 @@ def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> N
 
 
 def xkcd_font() -> str | None:
-    """The name of an installed font of the xkcd family, if there is one."""
+    """Return the name of an installed font of the xkcd family, or None if there is none."""
     return next((font.name for font in font_manager.fontManager.ttflist if "xkcd" in font.name.lower()), None)
 
 

@@ -6,11 +6,13 @@ import os
 import sys
 from pathlib import Path
 
-LOWER_PRIORITY = 5  # training has the cores first; with the lowest, a busy machine would never finish the last chart
+# Niceness of this process. Training has precedence, but at the lowest priority a busy machine would never finish the
+# last chart.
+LOWER_PRIORITY = 5
 
 
 def main() -> None:
-    """Draw, or print in one line why there is no chart."""
+    """Draw the chart. If that fails, print the reason in one line and exit with status 1."""
     os.nice(LOWER_PRIORITY)
     metrics, picture, title = sys.argv[1:]
     try:

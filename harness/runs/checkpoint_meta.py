@@ -1,6 +1,7 @@
-"""A checkpoint's meta.json: written and read through one class.
+"""A checkpoint's meta.json, written and read through one class.
 
-The file may come from an earlier version, another program, or an attacker.
+The file may come from an earlier version of this program, from another program, or from an attacker. "The notebook" is
+Giles Thomas's lab notebook, whose training program this format comes from (harness/runs/upstream.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
 from harness.runs.throughput import Conditions, Measured
 
-OPTIMIZER = "optimizer.pt"  # the file beside it; the notebook's may have none
+OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the notebook's program may lack it
 
-# What every checkpoint of ours says of itself. The lab notebook's have train_loss, val_loss, global_step and is_best.
+# Keys in every meta.json that this program writes. The notebook's program writes none of them. It writes train_loss,
+# val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -37,39 +39,42 @@ PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 @dataclass
 class TrainState:
-    """The progress of a run: the same on every rank, and in every checkpoint's meta.json."""
+    """The progress of a run. It is the same on every rank, and saved in every checkpoint's meta.json."""
 
-    global_step: int = -1  # the last one done
+    global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: int = 0
-    train_loss: float | None = None  # at the last report; after a checkpoint, the mean since the one before
-    val_loss: float | None = None  # at the last validation
+    # mean of the last report or, right after a checkpoint, of all reports since the checkpoint before it
+    train_loss: float | None = None
+    val_loss: float | None = None  # of the last validation
     best_loss: float | None = None
     best_step: int | None = None
     skipped_steps: int = 0
     loss_sum: float = 0.0  # over the microbatches reported since the last checkpoint
     loss_count: int = 0
-    foreign_tokens: int = 0  # of those seen, what another program trained: no seconds of ours belong to them
-    # Where the speed's measurement began: at the start, or when training went on with another batch or machine.
+    foreign_tokens: int = 0  # part of tokens_seen that another program trained, in time that is not recorded
+    # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
+    # with other kernels or on another machine.
     measured_from_step: int = -1
     measured_from_tokens: int = 0
-    measured_from_seconds: float = 0.0  # of training
+    measured_from_seconds: float = 0.0  # seconds of training
 
     def values(self) -> dict[str, Any]:
-        """Return the fields under their names in meta.json; null for what is not finite."""
+        """Return the fields as they are written into meta.json, with None for numbers that are not finite."""
         return {key: finite(value) for key, value in asdict(self).items()}
 
     @property
     def trained_tokens(self) -> int:
-        """The tokens that the recorded seconds of training belong to."""
+        """Number of tokens that this program trained, in the recorded seconds of training."""
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
-        """Measure the speed from here on only, after `training_seconds` of training in all."""
+        """Restart the measurement of the speed at the last completed step, after `training_seconds` of training in
+        all."""
         self.measured_from_step, self.measured_from_tokens = self.global_step, self.tokens_seen
         self.measured_from_seconds = training_seconds
 
     def measured(self, training_seconds: float) -> Measured:
-        """The training that the speed is measured over, after so many seconds of it in all."""
+        """Return the training that the speed is measured over, given `training_seconds` of training in all."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,
@@ -77,14 +82,15 @@ class TrainState:
         )
 
     def add_report(self, loss: float, microbatches: int, skipped_steps: int) -> None:
-        """Count what has been reported: the mean loss over so many microbatches of all ranks."""
+        """Add a report: the mean loss over `microbatches` microbatches of all ranks, and the number of skipped
+        steps."""
         self.train_loss = loss
         self.loss_sum += loss * microbatches
         self.loss_count += microbatches
         self.skipped_steps += skipped_steps
 
     def begin_checkpoint(self) -> None:
-        """The training loss becomes the mean since the checkpoint before."""
+        """Set `train_loss` to the mean since the previous checkpoint, and reset the sums for the next one."""
         self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
         self.loss_sum, self.loss_count = 0.0, 0
 
@@ -95,17 +101,18 @@ class TrainState:
 
     @property
     def is_best(self) -> bool:
-        """True if the best checkpoint is that of the last step done."""
+        """True if the last completed step is the best so far."""
         return self.best_step == self.global_step
 
     def forget_best(self) -> None:
-        """Losses from here on are measured on other text, and cannot be compared with those before."""
+        """Reset the best and the last validation loss, because losses from here on are measured on other text and
+        cannot be compared with them."""
         self.best_loss = self.best_step = self.val_loss = None
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a checkpoint, as JSON has it: model.json, train.json and the dataset's name and fingerprint."""
+    """The origin of a checkpoint, as JSON values: model.json, train.json, and the dataset's name and fingerprint."""
 
     model: dict[str, Any]
     parameters: int
@@ -114,7 +121,7 @@ class Provenance:
 
 
 class ValidationText(NamedTuple):
-    """The text that a run's validation losses are over."""
+    """The part of a validation split that a run computes its validation losses on."""
 
     sha256: str  # of the validation split
     start_token: int
@@ -125,9 +132,11 @@ class ValidationText(NamedTuple):
 def validation_text(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]
 ) -> ValidationText | None:
-    """Return the text of a run's validation losses, by its recorded configurations; None where it is not recorded.
+    """Return the part of the validation split that a run computes its losses on, from its recorded model.json,
+    train.json and dataset, or None if they do not record it.
 
-    Losses compare where this is equal: neither the data set's name nor the size of a microbatch is part of it.
+    The validation losses of two runs are comparable if this is equal for both. The dataset's name and the size of a
+    microbatch are not part of it.
     """
     split = dataset.get("validation")
     digest = split.get("sha256") if isinstance(split, dict) else None
@@ -141,15 +150,16 @@ def validation_text(
 
 
 class CheckpointMeta(BaseModel):
-    """A meta.json. Only the step must be there, and unknown keys are kept: earlier versions wrote fewer, and the
-    notebook others. What belongs together is compared with the run's own by whoever continues it.
+    """The contents of a meta.json. Only `global_step` is required, and unknown keys are kept, because earlier versions
+    wrote fewer keys and the notebook's program writes others. Whether the checkpoint fits the run that resumes from it
+    is not checked here, but in harness/planning/experiment.py.
 
     The order of the fields is that of the keys in the file.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # A TrainState's
+    # The fields of TrainState
     global_step: Count
     tokens_seen: Count = 0
     train_loss: Loss | None = None
@@ -157,59 +167,63 @@ class CheckpointMeta(BaseModel):
     best_loss: Loss | None = None
     best_step: Count | None = None
     skipped_steps: Count = 0
-    loss_sum: Loss | None = 0.0  # null where it is not finite
+    loss_sum: Loss | None = 0.0  # null if not finite
     loss_count: Count = 0
     foreign_tokens: Count = 0
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
     measured_from_tokens: Count = 0
     measured_from_seconds: Seconds = 0.0
-    # The occasion
+    # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
-    planned: bool = False  # by train.json, rather than asked for by a signal
-    validation_due: bool = False  # a signal came before the step's validation was done
+    planned: bool = False  # True: at an interval of train.json; False: because of a signal
+    validation_due: bool = False  # a signal stopped the run before this step's validation was done
     benchmarks_due: bool = False
     # Where and how it was trained
     seconds: dict[str, Seconds] = {}  # by phase
-    metrics_bytes: Count = 0  # size of metrics.jsonl
+    metrics_bytes: Count = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
     microbatch_size: Count | None = None
     accumulation_steps: Count | None = None
     device: str | None = None
-    precision: PrecisionName | None = None  # in which it was trained; earlier versions do not say
-    tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
+    precision: PrecisionName | None = None  # the precision that training used; earlier versions did not record it
+    tokenizer: str | None = None  # "gpt2", or the name of a file in the same folder
     torch: str | None = None
     versions: dict[str, str] = {}  # of the libraries, by name
-    commit: str | None = None  # of this program's sources; null where that is not known
-    # What train.json came to: a budget that is not in tokens, and keys that its scaling rules changed.
+    commit: str | None = None  # Git commit of this program's sources; null if unknown
+    # Resolved from train.json: a budget that is not given in tokens, and the keys that its scaling rules changed.
     budget: Budget | None = None
     scaled: dict[str, float] | None = None
-    active_parameters: Count | None = None  # of a mixture of experts: those that a token goes through
-    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, also where train.json leaves it out
-    # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
+    active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
+    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    # The fields of Provenance. `model` and `dataset` may hold any value here, because the code that resumes from the
+    # checkpoint compares them with the run's own and reports the difference.
     model: Any = None
     parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: Any = None
-    sha256: dict[str, str] = {}  # of the files beside this one, and of this one's own values
+    sha256: dict[str, str] = {}  # by file name: of the other files, and of this file's own values
 
     def state(self) -> TrainState:
-        """The run's state when the checkpoint was saved."""
+        """Return the run's state at the time when the checkpoint was saved."""
         state = TrainState(**{field.name: getattr(self, field.name) for field in fields(TrainState)})
         if self.loss_sum is None:
             state.loss_sum = math.nan
         if "measured_from_step" not in self.model_fields_set:
-            # An earlier version's: some of its tokens may be another program's, and its seconds another machine's.
+            # Saved by an earlier version: some of the tokens may have been trained by another program, and some of the
+            # seconds may be those of another machine.
             state.measure_from_here(self.seconds.get("training", 0.0))
         return state
 
     @property
     def due(self) -> str | None:
-        """The work after the step that a signal interrupted; it and what follows it are still due. None for none."""
+        """The evaluation that a signal interrupted after the last step ("validation" or "benchmarks"), or None. That
+        evaluation and the work that follows it are still due."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the checkpoint is the lab notebook's, rather than a damaged one of this program."""
+        """True if the notebook's program wrote the checkpoint. A damaged checkpoint of this program is not mistaken for
+        one, because it still has some of this program's own keys."""
         return not OWN_KEYS & self.model_fields_set
 
     @property
@@ -218,7 +232,7 @@ class CheckpointMeta(BaseModel):
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Read the meta.json of the checkpoint `path`. Raises UserError naming the key that cannot be a checkpoint's."""
+    """Read the meta.json of the checkpoint folder `path`. Raises UserError naming the key that is wrong."""
     file = path / META
     raw = read_json_object(file)
     try:
@@ -233,22 +247,24 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def verify_meta(path: Path) -> None:
-    """Raises UserError if the values in the meta.json of the checkpoint `path` are not those whose hash it holds, if it
-    holds one: earlier versions wrote none."""
-    values = read_json_object(path / META)  # as they stand there, unknown keys among them
+    """Raise UserError if the values in the meta.json of the checkpoint `path` do not match the SHA-256 that the file
+    records for them. A file without it, from an earlier version, passes."""
+    values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values["sha256"].get(META, own := _own_sha256(values)) != own:
-        raise UserError(f"{path / META}: damaged (its values do not have the SHA-256 that it holds)")
+        raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write a checkpoint's meta.json, with a SHA-256 of its own values among those of the other files."""
+    """Write a checkpoint's meta.json. Its key "sha256" holds the hashes of the other files and of the file's own
+    values."""
     values = meta.model_dump(exclude_unset=True)
     values["sha256"] = {**meta.sha256, META: _own_sha256(values)}
     (path / META).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _own_sha256(values: dict[str, Any]) -> str:
-    """SHA-256 of the values, whatever the layout of the file, without the entry of this hash itself."""
+    """Return the SHA-256 of the values without the entry of this hash itself. It does not depend on the file's
+    layout."""
     others = {name: value for name, value in values.get("sha256", {}).items() if name != META}
     return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
 
@@ -256,9 +272,13 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """The meta.json of the notebook's checkpoint `path`, completed: it belongs to the run that it is put into
-    (`provenance`, if that is known yet), and saw the tokens of that run's `batches` from its beginning, whose seconds
-    are not recorded. The optimizer's state, if there is one, is AdamW's. One of ours stays as it is."""
+    """Return `meta` with the keys that a checkpoint of the notebook's program lacks. The meta.json of a checkpoint of
+    this program is returned unchanged.
+
+    The checkpoint `path` is taken to belong to the run whose folder it is in. It gets the `provenance` of that run, if
+    that is known yet. Its tokens are those of the run's `batches` up to its global step, counted from the start of the
+    run. The seconds of their training are not recorded. An optimizer.pt, if there is one, is taken to be AdamW's state.
+    """
     if not meta.is_from_notebook:
         return meta
     seen = batches.tokens_before(meta.global_step + 1)
@@ -271,6 +291,6 @@ def upgrade_notebook_meta(
 
 
 def recorded_layout(today: BatchLayout, meta: CheckpointMeta) -> BatchLayout:
-    """Batch layout that a checkpoint's meta.json names; what that does not say is as it is today."""
+    """Return the batch layout recorded in a checkpoint's meta.json, with values of `today` for keys that it lacks."""
     recorded = {each.name: getattr(meta, each.name, None) for each in fields(today)}
     return replace(today, **{name: found for name, found in recorded.items() if found})

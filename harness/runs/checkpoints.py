@@ -1,7 +1,8 @@
-"""Checkpoints: what one holds; finding, saving, verifying, loading and pruning them. Finding one loads no torch.
+"""Checkpoints: their contents; finding, saving, verifying, loading and pruning them. Finding one does not import torch.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
-renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
+then renamed. The links `latest` and `best` are each replaced in one rename. A folder or link with its final name is
+therefore always complete.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LATEST, BEST = "latest", "best"
-FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
+FOREIGN = "not written by this program; to continue from it, give its name as CHECKPOINT"
 TEMPORARY_PREFIX = ".saving-"
 SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
 def find_checkpoint(folder: Path, name: str) -> Path:
-    """The checkpoint `name` (a folder's name, `latest` or `best`) in `folder`.
+    """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`, with links resolved.
 
     Raises UserError if there is none, or if the name leads out of the folder.
     """
@@ -55,17 +56,18 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
-    `find_checkpoint`."""
+    """Return the checkpoint to resume from: `name` if it is given, else `latest`, or None if there is no checkpoint.
+    Raises UserError as `find_checkpoint` does."""
     if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
-        # Something that follows links has copied the folder, or the link is lost: the newest is what it pointed to.
+        # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The newest
+        # checkpoint is the one that it pointed to.
         known = list_checkpoints(folder)
         return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
     return find_checkpoint(folder, LATEST if name is None else name)
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(global step, path) of every checkpoint, by step, then by age."""
+    """Return (global step, path) of every checkpoint in `folder`, sorted by step, then by the date in its name."""
     if not folder.is_dir():
         return []
     paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -74,27 +76,28 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
-    """Raises UserError for a notebook's checkpoint that was not asked for by its name."""
+    """Raise UserError if the notebook's program wrote the checkpoint and the user did not name it (`name` is None)."""
     if name is None and meta.is_from_notebook:
         raise UserError(f"{start}: {FOREIGN}, or use --restart")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on as if it had not stopped."""
+    """Everything that a run needs to continue as if it had not stopped."""
 
     weights: dict[str, Tensor]  # under their public names
     optimizer: dict[str, Any]
     scaler: dict[str, Any]  # empty without fp16
-    train_state: dict[str, Any]  # random states by rank, and what was not yet reported
+    train_state: dict[str, Any]  # of each rank: its random state, and the losses that it has not reported yet
     meta: CheckpointMeta
-    tokenizer: Path | None = None  # to be copied in, unless it is GPT-2's
+    tokenizer: Path | None = None  # file to copy into the checkpoint; None for GPT-2's tokenizer
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint into `folder`; its path. `latest` points to it then, and `best` if meta's `is_best` says so.
+    """Write a checkpoint into `folder` and return its path. Then `latest` points to it, and so does `best` if `is_best`
+    of its meta.json is true.
 
-    Raises RunError if it cannot be written; what was there before is then as it was.
+    Raises RunError if the checkpoint cannot be written. Earlier checkpoints are unchanged in that case.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -111,26 +114,26 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
-    """Message for a checkpoint that could not be written, with the remedy."""
+    """Return the message, with a remedy, for a checkpoint that could not be written."""
     from harness.common.memory import is_out_of_memory, says_out_of_memory
 
     reason, again = _reason(error), "run the command again, without --restart, to continue"
     if is_out_of_memory(error) or says_out_of_memory(reason):
         remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
         return (
-            f"out of memory in writing the checkpoint of step {step}: {reason}; older checkpoints are whole: {remedy}, "
+            f"out of memory in writing the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy}, "
             f"and {again}"
         )
-    # safetensors wraps a full disk in an exception of its own, so that what is free is told, too.
+    # safetensors hides a full disk in an exception of its own. The message therefore always names the free space.
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
     return (
-        f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole: "
-        f"mend that and {again}"
+        f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole; "
+        f"fix the cause and {again}"
     )
 
 
 def _reason(error: BaseException) -> str:
-    """First line of the OSError behind torch's own error, if there is one; else of the error itself."""
+    """Return the first line of the OSError behind torch's own error, or of the error itself if there is no OSError."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__context__
@@ -159,13 +162,15 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:
-    """Raises UserError for a tokenizer's file that would take the place of a checkpoint's own."""
+    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files, which it would
+    overwrite."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
-        raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's; rename it")
+        raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
 
 
 def _free_name(folder: Path, step: int) -> Path:
-    """A name no checkpoint has: the clock may have been set back, or a step repeated within a second."""
+    """Return a path that no checkpoint has. The name of the current second may be taken, if the clock was set back or a
+    step was repeated within a second."""
     moment = time.time()
     while True:
         path = folder / f"{time.strftime('%Y%m%dZ%H%M%S', time.gmtime(moment))}-iteration-{step}"
@@ -183,26 +188,26 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def point(folder: Path, link: str, target: Path) -> None:
-    """Make `folder/link` a relative symbolic link to a checkpoint beside it, in one rename."""
+    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename."""
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
     try:
         draft.symlink_to(target.name)
-    except OSError as error:  # which names the target, without its folder
+    except OSError as error:  # whose message names only the target, without its folder
         raise OSError(error.errno, error.strerror, str(folder / link)) from None
     path = folder / link
-    if path.is_dir() and not path.is_symlink():  # a copy that something made of the link
+    if path.is_dir() and not path.is_symlink():  # a copy in place of the link: `folder` was copied with links followed
         path.rename(folder / f"{link}-copy-{time.time_ns()}")
     draft.replace(path)
     sync(folder)
 
 
 def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | None:
-    """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue. Only for
-    the run's one process: what a killed one left half-written is removed.
+    """Return the checkpoint to resume from, verified, and its meta.json, or None if there is nothing to resume from.
+    Only one process of the run may call this, because it removes what killed processes left half-written.
 
-    Raises UserError for a damaged one; it names the newest of `folder` that is whole. The notebook's have no hashes to
-    verify, and are only taken by their names.
+    Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
+    checkpoint of the notebook's program has no hashes to verify, and is only accepted if the user named it.
     """
     _remove_leftovers(folder)
     try:
@@ -213,7 +218,8 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
         if not meta.is_from_notebook:
             verify_checkpoint(start)
     except UserError as error:
-        if name is not None and not os.path.lexists(folder / name):  # the error lists the names that there are
+        # the error already lists the checkpoints that exist
+        if name is not None and not os.path.lexists(folder / name):
             raise
         whole = newest_whole(folder)
         offer = "no other is known to be whole"
@@ -225,7 +231,7 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The checkpoint of the latest step whose files are all as they were written."""
+    """Return the checkpoint of the latest step that `verify_checkpoint` accepts, or None if there is none."""
     for _, path in reversed(list_checkpoints(folder)):
         with suppress(UserError, OSError):
             verify_checkpoint(path)
@@ -234,7 +240,8 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
+    """Compare every file with its hash in meta.json. Raises UserError naming the first file that is missing or
+    damaged."""
     meta = read_meta(path)
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -257,7 +264,7 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint that `open_start` has found. Raises UserError naming a file that cannot be read."""
+    """Read a checkpoint that `open_start` has returned. Raises UserError naming a file that cannot be read."""
     from harness.model.weights import load_weights
 
     meta = read_meta(path)
@@ -276,30 +283,32 @@ def _load_state(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        # Never anything but tensors and plain containers: a checkpoint may come from somewhere else.
-        with warnings.catch_warnings(action="ignore"):  # it advises to trust the file
+        # weights_only admits nothing but tensors and plain containers, because a checkpoint may come from somebody
+        # else.
+        with warnings.catch_warnings(action="ignore"):  # torch's warning advises to trust the file
             return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise UserError(f"{path}: missing") from None
-    except Exception:  # so many things a file can be instead; torch's own words advise to trust it
+    except Exception:  # other kinds of files raise many types of errors, whose messages advise to trust the file
         raise UserError(
             f"{path}: not a readable state file: nothing but tensors and plain values may be in it"
         ) from None
 
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
-    """Make the checkpoint `start` the latest: those of later steps move to a new folder, and the links point to what
-    remains. Returns whether anything was moved."""
+    """Make the checkpoint `start` the latest: move checkpoints of later steps to a new folder, and point the links to
+    checkpoints that remain. Return True if any checkpoint was moved."""
     meta = read_meta(start)
     later = [path for at, path in list_checkpoints(folder) if at > meta.global_step]
     if not _leads_to(folder / LATEST, start):
-        point(folder, LATEST, start)  # first, so that it never dangles
-    # A kill between the two links, or a best among the later ones: what `start` knows of the best is right.
+        point(folder, LATEST, start)  # before anything is moved, so that the link never dangles
+    # `best` may be wrong: the process may have been killed between replacing the two links, or the best checkpoint may
+    # be a later one. The best step recorded in `start` is right.
     best = [path for at, path in list_checkpoints(folder) if at == meta.best_step]
     if best and not _leads_to(folder / BEST, best[-1]):
         point(folder, BEST, best[-1])
     elif not best and (folder / BEST).is_symlink():
-        (folder / BEST).unlink(missing_ok=True)  # a link, whose target was pruned or moves now
+        (folder / BEST).unlink(missing_ok=True)  # its target was pruned, or is moved below
     if later:
         aside = make_aside() / "checkpoints"
         aside.mkdir()
@@ -313,14 +322,14 @@ def _leads_to(link: Path, path: Path) -> bool:
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:
-    """Delete all but the newest `keep` checkpoints, `best`, `latest` and the `protected` names. A failed delete leaves
-    the checkpoint for next time."""
+    """Delete checkpoints. `best`, `latest`, the `protected` names and the newest `keep` of all others are kept. A
+    checkpoint that cannot be deleted is left for a later call."""
     safe = protected | {os.path.basename(os.path.realpath(folder / link)) for link in (LATEST, BEST)}
     candidates = [path for _, path in list_checkpoints(folder) if path.name not in safe]
     for path in candidates[: max(0, len(candidates) - keep)]:
         doomed = folder / f"{TEMPORARY_PREFIX}pruned-{path.name}"
         try:
-            path.rename(doomed)  # first, so that a half-deleted checkpoint never bears a checkpoint's name
+            path.rename(doomed)  # before deleting, so that a half-deleted folder never has a checkpoint's name
         except OSError:
             continue
         shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A run directory: the only module that knows the paths inside `runs/<name>/`."""
+"""A run directory. This is the only module that knows the paths inside `runs/<name>/`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from harness.common.errors import UserError
 from harness.common.files import SAFE_NAME, check_inside, check_name, move
 from harness.common.lock import RunLock
 
-PATTERN = re.compile(r"[*?[]")  # none of these can be in a run's name
+PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _links_last(path: Path) -> tuple[bool, int, str]:
-    """Sort key: global step, with the links `best` and `latest` last."""
+    """Return a sort key: by global step, with the links `best` and `latest` last."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
@@ -31,7 +31,8 @@ def _known_runs(runs_dir: Path) -> list[str]:
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:
-    """The run's name, of a name or of a path to something in `runs_dir`. Raises UserError for any other path."""
+    """Return the run's name, given that name or the path of a folder in `runs_dir`. Raises UserError for any other
+    path."""
     plain = text.rstrip(os.sep)
     if os.sep not in plain or "\0" in plain:
         return check_name(plain, "run")
@@ -48,7 +49,8 @@ def _plain_name(runs_dir: Path, text: str) -> str:
 
 
 def _probable_meaning(runs_dir: Path, text: str) -> str:
-    """Hint for an error: the run that `text`, not the path of a run in `runs_dir`, probably means; empty if unknown."""
+    """Return a hint for an error message: the run that `text` probably means, or "" if that is unknown. `text` is not
+    the path of a run in `runs_dir`."""
     path, known = os.path.abspath(text), _known_runs(runs_dir)
     inside = os.path.relpath(os.path.realpath(path), os.path.realpath(runs_dir)).split(os.sep)[0]
     if inside in known:
@@ -62,15 +64,16 @@ def _probable_meaning(runs_dir: Path, text: str) -> str:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One experiment: `model.json` and `train.json` in, everything else out."""
+    """The folder of one experiment. `model.json` and `train.json` are its inputs; commands write the other files."""
 
     path: Path
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
-        """Open `runs_dir/name`; `name` may also be that folder's path, as a shell completes it.
+        """Return the run `runs_dir/name`. `name` may also be the path of that folder, as tab completion in a shell
+        gives it.
 
-        Raises UserError for a name that leaves `runs_dir`, or a run that is not there.
+        Raises UserError if the name leads out of `runs_dir`, or if there is no such run.
         """
         path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
@@ -91,9 +94,9 @@ class RunDirectory:
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:
-        """The run of that name, or all whose names match a pattern like `lr-*`, by name.
+        """Return the run of that name, or all runs whose names match a pattern like `lr-*`, sorted by name.
 
-        Raises UserError as `find` does, and for a pattern that no run's name matches.
+        Raises UserError as `find` does, and if no run's name matches the pattern.
         """
         if not PATTERN.search(name):
             return [cls.find(runs_dir, name)]
@@ -122,7 +125,7 @@ class RunDirectory:
 
     @property
     def sweep_log(self) -> Path:
-        """Log of the run's processes in a sweep: their output, and how the last one ended."""
+        """Log of a run in a sweep: the output of its processes, and how the last of them ended."""
         return self.path / "sweep.log"
 
     @property
@@ -131,12 +134,12 @@ class RunDirectory:
 
     @property
     def results(self) -> Path:
-        """Folder of measurements of the run's models, and of microbatch searches."""
+        """Folder with measurements of the run's checkpoints, and with the results of microbatch searches (-f)."""
         return self.path / "results"
 
     @property
     def reported(self) -> Path:
-        """Figures that somebody else has published of such a run."""
+        """File with figures that somebody else has published for this run."""
         return self.path / "reported.json"
 
     @property
@@ -148,7 +151,8 @@ class RunDirectory:
         return self.path / "aside"
 
     def new_aside(self) -> Path:
-        """A new folder below `aside/` for results that make room for others: nothing is ever deleted."""
+        """Make and return a new folder below `aside/`. Old results are moved there to make room for new ones; they are
+        never deleted."""
         stamp = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
         for attempt in range(1000):
             folder = self.aside / (stamp if not attempt else f"{stamp}-{attempt}")
@@ -160,11 +164,11 @@ class RunDirectory:
         raise UserError(f"{self.aside}: cannot make a folder for the old results")
 
     def set_results_aside(self) -> Path | None:
-        """Move everything a run wrote, and what has been measured of it, to a new folder below `aside/`; that folder,
-        or None if there was nothing.
+        """Move everything that the run wrote, and all measurements of it, to a new folder below `aside/`. Return that
+        folder, or None if there was nothing to move.
 
-        In an order that leaves, wherever it ends early, a run that continues or one that starts again, and never
-        measurements of weights that are gone.
+        The order of the moves is such that, if they are interrupted, the run can still resume or start again, and
+        `results/` never holds measurements of weights that are gone.
         """
         entries = sorted(self.checkpoints.iterdir(), key=_links_last) if self.checkpoints.is_dir() else []
         files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
@@ -174,7 +178,7 @@ class RunDirectory:
         folder = self.new_aside()
         if is_measured:
             move(self.results, folder / self.results.name)
-        if entries:  # one by one: the folder may be a link to a larger disk
+        if entries:  # moved one by one, because the folder may be a link to a larger disk
             (folder / self.checkpoints.name).mkdir()
         for path in entries:
             move(path, folder / self.checkpoints.name / path.name)
@@ -183,8 +187,8 @@ class RunDirectory:
         return folder
 
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
-        """Move what has been measured of checkpoints after a global step into `results/` of a folder that is made for
-        it. Which checkpoint a result is of, its file's name says."""
+        """Move the measurements of checkpoints after global step `last_step` into `results/` of the folder that
+        `make_aside` returns. The name of a result's file contains the name of its checkpoint."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
             checkpoint = CHECKPOINT_NAME.search(path.name)
             if checkpoint and int(checkpoint.group(1)) > last_step:
@@ -193,11 +197,11 @@ class RunDirectory:
                 move(path, folder / path.name)
 
     def set_pictures_aside(self, folder: Path) -> None:
-        """Move the chart and the summary of results that are going to be others into `folder`."""
+        """Move the chart and the summary into `folder`, because the results that they show are about to change."""
         for path in (self.summary, self.chart):
             if path.exists():
                 move(path, folder / path.name)
 
     def lock(self) -> RunLock:
-        """Keep this run to this process until it ends. Raises UserError if another process has it."""
+        """Lock this run for this process until the process ends. Raises UserError if another process has the lock."""
         return RunLock.take(self.path / ".lock", "trained")

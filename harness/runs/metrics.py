@@ -1,5 +1,5 @@
-"""Events, the measurements of a run step by step, and the file that holds them. Written and read through one class for
-each kind of event.
+"""The events of a run, which are its measurements at global steps, and metrics.jsonl, the file that holds them. Each
+kind of event has one class, which writes and reads it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from harness.runs.checkpoint_meta import CheckpointMeta
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
 Number = Annotated[int | float, BeforeValidator(finite)]
-# None where it is not finite, which JSON cannot say, or where an earlier version did not write it.
+# None if the number is not finite, which JSON cannot express, or if an earlier version did not write it.
 MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 
 
 class Event(BaseModel):
-    """One line of metrics.jsonl: where the run was, and after how many seconds in all.
+    """One line of metrics.jsonl: a kind of event, with the global step, the tokens seen and the seconds spent in all
+    phases up to there.
 
-    The order of the fields is that of the keys in the line. Lines of earlier versions may have fewer, and others.
+    The order of the fields is that of the keys in the line. Lines of earlier versions may lack keys and have other
+    ones.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -50,21 +52,22 @@ class TrainEvent(Event):
     learning_rate: MaybeNumber = None
     tokens_per_second: MaybeNumber = None
     mfu: MaybeNumber = None
-    # Of a mixture of experts: tokens of an expert over those of an even load; least, most, and of each block's experts.
+    # Only for a mixture of experts. The load of an expert is the number of its tokens over the number that an even load
+    # would give it: the smallest load, the largest load, and the loads of each block's experts.
     expert_load_min: MaybeNumber = None
     expert_load_max: MaybeNumber = None
     expert_load: list[list[MaybeNumber]] | None = None
 
 
 class ValidationEvent(Event):
-    """A validation's mean loss."""
+    """Mean loss of a validation."""
 
     event: str = "validation"
     loss: MaybeNumber = None
 
 
 class CheckpointEvent(Event):
-    """A checkpoint that train.json asked for."""
+    """A checkpoint that was saved at an interval of train.json, rather than because of a signal."""
 
     event: str = "checkpoint"
     is_best: bool = False
@@ -92,28 +95,29 @@ KINDS: dict[str, type[Event]] = {str(kind.model_fields["event"].default): kind f
 
 
 def parse_event(line: str | bytes) -> Event | None:
-    """The event in a line; None if there is none in it."""
+    """Return the event in a line of metrics.jsonl, or None if the line holds none."""
     try:
         values = json.loads(line)
         kind = KINDS.get(str(values.get("event")), Event) if isinstance(values, dict) else Event
         return kind.model_validate(values)
-    except (ValueError, RecursionError):  # what does not parse, or is none of ours
+    except (ValueError, RecursionError):  # no JSON, or no event of this program
         return None
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, only ever appended to.
+    """metrics.jsonl, with one JSON object per line. Training only appends to it.
 
-    A line is the system's at once, and survives whatever happens to the process. The disk itself gets the lines when
-    the writer of a checkpoint calls `make_durable`, before that checkpoint can be found: a run that continues cuts the
-    file back to its checkpoint's length, so that it needs no later ones, and training does not wait for the disk.
+    Each line is passed to the operating system at once, so that it survives the end of the process. `make_durable`
+    flushes the lines to the disk. It is called before a checkpoint gets its final name. Lines after the last checkpoint
+    need not be on the disk, because a run that resumes cuts the file back to the length recorded in its checkpoint.
+    Training itself does not wait for the disk.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, event: Event) -> None:
-        """Write one line. Raises RunError if it cannot."""
+        """Append one line. Raises RunError if it cannot be written."""
         line = json.dumps({"event": event.event, **event.model_dump(exclude_unset=True)}, allow_nan=False)
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -122,7 +126,7 @@ class MetricsFile:
             raise self._failure(error) from None
 
     def make_durable(self) -> None:
-        """Return when all lines so far are on the disk itself; from any thread. Raises RunError if that fails."""
+        """Flush all lines written so far to the disk. Any thread may call this. Raises RunError if it fails."""
         try:
             if self.path.exists():
                 sync(self.path)
@@ -133,12 +137,13 @@ class MetricsFile:
         return RunError(f"{self.path}: cannot write metrics: {error.strerror}")
 
     def size(self) -> int:
-        """Bytes written so far."""
+        """Return the size of the file in bytes; 0 if there is no file."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def cut(self, size: int, make_aside: Callable[[], Path]) -> None:
-        """Shorten the file to its first `size` bytes, keeping the rest, if any, as a file in a folder made for it.
-        Raises RunError if the rest cannot be written there; the file is then as it was."""
+        """Shorten the file to its first `size` bytes. The rest, if any, is written to a file in the folder that
+        `make_aside` returns. Raises RunError if the rest cannot be written there; metrics.jsonl is unchanged in that
+        case."""
         if self.size() > size:
             rest = make_aside() / self.path.name
             try:
@@ -148,12 +153,17 @@ class MetricsFile:
             os.truncate(self.path, size)
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
-        """Cut the file back to where the checkpoint with this meta.json was made; what came after is kept aside."""
+        """Cut the file back to its length when the checkpoint with this meta.json was saved. Later lines are moved to
+        the folder that `make_aside` returns.
+
+        The own line of a planned checkpoint, which is written after the checkpoint, is kept. If it is missing, it is
+        appended.
+        """
         size = meta.metrics_bytes
         own = self.event_at(size) if meta.planned else None
         has_line = isinstance(own, CheckpointEvent) and own.global_step == meta.global_step
         self.cut(self.end_of_line(size) if has_line else size, make_aside)
-        if meta.planned and not has_line:  # the process ended between the checkpoint and its line
+        if meta.planned and not has_line:  # the process ended after saving the checkpoint and before writing its line
             self.append(
                 CheckpointEvent(
                     global_step=meta.global_step,
@@ -164,17 +174,18 @@ class MetricsFile:
             )
 
     def event_at(self, start: int) -> Event | None:
-        """The event whose line begins at byte `start`, if there is a whole one."""
+        """Return the event whose line begins at byte `start`, or None if no complete line begins there."""
         rest = self.path.read_bytes()[start:] if self.path.exists() else b""
         line, end, _ = rest.partition(b"\n")
         return parse_event(line) if end else None
 
     def end_of_line(self, start: int) -> int:
-        """The byte after the line that begins at `start`."""
+        """Return the position of the first byte after the line that begins at byte `start`."""
         return start + self.path.read_bytes()[start:].index(b"\n") + 1
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """The events of a metrics.jsonl; what is no event, such as a last line that a crash cut off, is left out."""
+    """Return the events of a metrics.jsonl. Lines that hold no event, such as a last line that a crash cut off, are
+    left out."""
     events = (parse_event(line) for line in path.read_bytes().split(b"\n"))
     return [event for event in events if event is not None]

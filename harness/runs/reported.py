@@ -1,5 +1,6 @@
-"""Figures that somebody else has published of a run: `reported.json` in its folder. They were not measured here, and
-never stand where measured ones do."""
+"""Figures that somebody else has published for a run, in `reported.json` of the run's folder. They were not measured
+here, and are never shown in place of measured figures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.data.loader import BatchLayout
 from harness.runs.directory import RunDirectory
 
-# Figures that programs look for; a file may have others. Those of the first line are never 0.
+# Names of figures that this program uses. A file may have other figures. Those in POSITIVE are never 0.
 POSITIVE = ("microbatch_size", "global_batch_size", "train_seconds", "tokens_seen", "tokens_per_second")
 LOOKED_FOR = (
     *POSITIVE,
@@ -20,12 +21,14 @@ LOOKED_FOR = (
     *("final_train_loss", "final_validation_loss", "test_loss", "instruction_score"),
     *("price_per_hour", "train_dollars", "validation_dollars", "dollars_without_validation"),
 )
-ALIKE = 0.92  # of difflib's ratio: one letter of a dozen; others, such as "test_loss_latest", are names of their own
-LARGEST = 1e18  # figure; beyond it none means anything, and products of several might leave what floats hold
+# difflib's ratio from which on an unknown name counts as misspelled, as with one wrong letter in a dozen. Names that
+# differ more, such as "test_loss_latest", are accepted as figures of their own.
+ALIKE = 0.92
+LARGEST = 1e18  # of a figure; larger ones make no sense, and products of several might overflow a float
 
 
 class ReportedFigure(BaseModel):
-    """A number, its unit, and where the source has it."""
+    """A number, its unit, and the place in the source where it was found."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -35,7 +38,7 @@ class ReportedFigure(BaseModel):
 
 
 class Reported(BaseModel):
-    """A reported.json."""
+    """The contents of a reported.json."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", title="reported.json")
 
@@ -45,8 +48,8 @@ class Reported(BaseModel):
     device: str
     gpus: int = Field(ge=1, le=2**31)
     memory_gib: float = Field(gt=0, le=LARGEST)  # of one device
-    # What was trained there, as in model.json, and the keys of train.json that had other values than the run's own, or
-    # that the speed depends on. Without a model nothing is planned by the figures.
+    # The model that was trained, as in model.json, and those keys of train.json that had other values than in the run's
+    # own, or that affect the speed. Plans use the figures only if the model is given.
     model: dict[str, Any] | None = None
     train: dict[str, Any] = {}
     figures: dict[str, ReportedFigure]
@@ -63,20 +66,24 @@ class Reported(BaseModel):
         return figures
 
     def value(self, name: str) -> float | None:
-        """The figure of this name; None if it is not reported."""
+        """Return the figure of this name, or None if it is not reported."""
         figure = self.figures.get(name)
         return None if figure is None else figure.value
 
     @property
     def whole_run_speed(self) -> float | None:
-        """Tokens per second over all of a run, its validation included; None if that is not what is reported."""
+        """Reported tokens per second of a whole run, including its validation. None if this speed is not reported, or
+        if the run's tokens and seconds are not."""
         is_whole = self.value("tokens_seen") is not None and self.value("train_seconds") is not None
         return self.value("tokens_per_second") or None if is_whole else None
 
     @property
     def training_speed(self) -> float | None:
-        """Tokens per second of training alone: a whole run's tokens over what its validation leaves of its seconds, or
-        a speed that is reported of training; None if neither is."""
+        """Tokens per second of training alone, or None if unknown.
+
+        This is the tokens of a whole run over its seconds without validation. If these are not reported, it is the
+        reported speed, unless that speed is the one of a whole run.
+        """
         tokens, seconds = self.value("tokens_seen"), self.seconds_without_validation
         if tokens and seconds:
             return tokens / seconds
@@ -84,7 +91,7 @@ class Reported(BaseModel):
 
     @property
     def seconds_without_validation(self) -> float | None:
-        """Training time of a whole run; None where the source does not give it."""
+        """Seconds of a whole run without its validation, or None if the source does not give them."""
         said = self.value("seconds_without_validation")
         parts = (self.value("train_seconds"), self.value("validation_runs"), self.value("validation_seconds_each"))
         if said is not None or None in parts:
@@ -94,7 +101,7 @@ class Reported(BaseModel):
 
     @property
     def layout(self) -> BatchLayout | None:
-        """Layout of a step's tokens over the devices; None if the figures do not give it."""
+        """Layout of a step's tokens over the devices, or None if the figures do not determine it."""
         microbatch, sequences = self.value("microbatch_size"), self.value("global_batch_size")
         context = (self.model or {}).get("context_length")
         if not microbatch or not sequences or not isinstance(context, int) or microbatch % 1:
@@ -104,7 +111,8 @@ class Reported(BaseModel):
 
 
 def read_reported(run: RunDirectory) -> Reported | None:
-    """None if nothing is reported. Raises UserError naming the key that is wrong."""
+    """Read the reported.json of a run, or return None if there is none. Raises UserError naming the key that is
+    wrong."""
     if not run.reported.exists():
         return None
     return parse_config(Reported, read_json_object(run.reported), run.reported)

@@ -1,8 +1,9 @@
-"""Results in `results/` of a run's folder, one file for each, written and read through one class for each kind:
-measurements of its models after training, and the searches of `-f`.
+"""Results in `results/` of a run's folder: measurements of its models after training, and the searches of `-f`. Each
+result is one file, and each kind of result has one class, which writes and reads it.
 
-A file is named after what it measured: a repeated measurement replaces it, and any other is written beside it. Model
-and text are identified by hashes of their content, so that a comparison need not trust names.
+A file is named after what it measured. A repeated measurement therefore replaces the earlier one, and any other
+measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison need
+not trust names.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from harness.common.files import atomic_file, check_name
 from harness.common.json_files import RecordedCount, read_json_object
 from harness.runs.directory import RunDirectory
 
-NAME_CHARACTERS = 12  # of the hash in a file's name
+NAME_CHARACTERS = 12  # number of characters of the hash in a file's name
 MOVE_AWAY = "or move the file away"
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Recorded(BaseModel):
-    """Base of all that is written into a result; unknown keys, of later versions, are kept."""
+    """Base class of everything that is written into a result. Unknown keys, written by later versions, are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
 
 class MeasuredWeights(Recorded):
-    """The model that was measured. Two that have the same hash are the same."""
+    """The weights that were measured. Weights with the same SHA-256 are the same."""
 
     checkpoint: str  # the name of its folder
     sha256: str  # of model.safetensors
     global_step: RecordedCount | None = None
     tokens_seen: RecordedCount | None = None
-    is_best: bool = False  # whether `best` and `latest` led to it when it was measured
-    is_latest: bool = False
+    is_best: bool = False  # whether the link `best` led to it when it was measured
+    is_latest: bool = False  # the same for the link `latest`
 
 
 class Text(Recorded):
-    """The text that a loss was measured on: `windows` sequences of `context_length` tokens, one after the other."""
+    """The text that a loss was measured on: `windows` consecutive sequences of `context_length` tokens of a dataset."""
 
     dataset: str
     sha256: str  # TokenFile.fingerprint() of the split's file
@@ -62,15 +63,15 @@ class Text(Recorded):
 
     @property
     def content(self) -> tuple[str, str, int, int, int]:
-        """Key that equal texts share, whatever data set and split they are called."""
+        """Key that is equal for equal texts, whatever the names of their dataset and split."""
         return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
 class StoredResult(Recorded):
     """One file of `results/`."""
 
-    same: ClassVar[tuple[str, ...]] = ()  # the keys that say what was measured
-    again: ClassVar[str] = "measure again"  # the remedy for a damaged file
+    same: ClassVar[tuple[str, ...]] = ()  # the keys that identify what was measured
+    again: ClassVar[str] = "measure again"  # the remedy in an error message about a damaged file
 
     kind: str
     date: str  # ISO 8601, UTC
@@ -79,11 +80,11 @@ class StoredResult(Recorded):
 
     @classmethod
     def prefix(cls) -> str:
-        """Prefix of the file names of this kind."""
+        """Return the prefix of the names of this kind's files."""
         return str(cls.model_fields["kind"].default).replace("_", "-")
 
     def name(self) -> str:
-        """Name of the result's file, without suffix: the same for repeats of a measurement."""
+        """Return the name of the result's file, without suffix. A repeated measurement has the same name."""
         return f"{self.prefix()}-{_digest(self.model_dump(mode='json', include={*self.same}))}"
 
 
@@ -104,16 +105,17 @@ def _digest(values: Any) -> str:
 
 
 class LossResult(Result):
-    """Result of test_loss.py. The losses of the windows, in order, are in a file beside it."""
+    """Result of test_loss.py. The losses of the windows, in order, are in a safetensors file of the same name."""
 
     same: ClassVar[tuple[str, ...]] = ("text", "precision")
 
     kind: str = "test_loss"
     text: Text
     precision: str
-    loss: Annotated[Number, Field(ge=0)] | None  # nats per token; None where it is not finite
+    loss: Annotated[Number, Field(ge=0)] | None  # nats per token; None if not finite
     bits_per_byte: Annotated[Number, Field(ge=0)] | None = None
-    bits_are_exact: bool = True  # by the bytes of the very tokens predicted, not by the whole split's mean
+    # False: computed with the mean bytes per token of the whole split, not with the bytes of the predicted tokens
+    bits_are_exact: bool = True
 
     @model_validator(mode="after")
     def _both_are_nothing_or_none(self) -> LossResult:
@@ -144,8 +146,8 @@ class BenchmarkResult(Result):
     same: ClassVar[tuple[str, ...]] = ("tasks", "num_fewshot", "limit", "precision", "lm_eval")
 
     kind: str = "benchmarks"
-    lm_eval: str  # its version
-    tasks: list[str]  # as they were asked for
+    lm_eval: str  # version of lm-eval
+    tasks: list[str]  # as the user gave them
     num_fewshot: RecordedCount | None = None
     limit: RecordedCount | None = None
     precision: str
@@ -153,8 +155,8 @@ class BenchmarkResult(Result):
 
 
 class InstructionResult(Result):
-    """Scores that a judge gave a model's answers. Only scores of the same judging compare, or of answers judged alone
-    by the same judge and prompt."""
+    """Scores that a judge gave to a model's answers. The scores of two models are comparable if they come from the same
+    judging, or if both models' answers were judged alone by the same judge with the same prompt."""
 
     same: ClassVar[tuple[str, ...]] = ("judge", "base_url", "prompt", "questions_sha256", "judging", "repeats")
 
@@ -165,23 +167,23 @@ class InstructionResult(Result):
     questions_sha256: str
     questions: RecordedCount
     repeats: RecordedCount
-    judging: str  # a hash of what was judged together: all answers of all models
-    judged_with: list[str]  # what that judging calls its models, this one included
+    judging: str  # hash of everything that was judged together: all answers of all models
+    judged_with: list[str]  # labels of all models in that judging, including this one
     mean: Number | None
     low: Number | None  # 95 % interval
     high: Number | None
-    scores: list[Number | None]  # by question; None where the judge gave no valid answer
+    scores: list[Number | None]  # by question; None if the judge gave no valid answer
 
 
 class TriedMicrobatch(Recorded):
-    """A microbatch that fitted, and the peak of the memory of one device with it, on rank 0."""
+    """A microbatch that fit into memory, and the peak memory of one device with it, on rank 0."""
 
     microbatch_size: RecordedCount
     gib: Number
 
 
 class MicrobatchSearch(StoredResult):
-    """Result of `-f`: the largest microbatch that fits, and the memory of those tried."""
+    """Result of `-f`: the largest microbatch that fits, and the peak memory of each size tried that fits."""
 
     same: ClassVar[tuple[str, ...]] = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
     again: ClassVar[str] = "use -f again"
@@ -190,10 +192,10 @@ class MicrobatchSearch(StoredResult):
     world_size: RecordedCount
     asked_gib: Number | None = None  # --memory-limit-gib
     limit_gib: Number  # of one device; on the CPU, of one process
-    usable_gib: Number  # of it, the most that the peaks may amount to
-    largest: RecordedCount  # the answer: sequences in the largest microbatch that fits
+    usable_gib: Number  # the part of limit_gib that a peak may reach
+    largest: RecordedCount  # the answer of the search: sequences in the largest microbatch that fits
     smallest_failed: RecordedCount | None = None
-    is_all_data: bool = False  # the data set has no more: larger ones may fit
+    is_all_data: bool = False  # `largest` is all that the data or the global batch allow, so a larger one might fit
     tried: list[TriedMicrobatch]  # in the order of the search
     accumulation_steps: RecordedCount
     compiled: bool
@@ -208,9 +210,10 @@ AnyStored = TypeVar("AnyStored", bound=StoredResult)
 
 @dataclass(frozen=True)
 class Results:
-    """Results in a run's `results/`; `problems` has a line for each file that cannot be read, and `unread` its name."""
+    """All results of a run. For each file that cannot be read, `problems` has a line of text and `unread` the file's
+    name."""
 
-    found: list[StoredResult] = field(default_factory=list)  # by the names of their files
+    found: list[StoredResult] = field(default_factory=list)  # sorted by the names of their files
     problems: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
@@ -218,24 +221,27 @@ class Results:
         return [each for each in self.found if isinstance(each, kind)]
 
     def has_unread(self, kind: type[StoredResult], checkpoint: str = "") -> bool:
-        """True if a file that cannot be read is, by its name, of that kind, and of that checkpoint if one is given."""
+        """Return True if the name of an unreadable file says that it is a result of `kind`, and of `checkpoint` if that
+        is given."""
         beginning = f"{kind.prefix()}-{checkpoint}-" if checkpoint else f"{kind.prefix()}-"
         return any(name.startswith(beginning) for name in self.unread)
 
 
 def now() -> str:
-    """The time for a result's `date`."""
+    """Return the current time in the format of a result's `date`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def write_result(run: RunDirectory, result: StoredResult) -> Path:
-    """Write it into the run's `results/`, in place of an earlier measurement of the same. Raises RunError."""
+    """Write a result into the run's `results/`, and return its path. An earlier result of the same measurement is
+    replaced. Raises RunError if the file cannot be written."""
     text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
     return _write(run, f"{result.name()}.json", f"{text}\n".encode(), "the result")
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
-    """Write it with the losses of its windows: those first, so that a result never lacks them. Raises RunError."""
+    """Write a loss result and the file with the losses of its windows, and return the result's path. The losses are
+    written first, so that no result refers to a missing file. Raises RunError if a file cannot be written."""
     losses = save({"losses": window_losses.astype(np.float32)})
     _write(run, result.windows_name, losses, "the losses of the windows")
     return write_result(run, result)
@@ -245,7 +251,7 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
     path = run.results / check_name(name, "result")
     try:
         run.results.mkdir(exist_ok=True)
-        with atomic_file(path) as draft:  # which takes the place of a link, and never writes where that leads
+        with atomic_file(path) as draft:  # replaces a link at `path` instead of writing to the link's target
             draft.write_bytes(content)
     except OSError as error:
         raise RunError(f"{path}: cannot write {what}: {error.strerror}") from None
@@ -253,7 +259,7 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """All results of a run; a loss that the losses of its windows contradict is among the problems."""
+    """Read all results of a run. A loss result is listed in `problems` if the losses of its windows contradict it."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         try:
@@ -281,7 +287,8 @@ def _read(path: Path) -> StoredResult:
 
 
 def _check_windows(run: RunDirectory, result: LossResult, path: Path) -> None:
-    """Raises UserError if the losses of the windows contradict the result. Without them it stands by itself."""
+    """Raise UserError if the losses of the windows contradict the result. A result is accepted if their file is
+    missing, unreadable or of another length."""
     losses = None
     with suppress(OSError, SafetensorError), safe_open(run.results / result.windows_name, "numpy") as file:
         losses = file.get_tensor("losses")
@@ -298,7 +305,8 @@ def _is_mean(loss: float | None, losses: np.ndarray) -> bool:
 
 
 def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
-    """The loss of each window, fp32 of shape [windows]. Raises UserError if its file is missing or another's."""
+    """Return the loss of each window, fp32 of shape [windows]. Raises UserError if the file is missing or belongs to
+    another result."""
     path = run.results / result.windows_name
     try:
         with safe_open(path, "numpy") as file:
@@ -308,5 +316,5 @@ def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
     if losses.shape != (result.text.windows,):
         raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")
     if not _is_mean(result.loss, losses):
-        raise UserError(f"{path}: has losses whose mean is not {result.loss:.4f}, the one measured; measure again")
+        raise UserError(f"{path}: has losses whose mean is not the measured loss of {result.loss:.4f}; measure again")
     return losses

@@ -1,4 +1,6 @@
-"""The end of a run in numbers: what summary.json holds and what is printed. Written and read through one class."""
+"""The summary of a run that has ended: the contents of summary.json, and the text that is printed. One class writes and
+reads the file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ Dollars = Annotated[int | float, Field(ge=0)]
 
 
 class RunSummary(BaseModel):
-    """A summary.json. An earlier version's has fewer keys: what has a default may not be in it. Unknown keys are kept.
+    """The contents of a summary.json. Unknown keys are kept. Keys with a default may be missing, because earlier
+    versions wrote fewer keys.
 
     The order of the fields is that of the keys in the file.
     """
@@ -36,11 +39,12 @@ class RunSummary(BaseModel):
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total
     tokens_seen: Count | None = None
-    trained_tokens: Count | None = None  # of those seen, the ones that the seconds of training belong to
-    # Per second of training, over what this program trained with the batch and on the machine named below; null if that
-    # is nothing.
+    trained_tokens: Count | None = None  # part of tokens_seen that this program trained, in its seconds of training
+    # Speed of training, over the tokens that this program trained with the batch and on the machine named below; null
+    # if there are none.
     tokens_per_second: Amount | None = None
-    measured: Measured | None = None  # None: an earlier version's, whose speed divided all tokens by its own seconds
+    # None in files of earlier versions, which divided all tokens by the seconds of this program alone
+    measured: Measured | None = None
     global_steps: Count | None = None
     final_train_loss: Amount | None = None
     final_validation_loss: Amount | None = None
@@ -57,20 +61,20 @@ class RunSummary(BaseModel):
     accumulation_steps: Positive | None = None
     torch: str | None = None
     versions: dict[str, str] = {}  # of the libraries, by name
-    commit: str | None = None  # of this program's sources; null where that is not known
-    budget: Budget | None = None  # what it came to, where train.json's is not in tokens
+    commit: str | None = None  # Git commit of this program's sources; null if unknown
+    budget: Budget | None = None  # resolved to tokens, if train.json's budget is not in tokens
     scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
-    active_parameters: Count | None = None  # of a mixture of experts: those that a token goes through
-    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, also where train.json leaves it out
-    # A Provenance's
+    active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
+    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    # The fields of Provenance
     model: dict[str, Any] | None = None
     parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: dict[str, Any] | None = None
 
     def has_shape(self, config: ModelConfig) -> bool | None:
-        """True if the run's model was of this shape; None if that is not recorded. Keys that an earlier version did not
-        write have their defaults."""
+        """Return True if the run's model has the shape of `config`, or None if the summary does not record the model.
+        Keys that an earlier version did not write count as their defaults."""
         if self.model is None:
             return None
         try:
@@ -80,7 +84,7 @@ class RunSummary(BaseModel):
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read a summary.json. Raises UserError naming the key that cannot be one's."""
+    """Read a summary.json. Raises UserError naming the key that is wrong."""
     return parse_config(RunSummary, read_json_object(path), path)
 
 
@@ -96,11 +100,11 @@ def summarise(
     layout: BatchLayout,
     recorded: Mapping[str, Any],
 ) -> RunSummary:
-    """Summary of a run that ended in this state, after so many seconds of each phase, on `layout.world_size` devices
-    of that name. `recorded`: the summary's keys that checkpoints have, too."""
+    """Return the summary of a run that ended in `state`, with the seconds of each phase, on `layout.world_size` devices
+    of the name `device`. `recorded` holds the keys of the summary that checkpoints record, too."""
     import torch
 
-    # What a run never does has no place in its summary.
+    # A run without benchmarks has no seconds of benchmarks in its summary.
     seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
     total = sum(seconds.values())
     measured = state.measured(seconds["training"])
@@ -144,7 +148,7 @@ def write_summary(run: RunDirectory, summary: RunSummary) -> None:
 
 
 def describe_summary(summary: RunSummary) -> str:
-    """The summary, with all that today's have, for a terminal."""
+    """Return the text of a summary for a terminal. The summary must have all keys that the current version writes."""
     seconds, dollars = summary.seconds, summary.dollars
     lines = [
         f"Training complete in {seconds['total']:,.3f} seconds",

@@ -1,4 +1,6 @@
-"""Measured speeds and their basis: how much training, and under which conditions. Without torch."""
+"""Measured speeds of training, and what they were measured over: how much training, under which conditions. Does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from harness.runs.train_config import Affects, keys_affecting
 
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
 BATCH_KEYS, KERNEL_KEYS = keys_affecting(Affects.BATCH), keys_affecting(Affects.SPEED)
-# The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
-# caches warm up, and a step may have waited for another program.
+# A speed is used for other runs only if it was measured over at least this many steps and seconds. The first steps of a
+# process are slower than the rest, and their times vary, because memory is being allocated, clocks and caches warm up,
+# and a step may have waited for another program.
 BELIEVED_STEPS = 20
 BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The training behind a speed: only what this program did itself, with one batch on one machine."""
+    """The training that a speed was measured over: only this program's own, with one batch on one machine."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -30,17 +33,18 @@ class Measured(BaseModel):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where nothing was measured."""
+        """The measured speed, or None if nothing was measured."""
         return self.tokens / self.seconds if self.tokens > 0 and self.seconds > 0 else None
 
     @property
     def is_believable(self) -> bool:
-        """True if enough training was measured for the speed to hold for another run."""
+        """True if enough training was measured for the speed to be used for other runs."""
         return not self.shortfall
 
     @property
     def shortfall(self) -> str:
-        """The limits that it is below; empty if it can be believed."""
+        """The limits that the measurement does not reach (BELIEVED_STEPS, BELIEVED_SECONDS), as text; empty if it
+        reaches both."""
         steps = [f"{BELIEVED_STEPS} steps"] if self.global_steps < BELIEVED_STEPS else []
         seconds = [f"{BELIEVED_SECONDS:.0f} s"] if self.seconds < BELIEVED_SECONDS else []
         return " and ".join(steps + seconds)
@@ -48,15 +52,15 @@ class Measured(BaseModel):
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions other than the model that decide how long a step takes; None where a record does not say it."""
+    """Conditions, besides the model, that decide how long a step takes. None for a condition that a record lacks."""
 
     world_size: int | None
     device: str | None
-    train: Mapping[str, Any]  # train.json, as far as it was recorded
+    train: Mapping[str, Any]  # the keys of train.json that were recorded
 
 
 def same_conditions(then: Conditions, now: Conditions) -> bool:
-    """True if steps take as long under both, as far as both say."""
+    """Return True if a step takes the same time under both conditions, as far as both are recorded."""
     machines = ((then.world_size, now.world_size), (then.device, now.device))
     if any(None not in pair and pair[0] != pair[1] for pair in machines):
         return False
@@ -64,8 +68,9 @@ def same_conditions(then: Conditions, now: Conditions) -> bool:
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if a step of the same model and batch takes as long under both train.json, as far as both say. A speed
-    measured while the batch grew is one of smaller batches, too."""
+    """Return True if a step of the same model and batch takes the same time with both train.json, as far as both record
+    the keys. `batch_ramp` is compared, too, because a speed that was measured during a ramp includes smaller
+    batches."""
     return _agree(then, now, (*KERNEL_KEYS, "batch_ramp"))
 
 
@@ -73,8 +78,8 @@ def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 
 
-# Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name whose
-# words are in the device's name counts.
+# Peak FLOP/s of dense 16-bit matrix products with fp32 accumulation, from NVIDIA's data sheets. A device's peak is that
+# of the first entry whose words are all in the device's name.
 PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -101,8 +106,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak FLOP/s of a device, by the name its driver gives it; None where it is not known, as for a slice of a GPU
-    (MIG) or a variant with fewer or more units (Laptop, D, Ti)."""
+    """Return the peak FLOP/s of a device, given the name that its driver reports, or None if the peak is unknown. It is
+    unknown for a slice of a GPU (MIG), and for a variant with fewer or more units (Laptop, D, Ti)."""
     words = re.split(r"[ -]", device_name)
     if not {"MIG", "Laptop", "D", "Ti"}.isdisjoint(words):
         return None
@@ -110,21 +115,23 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def unknown_peak(device_name: str) -> str | None:
-    """A remark for a GPU whose peak is not known; for a CPU nobody expects it."""
+    """Return a remark if the device is a GPU whose peak is unknown, else None. A CPU gets no remark, because nobody
+    expects its MFU."""
     is_known = device_name.endswith(" CPU") or peak_flops(device_name) is not None
     return None if is_known else f"MFU unknown: the peak of {device_name} is in no table of this program"
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Turns tokens and seconds into the numbers people compare."""
+    """Converts speed and time into MFU and dollars."""
 
     flops_per_token: int
     peak_flops: float | None
     price_per_hour: float | None
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation (PaLM, arXiv:2204.02311): of all devices' peak, the fraction the model needed."""
+        """Return the model FLOPs utilization (PaLM, arXiv:2204.02311), given the tokens per second of one device: the
+        FLOP/s that the model needs at this speed, over the device's peak. Returns None if the peak is unknown."""
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
     def dollars(self, seconds: float) -> float | None:
@@ -132,12 +139,13 @@ class Throughput:
 
 
 def cost(seconds: float, price_per_hour: float) -> float:
-    """Return the dollars that a machine takes in so many seconds."""
+    """Return the dollars that a machine costs for so many seconds."""
     return seconds * price_per_hour / 3600
 
 
 def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
-    """Return the dollars of each phase, to a hundredth of a cent as a summary.json has them; None without a price."""
+    """Return the dollars of each phase, rounded to a millionth of a dollar as in summary.json, or None without a
+    price."""
     if price_per_hour is None:
         return None
     return {phase: round(cost(spent, price_per_hour), 6) for phase, spent in seconds.items()}

@@ -1,4 +1,4 @@
-"""`train.json` as a class, and strict loading of both JSON files of a run directory."""
+"""`train.json` as a class, and strict loading of the file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from harness.common.json_files import Count, RunFile, parse_config, read_json_ob
 from harness.runs.upstream import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
-# AdamW moves each number by about the rate in a step, and weights are far below 1: what is above is a mistake. The
-# highest in use are those of embeddings, 0.3 in nanochat and 0.6 in modded-nanogpt.
+# AdamW changes each weight by about the learning rate in a step, and weights are far below 1, so a higher rate must be
+# a mistake. The highest rates in use are those of embeddings, 0.3 in nanochat and 0.6 in modded-nanogpt.
 LARGEST_RATE = 10.0
-# How much is trained: one of these is in a train.json.
+# Keys that say how much is trained. A train.json has exactly one of them.
 BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops")
 DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """`scale_with_batch`: harness/planning/rates.py has the formulas."""
+    """The value of `scale_with_batch`. harness/planning/rates.py has the formulas."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -34,23 +34,24 @@ class BatchScale(BaseModel):
 
 
 class DepthScale(BaseModel):
-    """`scale_with_depth`: harness/planning/rates.py has the formula."""
+    """The value of `scale_with_depth`. harness/planning/rates.py has the formula."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     reference_layers: Count = Field(ge=1, description="n_layers of the model that weight_decay was tuned with.")
 
 
-MUON_FIRST_MOMENTUM = 0.85  # where its warm-up begins
+MUON_FIRST_MOMENTUM = 0.85  # Muon's momentum at the start of its warm-up
 
 
 class Affects(Enum):
-    """The kinds of keys that do not affect the result alone; `keys_affecting` lists those of a kind."""
+    """Effect of a key of train.json, given in the annotation of its field; `keys_affecting` lists the keys with one
+    effect. A key without such an annotation affects only the result of training."""
 
     BATCH = "the tokens of a step"
     SPEED = "the kernels of a step: its time, and rounding"
-    # Neither the weights of any step nor which checkpoint is called best. Not so checkpoint_interval, since `best` is
-    # chosen among the checkpoints.
+    # The key changes neither the weights of any step nor the choice of the best checkpoint. checkpoint_interval is not
+    # such a key, because `best` is chosen among the checkpoints.
     NOTHING = "no result"
 
 
@@ -232,7 +233,8 @@ class TrainConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _linear_to_zero(cls, raw: Any) -> Any:
-        """Written down as if it had been given, so that every record of the run says where the rate ends."""
+        """Fill in the default of `min_lr_ratio` for a linear schedule, which is 0, so that every record of the run has
+        the final learning rate."""
         if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
             return {**raw, "min_lr_ratio": 0.0}
         return raw
@@ -249,34 +251,35 @@ class TrainConfig(RunFile):
 
     @property
     def checkpoint_every(self) -> int:
-        """Global steps between checkpoints: `checkpoint_interval`, or else at each validation."""
+        """Global steps between checkpoints: `checkpoint_interval` or, if that is not given, `validation_interval`."""
         every = self.checkpoint_interval or self.validation_interval
         assert every is not None, "checked when the file was loaded"
         return every
 
     @property
     def budget(self) -> str:
-        """The key that says how much is trained."""
+        """The key of train.json that says how much is trained, one of BUDGETS."""
         return next(key for key in BUDGETS if getattr(self, key) is not None)
 
     @property
     def global_batches(self) -> list[int]:
-        """Sequences of each global batch over all ranks, several in a ramp; none if train.json counts accumulation
-        steps."""
+        """Sequences of each global batch over all ranks: several in a ramp, none if train.json gives accumulation steps
+        instead."""
         if self.batch_ramp:
             return [size for _, size in self.batch_ramp]
         return [] if self.global_batch_size is None else [self.global_batch_size]
 
     @property
     def sequences(self) -> int | None:
-        """Sequences of the last global batch; None if train.json counts accumulation steps."""
+        """Sequences of the last global batch, or None if train.json gives accumulation steps instead."""
         return self.global_batches[-1] if self.global_batches else None
 
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
-        """Microbatches that each of `world_size` ranks runs per optimizer step, of a global batch of `sequences`; None:
-        of the global batch of train.json, the last of a ramp.
+        """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
-        Raises UserError where a global batch is not a whole number of microbatches on every rank.
+        `sequences` is the size of the global batch. If it is None, train.json gives the global batch (the last one of a
+        ramp) or the accumulation steps themselves. Raises UserError if the global batch is not a whole number of
+        microbatches on every rank.
         """
         sequences = sequences or self.sequences
         if sequences is None:
@@ -378,7 +381,8 @@ def _check_batch(config: TrainConfig) -> None:
 
 
 def _check_validation_keys(config: TrainConfig) -> None:
-    # The notebook's later runs have `start_val_token` alone: they trained without validation.
+    # `start_val_token` without the other two keys is accepted, because later runs of the notebook have it. They were
+    # trained without validation.
     wanted = {"validation_interval": config.validation_interval, "validation_batches": config.validation_batches}
     missing = [key for key, value in wanted.items() if value is None]
     if len(missing) == 1:
@@ -393,12 +397,12 @@ def _check_validation_keys(config: TrainConfig) -> None:
 
 
 def keys_affecting(kind: Affects) -> tuple[str, ...]:
-    """The keys of train.json of this kind, in the order of the fields."""
+    """Return the keys of train.json with this effect, in the order of the fields."""
     return tuple(key for key, field in TrainConfig.model_fields.items() if kind in field.metadata)
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json; `has_experts` as `translate_upstream` has it.
+    """Read and check a train.json. `has_experts` is passed to `translate_upstream`.
 
     Raises UserError naming the file, the key and the remedy.
     """
@@ -410,6 +414,6 @@ def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
     try:
         return parse_config(TrainConfig, translated, path)
     except UserError as error:
-        if "minibatch_size" in raw:  # speak of the key that is in the file
+        if "minibatch_size" in raw:  # name the key that is in the file
             raise UserError(str(error).replace('"microbatch_size"', '"minibatch_size"')) from None
         raise

@@ -1,5 +1,5 @@
-"""Trained models on disk: their names on a command line, what lies beside their weights, and the checkpoint of a run
-that they are. Loads torch only to write one.
+"""Trained models on disk: how a command line names them, the files beside their weights, and the run that they belong
+to. Imports torch only to write a model.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ WEIGHTS_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Weights, their configuration and what is known about them: a checkpoint of this program or the notebook's, an
-    imported model, or the like."""
+    """The weights of a model, its configuration and its meta.json. It may be a checkpoint of this program or of the
+    notebook's (harness/runs/upstream.py), an imported model, or the like."""
 
-    label: str  # what a table calls it
+    label: str  # its name in tables
     weights: Path
     config: ModelConfig
-    config_source: Path  # the file that the configuration stands in
-    meta: dict[str, Any]  # of the weights; empty if there is none
+    config_source: Path  # the file that the configuration was read from
+    meta: dict[str, Any]  # the meta.json beside the weights; empty if there is none
 
     @classmethod
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
-        """The model in a folder, or whose weights are the file `path`.
+        """Read the model in the folder `path`, or the model whose weights are the file `path`.
 
-        Its configuration is in `model_json` or, if that is None, in a model.json beside the weights, in the
-        checkpoint's meta.json, or in the run directory that the checkpoint lies in. Raises UserError if there is none.
+        The configuration is read from `model_json`. If that is None, it is read from the first of these that exists: a
+        model.json beside the weights, the checkpoint's meta.json, model.json of the run directory that contains the
+        checkpoint. Raises UserError if there is none.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
             raise UserError(f"{path}: no {WEIGHTS} in this folder" if path.is_dir() else f"{path}: no such file")
         folder = weights.parent
         meta = _meta_beside(weights)
-        # A link (`best`) may stand outside its run; what it leads to lies in it.
+        # A link such as `best` may be outside of its run, but its target is inside.
         run = Path(folder.resolve()).parent.parent
         for candidate in [model_json] if model_json else [folder / MODEL_JSON, folder / META, run / MODEL_JSON]:
             if candidate.name == META and not isinstance(meta.get("model"), dict):
@@ -66,14 +67,14 @@ class TrainedModel:
             if candidate.is_file() or model_json:
                 raw = meta["model"] if candidate.name == META else read_json_object(candidate)
                 config = parse_config(ModelConfig, raw, candidate)
-                if label is None:  # RUN:CHECKPOINT as far as the path has both, else the path
+                if label is None:  # RUN:CHECKPOINT if the path is that of a run's checkpoint, else the path
                     place = Path(os.path.abspath(folder))
                     is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
                     label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(weights))
                 return cls(label, weights, config, candidate, meta)
         if (folder / "config.json").is_file():
             raise UserError(
-                f"{folder}: as transformers saves models; convert_hf.py import {folder} RUN makes a run of it"
+                f"{folder}: a model in transformers' format; convert_hf.py import {folder} RUN makes a run of it"
             )
         raise UserError(
             f"{folder}: no model.json tells the shape of these weights; give MODEL_JSON WEIGHTS, or --model-json"
@@ -81,24 +82,27 @@ class TrainedModel:
 
     @property
     def run(self) -> RunDirectory | None:
-        """The run directory that the checkpoint lies in, if it does."""
+        """The run directory that contains the weights, or None if they are not in one. A folder with weights and a
+        model.json counts as one."""
         folder = Path(self.weights.parent.resolve())
         run = RunDirectory(folder.parent.parent if folder.parent.name == "checkpoints" else folder)
         return run if run.model_json.is_file() else None
 
     @property
     def folder(self) -> Path:
-        """The folder for what is made of the model: where its model.json lies."""
+        """The folder for files that are made with the model. It is the one that contains its model.json or, if there is
+        none, the one that contains its meta.json."""
         return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Shape and weights, wherever links to them lie: two models with the same are one."""
+        """Shape and weights of the model, with links resolved. Two models with the same identity are the same."""
         return self.config.model_dump_json(), os.path.realpath(self.weights)
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
-    """The one model that a command line names. Raises UserError as `find_models` does, and if there are several."""
+    """Return the one model that a command line names. Raises UserError as `find_models` does, and if there are
+    several."""
     found = find_models(words, runs_dir)
     if len(found) > 1:
         raise UserError(f"{' '.join(words)}: {len(found)} models; give one, as RUN[:CHECKPOINT] or MODEL_JSON WEIGHTS")
@@ -106,11 +110,12 @@ def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
 
 
 def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
-    """The models of a command line, each named by RUN[:CHECKPOINT], by MODEL_JSON WEIGHTS, or by its folder.
+    """Return the models that a command line names, each by RUN[:CHECKPOINT], by MODEL_JSON WEIGHTS, by its folder, or
+    by its weights file.
 
-    RUN may be a pattern like `lr-*`, and a run's path. Without a checkpoint it is `best`, or `latest` where there is no
-    best, or the weights beside model.json of an imported model. Raises UserError, with the nearest name, for what is
-    not there.
+    RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or `latest` if there
+    is no best, or, for an imported model, the weights beside its model.json. Raises UserError, with the nearest name,
+    if a model does not exist.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -132,8 +137,9 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
 
 
 def _is_run(path: Path, runs_dir: Path) -> bool:
-    """True if a name or path means a run rather than a folder with weights. One in `runs_dir` wins; a run elsewhere
-    without weights of its own is left to RunDirectory, which refuses it."""
+    """Return True if a name or path means a run rather than a folder with weights. A path in `runs_dir` is always a
+    run. A run elsewhere, without weights of its own, counts as a run so that RunDirectory refuses it with an
+    explanation."""
     is_in_runs_dir = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
     is_name = path.name == str(path) and (runs_dir / path).is_dir()
     return is_in_runs_dir or is_name or ((path / "train.json").is_file() and not (path / WEIGHTS).exists())
@@ -150,13 +156,15 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
                 later = f"; {name}:{LATEST} is the last one"
                 print(f"warning: {name}: its best checkpoint is that of step 0{later}", file=sys.stderr, flush=True)
             return model
-    if (run.path / WEIGHTS).is_file() and not run.train_json.exists():  # there it may be what a run starts from
+    # beside a train.json it may be the run's initial weights
+    if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
         return TrainedModel.read(run.path, label=name)
     raise UserError(f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another: RUN:CHECKPOINT")
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Without those that were named twice; different models that would be called alike are called by their paths."""
+    """Return the models without repetitions. Different models with the same label are labeled with their paths
+    instead."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)
@@ -164,11 +172,11 @@ def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
     return list({(model.label, model.identity): model for model in told}.values())
 
 
-# What lies beside the weights
+# Files beside the weights
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
-    """Raises UserError for a tokenizer with tokens that a model of `vocab_size` does not have; it may have more."""
+    """Raise UserError if the tokenizer has more tokens than a model of `vocab_size`. It may have fewer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}: it is "
@@ -177,18 +185,18 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -
 
 
 def tokenizer_of(weights: Path) -> Tokenizer:
-    """The tokenizer of the model whose weights are in this file: the one beside it, or else GPT-2's."""
+    """Return the tokenizer of the model whose weights are in this file: the one beside the file, or else GPT-2's."""
     return load_tokenizer(tokenizer_file_of(weights))
 
 
 def tokenizer_file_of(weights: Path) -> str | Path:
-    """Argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
+    """Return the argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
     name = _meta_beside(weights).get("tokenizer", "gpt2")
     return "gpt2" if name == "gpt2" else weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer")
 
 
 def dataset_of(weights: Path) -> str | None:
-    """The name of the dataset that a checkpoint's weights were trained on; None if nothing beside them tells."""
+    """Return the name of the dataset that the weights were trained on, or None if no meta.json beside them gives it."""
     dataset = _meta_beside(weights).get("dataset")
     return str(dataset["name"]) if isinstance(dataset, dict) and "name" in dataset else None
 
@@ -198,21 +206,22 @@ def _meta_beside(weights: Path) -> dict[str, Any]:
     return read_json_object(meta) if meta.is_file() else {}
 
 
-# The checkpoint of a run that measured weights are, so that measurements stay in that run's folder
+# The run and checkpoint that measured weights belong to, so that measurements are stored in that run's folder
 
 
 class ModelInRun(NamedTuple):
-    """A run, and those of its weights that were measured."""
+    """A run, and the checkpoint of it whose weights were measured."""
 
     run: RunDirectory
     weights: MeasuredWeights
 
 
 def model_in_run(weights: Path) -> ModelInRun | None:
-    """The checkpoint whose weights this file has; None if it lies in no run's `checkpoints/`.
+    """Return the run and the checkpoint that this weights file belongs to, or None if it is not in any run's
+    `checkpoints/`.
 
-    The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is one. Raises OSError
-    if the file cannot be read.
+    The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a link. Raises
+    OSError if the file cannot be read.
     """
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
@@ -224,17 +233,17 @@ def model_in_run(weights: Path) -> ModelInRun | None:
 
 
 def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
-    """The checkpoint of this name; None if the run has none with weights of this SHA-256 (any more). Raises UserError
-    for a name that none has."""
+    """Return the checkpoint of this name, or None if the run has no such checkpoint or its weights no longer have the
+    SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     found = model_in_run(weights) if weights.is_file() else None
     return found if found is not None and found.weights.sha256 == digest else None
 
 
 def _describe(folder: Path, digest: str) -> MeasuredWeights:
-    """Return the record of a checkpoint's weights, from its folder and their SHA-256 `digest`."""
+    """Return the record of a checkpoint's weights, given its folder and their SHA-256 `digest`."""
     facts: dict[str, int] = {}
-    with suppress(UserError):  # without a meta.json, or with another program's, the hash has to do
+    with suppress(UserError):  # without a meta.json of a checkpoint, only the hash is recorded
         meta = read_meta(folder)
         facts = {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
     leads_here = {link: os.path.realpath(folder.parent / link) == str(folder) for link in (BEST, LATEST)}
@@ -245,7 +254,8 @@ def _describe(folder: Path, digest: str) -> MeasuredWeights:
 
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
-    """Turn an error inside into a warning on standard error: the result of minutes of work is printed by then."""
+    """Turn an error in the body into a warning on standard error, because the result, which may have taken minutes, has
+    been printed before."""
     try:
         yield
     except (UserError, RunError, OSError) as error:
@@ -255,14 +265,15 @@ def warned_if_not_kept() -> Iterator[None]:
         print(f"warning: not kept among the run's results: {reason}", file=sys.stderr, flush=True)
 
 
-# Writing one
+# Writing a model
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to be filled in the body, which then appears whole as `folder` (see `atomic_folder`).
+    """Yield a draft folder to be filled in the body. After the body it gets the name `folder` (see `atomic_folder`), so
+    that no incomplete folder has that name.
 
-    Raises UserError if `folder` has something in it, RunError if the disk refuses.
+    Raises UserError if `folder` exists and is not an empty folder, RunError if it cannot be written.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")
@@ -277,10 +288,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_model(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
 ) -> None:
-    """Write a new folder with model.json, the weights under their public names, the tokenizer ("gpt2" or a file), and
-    a meta.json that holds `facts`, too.
+    """Write a new folder with model.json, the weights under their public names, the tokenizer ("gpt2" or a file to
+    copy), and a meta.json that also holds `facts`.
 
-    Raises as `new_folder` does.
+    Raises UserError and RunError as `new_folder` does.
     """
     with new_folder(folder) as draft:
         fill(draft, config, tensors)
@@ -291,13 +302,14 @@ def write_model(
 
 
 def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """model.json and model.safetensors."""
+    """Write model.json and model.safetensors into the folder `draft`."""
     from harness.model.weights import save_weights
 
     replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")
-    save_weights({name: tensor.clone() for name, tensor in tensors.items()}, draft / WEIGHTS)  # safetensors shares none
+    # safetensors refuses tensors that share memory
+    save_weights({name: tensor.clone() for name, tensor in tensors.items()}, draft / WEIGHTS)
 
 
 def write_meta(draft: Path, config: dict[str, Any], **values: Any) -> None:
-    """Write meta.json: the model's configuration and further facts about the weights."""
+    """Write meta.json with the model's configuration and further `values` about the weights."""
     replace_text(draft / META, json.dumps({"model": config, **values}, indent=2, allow_nan=False) + "\n")

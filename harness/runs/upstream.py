@@ -1,6 +1,7 @@
-"""Upstream's files: keys of train.json and checkpoints of Giles Thomas's trainer, where this format comes from.
+"""Files of "upstream" or "the notebook", the training program of Giles Thomas's lab notebook, where this format comes
+from: the keys of its train.json, and its checkpoints.
 
-Its checkpoints hold model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt and a short meta.json.
+An upstream checkpoint holds model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt and a short meta.json.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
     "schedule_learning_rate": {"type": "boolean", "deprecated": True, "description": "The notebook's lr_schedule."},
     "use_amp": {"type": "boolean", "deprecated": True, "description": "The notebook's precision: fp16 or fp32."},
 }
-# The order of parameters in optimizer.pt: that of the book's classes, and of a block's layers. A feed-forward layer's
-# (or the router's and then each expert's) stand in the order that they have here.
+# The order of parameters in upstream's optimizer.pt. Parameters are sorted by module (MODULES), by block, by layer of
+# the block (OF_BLOCK), and by PARTS, as in the classes of the book that upstream follows (Raschka, Build a Large
+# Language Model (From Scratch)). Within a feed-forward layer (or the router and then each expert) modules have the
+# order of our own model.
 MODULES = ("tok_emb", "pos_emb", "trf_blocks", "final_norm", "out_head")
 OF_BLOCK = ("att.W_query", "att.W_key", "att.W_value", "att.out_proj", "ff", "norm1", "norm2")
 PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return train.json's object with the notebook's spellings turned into ours. `has_experts`: the model is a mixture
-    of experts, which the notebook's program does not balance unless it is told to.
+    """Return the object of a train.json with upstream's keys replaced by ours.
 
-    Raises ValueError where an old and a new spelling of the same thing stand side by side.
+    `has_experts` says whether the model is a mixture of experts. If it is, and train.json has upstream's keys, the
+    experts are not balanced unless train.json asks for it, as in upstream. Raises ValueError if train.json has both the
+    old and the new key for the same setting.
     """
     translated: dict[str, tuple[str, Any]] = {}
     if "minibatch_size" in raw:
@@ -43,7 +47,7 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
             raise ValueError(f'keys "{old}" and "{key}": two spellings of one thing; keep "{key}"')
         result[key] = value
     if raw.get("schedule_learning_rate") is False:
-        result.pop("warmup_period_percent", None)  # upstream: without effect then
+        result.pop("warmup_period_percent", None)  # has no effect in upstream in that case
     if has_experts and translated:
         result.setdefault("moe_router_loss_scale", 0.0)
     return result
@@ -57,12 +61,14 @@ def _flag(raw: dict[str, Any], key: str) -> bool:
 
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
-    """A notebook's optimizer state, numbered by its order of parameters, as one of `shapes`: by our own parameters'
-    names, the tensors that the run's optimizer keeps of each, in fp32. A fused parameter's are those of its parts
-    together.
+    """Return the optimizer state of an upstream checkpoint by our parameters' names. In `saved`, parameters are
+    numbered.
 
-    Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if it is another model's or optimizer's, or
-    something else.
+    `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
+    same keys, and its tensors are fp32. The state of a fused parameter is the concatenated state of its parts.
+
+    Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if `saved` is the state of another model or
+    optimizer, or no state at all.
     """
     import torch
 
@@ -71,7 +77,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
     names = _numbered([part for name in shapes for part in checkpoint_names(name)])
     numbered = saved["state"]
     if sorted(numbered) != list(range(len(names))):
-        raise ValueError(f"the state is one of {len(numbered)} parameters, the model has {len(names)}")
+        raise ValueError(f"the state has {len(numbered)} parameters, the model has {len(names)}")
     state_of = {name: numbered[index] for index, name in enumerate(names)}
     result: dict[str, dict[str, Tensor]] = {}
     for name, wanted in shapes.items():
@@ -80,7 +86,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
         for key, shape in wanted.items():
             if shape:
                 value = torch.cat([part[key].float() for part in parts])
-            else:  # a number, the same for all parts
+            else:  # a scalar, which is the same for all parts
                 value = torch.as_tensor(parts[0][key], dtype=torch.float32).reshape(())
             if value.shape != shape:
                 raise ValueError(f"{key} of {name} is {list(value.shape)}, not {list(shape)}")
@@ -89,7 +95,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
 
 
 def _numbered(names: list[str]) -> list[str]:
-    """Names of parameters in the order in which the notebook's optimizer numbers them."""
+    """Return the names of parameters in the order in which upstream's optimizer numbers them."""
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def place(name: str) -> tuple[int, ...]:
