@@ -217,7 +217,7 @@ def line_of(row: Row) -> str:
 
 
 @click.command(help=__doc__)
-@click.option("--shape", "numbers", multiple=True, type=click.IntRange(1, len(SHAPES)), help="Number of a shape, again for more; all.")
+@click.option("--shape", "numbers", multiple=True, type=click.IntRange(1, len(SHAPES)), help="Number of a shape; all.")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Again for more; all.")
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Processes that train by DDP.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of each process.")
