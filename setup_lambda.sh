@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prepare a fresh cloud machine (Ubuntu, root or not): uv, and the font the charts are drawn with.
-# Safe to run again: what is there already is left alone, and nothing is downloaded twice.
+# Safe to run again: it leaves alone what is already installed, and downloads nothing twice.
 set -euo pipefail
 
 FONT_URL="https://github.com/ipython/xkcd-font/raw/master/xkcd-script/font/xkcd-script.ttf"
@@ -11,18 +11,19 @@ say() { printf '%s\n' "$*"; }
 warn() { printf 'warning: %s\n' "$*" >&2; }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# One temporary file at a time; whatever ends the script, it goes.
+# The script has one temporary file at a time, which is removed however the script ends.
 temporary=""
 trap 'if [ -n "$temporary" ]; then rm -f "$temporary"; fi' EXIT
 
-# fetch URL FILE: by curl, or else by wget; fails without a trace of a page that says "not found".
+# fetch URL FILE: download with curl, or else with wget. An HTTP error such as "404 not found" is a failure, and the
+# server's error page is not written to FILE.
 fetch() {
     if have curl && curl -fsSL --retry 2 --connect-timeout 15 --max-time 300 -o "$2" "$1"; then return 0; fi
     if have wget && wget -q --tries=3 --timeout=30 -O "$2" "$1"; then return 0; fi
     return 1
 }
 
-# Print where uv is, on the PATH or where installers put it.
+# Print the path of uv: on the PATH, or in a folder where installers put it.
 find_uv() {
     local folder
     if command -v uv 2>/dev/null; then return 0; fi
@@ -35,7 +36,7 @@ find_uv() {
     return 1
 }
 
-# The official installer, downloaded whole before any of it runs.
+# Run the official installer, after it has been downloaded completely.
 install_uv_officially() {
     local status=0
     temporary="$(mktemp)"
@@ -45,7 +46,7 @@ install_uv_officially() {
     return "$status"
 }
 
-# Ubuntu 24.04 and later refuse pip without --break-system-packages; with --user it breaks nothing of the system's.
+# Ubuntu 24.04 and later refuse pip without --break-system-packages. With --user, none of the system's packages change.
 install_uv_by_pip() {
     have python3 || return 1
     python3 -m pip install --user uv || python3 -m pip install --user --break-system-packages uv
@@ -71,7 +72,7 @@ setup_uv() {
     fi
 }
 
-# Whether a file begins as a TrueType or OpenType font does; a sign-in page of some network does not.
+# Succeed if a file begins like a TrueType or OpenType font. A network's sign-in page, for example, does not.
 is_font() {
     case "$(head -c 4 "$1" | od -An -tx1 | tr -d ' \n')" in
         00010000 | 74727565 | 4f54544f) return 0 ;;
@@ -79,7 +80,7 @@ is_font() {
     esac
 }
 
-# matplotlib remembers the fonts it once found and would not see a new one.
+# Delete matplotlib's list of fonts, because matplotlib would not search for a new font while the list exists.
 forget_matplotlib_fonts() {
     local folder
     for folder in "${MPLCONFIGDIR:-}" "${XDG_CACHE_HOME:-$HOME/.cache}/matplotlib"; do
@@ -93,7 +94,7 @@ setup_font() {
         return 0
     fi
     mkdir -p "${FONT_FILE%/*}"
-    # Beside its destination, so that the move is one rename and never leaves half a font.
+    # The download is in the font's own folder, so that mv is one rename and never leaves an incomplete font.
     temporary="$(mktemp "${FONT_FILE%/*}/.download.XXXXXX")"
     if ! fetch "$FONT_URL" "$temporary" || ! is_font "$temporary"; then
         rm -f "$temporary"

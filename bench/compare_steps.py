@@ -1,11 +1,12 @@
-"""Time a training step of ddp_train.py against its peers' loops on the CPU: the same models, in turns, on one machine.
+"""Time a training step of ddp_train.py and of other programs on the CPU: the same models, in turns, on one machine.
 
     uv run bench/compare_steps.py --threads 2 --json steps.json
 
-Each program runs in processes of its own and takes one step at a time, so that whatever else the machine does slows all
-of them alike. Ours is the real command, with all that its loop does; it has the head that its peer has, its own or the
-token embedding's. Medians of all steps but the first three. Ends with 1 if ours takes more processor seconds a step
-than a peer anywhere (--at-least), so that a speed that was lost is seen.
+Each program runs in its own processes and takes one step at a time, so that other work on the machine slows all
+programs alike. For this project the real command runs, with its whole training loop. Its output head is tied to the
+token embedding or not, as in the program that it is compared with. Results are medians of all steps but the first
+three. The exit status is 1 if our command takes more processor seconds per step than the peer in any row (--at-least),
+so that a loss of speed is noticed.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ OWN = "ddp-pretrain"
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch, and where ddp_train.py finds its run: RUN and DATASETS_DIR."""
+    """Model and batch of a comparison, and the folders RUN and DATASETS_DIR for ddp_train.py."""
 
     layers: int
     emb_dim: int
     heads: int
     context: int
     vocabulary: int
-    microbatch: int  # sequences of a rank's step
+    microbatch: int  # sequences per step and rank
     run: str = ""
     datasets: str = ""
 
@@ -59,7 +60,8 @@ class Case:
         return f"{self.layers} × {self.emb_dim}, vocabulary {self.vocabulary:,}, {tokens}"
 
     def model_config(self, *, tied: bool) -> ModelConfig:
-        """The model of all contestants, with biases everywhere, since transformers' model always has them."""
+        """Return the config of the model that all programs train. It has biases everywhere, because transformers'
+        model always has them."""
         return ModelConfig(
             vocab_size=self.vocabulary,
             context_length=self.context,
@@ -73,33 +75,34 @@ class Case:
 
 
 SHAPES = (
-    Case(2, 128, 4, 128, 4096, 8),  # quickstart-gpt2's
+    Case(2, 128, 4, 128, 4096, 8),  # as in quickstart-gpt2
     Case(4, 256, 4, 256, 8192, 8),
     Case(4, 256, 4, 256, 50257, 8),
     Case(12, 768, 12, 512, 8192, 1),
     Case(12, 768, 12, 512, 50257, 1),
 )
 PEERS = ("nanogpt", "upstream", "transformers")
-PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # ours, and what follows the peer's name
+PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # our precision, and the suffix of the peer's name
 WARM_UP = 3
-STEPS = 3000  # of a run, which ends when the race does
+STEPS = 3000  # length of our run; its process is killed when the comparison ends
 CONTESTANT = "from bench.compare_steps import contend; contend()"
 Row = dict[str, Any]
 
 
 class Player:
-    """A program's processes, one a rank."""
+    """Processes of one program, one for each rank, that take steps on request."""
 
     def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
         self.name = name
         self.turns: list[Row] = []
-        # Waiting threads must not take the other programs' time. The command's other settings are its own advantage.
+        # Idle OpenMP threads must sleep, or they would take processor time from the other programs. The other variables
+        # in SETTINGS are set by our command alone, and count as its advantage.
         shared = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"]}
         if ranks > 1:
             shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the processes
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the processes run
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", CONTESTANT, name, json.dumps(asdict(case))],
@@ -114,7 +117,8 @@ class Player:
         ]
 
     def step(self, *, counts: bool) -> None:
-        """Take one step on all ranks: it lasts as long as the slowest one's, and costs the processor all of theirs."""
+        """Take one step on all ranks. If it counts, record the slowest rank's time and the sum of the ranks' processor
+        time."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write("step\n")
@@ -125,7 +129,7 @@ class Player:
             self.turns.append({"wall": wall, "processor": sum(each["processor"] for each in answers)})
 
     def median(self, what: str) -> float:
-        """Seconds of a step, by the clock ("wall") or of all processors together ("processor")."""
+        """Return the median seconds of a step: elapsed time for "wall", time of all processors for "processor"."""
         return statistics.median(turn[what] for turn in self.turns)
 
     def _answer(self, process: subprocess.Popen[str]) -> Row:
@@ -144,7 +148,8 @@ class Player:
 
 
 def race(players: Sequence[Player], *, seconds: float, steps: int) -> None:
-    """Take steps in turns, each player first in its turn, until `seconds` are over, and at least `steps` that count."""
+    """Have the players take steps in turns until `seconds` are over, and at least `steps` after WARM_UP. The player
+    that goes first in a round alternates."""
     begun, number = time.monotonic(), 0
     while number < WARM_UP + steps or time.monotonic() < begun + seconds:
         first = number % len(players)
@@ -155,7 +160,7 @@ def race(players: Sequence[Player], *, seconds: float, steps: int) -> None:
 
 @contextmanager
 def run_directory(case: Case, *, tied: bool, precision: str, ranks: int) -> Iterator[Case]:
-    """The case with a run of ddp_train.py's and a data set of random tokens, both in a temporary folder."""
+    """Yield `case` with a run directory for ddp_train.py and a dataset of random tokens, both in a temporary folder."""
 
     with tempfile.TemporaryDirectory() as name:
         run, dataset = Path(name) / "runs" / "bench", Path(name) / "datasets" / "bench" / "random"
@@ -182,7 +187,7 @@ def run_directory(case: Case, *, tied: bool, precision: str, ranks: int) -> Iter
 
 
 def compare(case: Case, pair: tuple[str, str], *, ranks: int, threads: int, seconds: float, steps: int) -> Row:
-    """A row of the table: ours in the precision pair[0] against the peer pair[1]."""
+    """Return a row of the table: our command in the precision pair[0] against the peer pair[1]."""
     precision, peer = pair
     with ExitStack() as stack:
         tied = not peer.startswith("upstream")
@@ -205,7 +210,7 @@ HEADER = f"{'ours':6}{'peer':20}{'processor ms':>20}{'ratio':>7}{'clock ms':>20}
 
 
 def line_of(row: Row) -> str:
-    """A row as text: milliseconds of a step, ours / the peer's, and how many times ours is as fast."""
+    """Format a row: milliseconds per step (ours / the peer's), and the peer's over ours, for processor and clock."""
     processor, wall = (" / ".join(f"{each:,.0f}" for each in row[f"{what}_ms"]) for what in ("processor", "wall"))
     ratios = row["processor_ratio"], row["wall_ratio"]
     return f"{row['ours']:6}{row['peer']:20}{processor:>20}{ratios[0]:>7.2f}{wall:>20}{ratios[1]:>7.2f}"
@@ -213,12 +218,12 @@ def line_of(row: Row) -> str:
 
 @click.command(help=__doc__)
 @click.option("--shape", "numbers", multiple=True, type=click.IntRange(1, len(SHAPES)), help="Number of a shape; all.")
-@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Again for more; all of them.")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Again for more; all.")
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Processes that train by DDP.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Of each process.")
-@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Of each row.")
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Of each program, at least.")
-@click.option("--at-least", default=1.0, show_default=True, help="Peer's processor seconds over ours; below: exit 1.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of each process.")
+@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Least time of each row.")
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Least steps of each program.")
+@click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if peer's over our processor time is below.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")
 def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file: Path | None, **effort: Any) -> None:
     import torch
@@ -248,19 +253,19 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-# The contestants: a process for each rank, which takes a step for each line on its standard input ---------------------
+# Processes of the compared programs, one for each rank; each takes a step for each line on its standard input ---------
 
 
 class Turns:
-    """Take steps on request, and answer with their seconds by the clock and of all this process's threads."""
+    """Requests on standard input to take a step, each answered with the step's elapsed and processor seconds."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # other output is no answer
+        os.dup2(2, 1)  # other output must not be read as an answer
         self._begun: tuple[float, float] | None = None
 
     def next(self) -> None:
-        """End the turn, if there is one, and wait for the next."""
+        """Report the step that has ended, if there is one, and wait for the next request."""
         now = time.perf_counter(), time.process_time()
         if self._begun is not None:
             wall, processor = (end - begin for end, begin in zip(now, self._begun, strict=True))
@@ -271,7 +276,7 @@ class Turns:
 
 
 def ours(case: Case, turns: Turns) -> None:
-    """Run ddp_train.py as a user does; a turn is all that its loop does from one step's beginning to the next one's."""
+    """Run ddp_train.py as a user does. A turn is everything that its loop does between the starts of two steps."""
     from harness.training.step import OptimizerStep
 
     run_step: Callable[..., Any] = OptimizerStep.run
@@ -287,8 +292,9 @@ def ours(case: Case, turns: Turns) -> None:
 
 
 def peer(name: str, case: Case, turns: Turns) -> None:
-    """Train as the peers' programs do: autocast if asked for, clipping to norm 1.0, AdamW, DDP where there are ranks.
-    "upstream" has torch's plain AdamW and reads the loss at each step; the others have the fused one."""
+    """Train like the peers' programs: bf16 autocast if `name` says so, clipping to norm 1.0, AdamW, and DDP if there is
+    more than one rank. "upstream" (the notebook) uses torch's AdamW without `fused` and reads the loss at each step.
+    The others use the fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -317,7 +323,7 @@ def peer(name: str, case: Case, turns: Turns) -> None:
 
 
 def peers_model(program: str, case: Case) -> tuple[Any, Any]:
-    """A peer's model, and the module that returns its mean loss of (inputs, targets)."""
+    """Return a peer's model, and a module that computes the model's mean loss from (inputs, targets)."""
     import torch.nn.functional as F
     from torch import Tensor, nn
 
@@ -338,7 +344,8 @@ def peers_model(program: str, case: Case) -> tuple[Any, Any]:
 
         def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
             if program == "transformers":
-                # `labels` alone would be shifted inside, and the last position of each sequence would predict nothing.
+                # With `labels` alone the model would shift them, and the last position of a sequence would have no
+                # loss.
                 return self.model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
             return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 
@@ -346,7 +353,7 @@ def peers_model(program: str, case: Case) -> tuple[Any, Any]:
 
 
 def _batches(case: Case) -> Iterator[tuple[Any, Any]]:
-    """Inputs and targets (each microbatch × context) without end."""
+    """Yield random inputs and targets (each microbatch × context) without end."""
     import torch
 
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
@@ -356,7 +363,7 @@ def _batches(case: Case) -> Iterator[tuple[Any, Any]]:
 
 
 def contend() -> None:
-    """Be a rank of the program sys.argv[1] on the Case sys.argv[2], given as JSON."""
+    """Run one rank of the program sys.argv[1] on the Case in sys.argv[2], which is JSON."""
     name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), Turns()
     if name == OWN:
         ours(case, turns)

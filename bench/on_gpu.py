@@ -3,9 +3,9 @@
     uv run bench/on_gpu.py                         # all stages, the most decisive first
     uv run bench/on_gpu.py step --microbatch 13    # one stage alone
 
-Each stage is a process with a time limit of its own; if one fails, the next ones run all the same. Run again, the
-command repeats only the stages that failed or had no time left. All rows go into one JSON file (--out) and into tables
-in a Markdown file beside it. --tiny rehearses on any machine.
+Each stage is a process with its own time limit; if it fails, the next stages still run. If the command is run again, it
+repeats only the stages that failed or for which no time was left. All rows are written into one JSON file (--out), and
+as tables into a Markdown file beside it. --tiny is a rehearsal that runs on any machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.gpu import kernels, training
 from bench.gpu.workbench import Workbench
 
-LEAST_SECONDS = 15.0  # no stage is begun with less
-# Stage and options, and its limit in seconds: the most decisive first, since time may run out.
+LEAST_SECONDS = 15.0  # with less time left, no further stage is started
+# Each stage with its options, and its time limit in seconds. The most decisive come first, since time may run out.
 LIMIT_SECONDS = {
     "machine": 60,
     "ceilings": 90,
@@ -59,7 +59,7 @@ STAGES = {
 
 
 def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
-    """Run the stages that are not done yet, each in a process of its own, as long as there is time; then write the
+    """Run the stages that are not done yet, each in its own process, until `seconds` are over; then write the
     tables."""
     deadline = time.monotonic() + seconds
     done = {row["what"] for row in bench.rows() if row["stage"] == "stages" and row["status"] == 0}
@@ -71,7 +71,7 @@ def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
             bench.add("stages", what=stage, status="no time left")
             continue
         began = time.monotonic()
-        # Its own group of processes, so that training that it has started ends with it.
+        # A process group of its own, so that training processes that the stage has started are killed with it.
         process = subprocess.Popen([sys.executable, __file__, *stage.split(), *passed_on], start_new_session=True)
         try:
             status: int | str = process.wait(min(limit, left))
@@ -91,9 +91,9 @@ def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/on_gpu"), show_default=True)
 @click.option("--seconds", type=float, default=570.0, show_default=True, help="For all stages together.")
 @click.option("--tiny", is_flag=True, help="Shapes that a CPU computes in no time.")
-@click.option("--microbatch", type=int, default=64, show_default=True, help="Of a step.")
-@click.option("--drop-rate", type=float, default=0.1, show_default=True, help="Of a step.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=JSON", help="A key of train.json, of a step.")
+@click.option("--microbatch", type=int, default=64, show_default=True, help="For the stage step.")
+@click.option("--drop-rate", type=float, default=0.1, show_default=True, help="For the stage step.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=JSON", help="A key of train.json for the stage step.")
 def main(
     stage: str | None, out: Path, work: Path, seconds: float, tiny: bool, settings: tuple[str, ...], **step: Any
 ) -> None:

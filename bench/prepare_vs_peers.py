@@ -2,9 +2,9 @@
 
     uv run --with datasets bench/prepare_vs_peers.py my-parquet --rounds 5
 
-All tokenise the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file, each in
-a process of its own, in turns, so that what else the machine does slows all alike; the ratios of the medians are the
-result. Starting counts. Without `datasets` its column is left out.
+All programs tokenize the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file, each in
+its own process. They run in turns, so that other work on the machine slows all of them alike. The result is the ratio
+of the medians. The time that a program takes to start is included. If `datasets` is not installed, its row is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The notebook's method: batches of 1,000 records, tokens as lists, one tensor a batch, then one of all.
+# The notebook's method: batches of 1,000 records, tokens as lists, one tensor per batch, then all tensors concatenated.
 NOTEBOOK = """
 import sys, glob, tiktoken, torch, pyarrow.parquet as pq
 from safetensors.torch import save_file
@@ -41,7 +41,7 @@ for path in sorted(glob.glob(folder + "/*.parquet")):
 save_file({"tokens": torch.cat(results)}, target)
 """
 
-# As many programs do it: datasets.map with a batch of texts, on all cores, then one file.
+# A common method: datasets.map over batches of texts on all cores, then one file.
 DATASETS_MAP = """
 import sys, os, glob, datasets, tiktoken, numpy as np
 from safetensors.numpy import save_file
@@ -65,7 +65,8 @@ save_file({"tokens": tokens}, target)
 
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """Largest sum of the resident memory of a process and its children, in MiB; shared pages are divided among them."""
+    """Wait for a process to end, and return the peak memory of it and its children together in MiB. It is the sum of
+    their proportional set sizes (Pss), which divides shared pages among the processes that share them."""
     peak = 0.0
     while process.poll() is None:
         pids, total = [process.pid], 0.0
@@ -78,7 +79,7 @@ def watch_memory(process: subprocess.Popen[bytes]) -> float:
             except (OSError, IndexError, ValueError):
                 continue
         peak = max(peak, total)
-        time.sleep(0.25)  # looking costs time on a busy core
+        time.sleep(0.25)  # more frequent reading would take time from the measured program
     return peak
 
 
@@ -104,7 +105,8 @@ def main(text: Path, rounds: int) -> None:
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
-    """Tokenise the text once in an empty place: seconds, peak memory in MiB, and the number of tokens written."""
+    """Tokenize the text once, without leftovers of earlier rounds, and return the seconds, the peak memory in MiB, and
+    the number of tokens written."""
     for left in ("out", "tokens.cache"):
         shutil.rmtree(work / left, ignore_errors=True)
     target = work / "tokens"

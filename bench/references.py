@@ -1,6 +1,6 @@
-"""Other formulations of the same model, as their authors train them: what ours is measured against.
+"""Other implementations of the same model, written as their authors train them, to compare ours with.
 
-Those written out here are independent of gpt.py and have their authors' names for the tensors.
+The models written out here share no code with gpt.py, and their tensors have their authors' names.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Block(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """The lab notebook's GPT: separate projections, norms and attention spelt out, all the logits."""
+    """GPT of the lab notebook: separate query, key and value projections, norms and attention written out, and all
+    logits stored."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -125,8 +126,8 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT's formulation (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
-    torch's attention, a tied head, all the logits."""
+    """GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values, torch's
+    attention, a tied head, and all logits stored."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -145,10 +146,10 @@ class NanoGPT(nn.Module):
 
 
 def transformers_peer(model: GPTModel, attention: str = "sdpa") -> transformers.GPT2LMHeadModel:
-    """Hugging Face's GPT-2 on the CPU, in training mode, with the shape, dropout and weights of `model`; `attention` is
-    its attn_implementation.
+    """Return Hugging Face's GPT-2 on the CPU, in training mode, with the shape, dropout and weights of `model`.
 
-    Where `model` has no query, key and value biases, the peer's (it always has them) are zero.
+    `attention` is transformers' attn_implementation. transformers' GPT-2 always has query, key and value biases; they
+    are zero if `model` has none.
     """
     import transformers
 

@@ -1,1 +1,1 @@
-"""Everything that is never run by hand, in packages by subject; docs/architecture.md is their map."""
+"""Modules that the commands at the root import, in packages by subject; docs/architecture.md lists the packages."""

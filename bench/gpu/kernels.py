@@ -1,4 +1,4 @@
-"""Stages about single kernels: peak rates of the card, attention with dropout, head and loss."""
+"""Stages that measure single kernels: peak rates of the GPU, attention with dropout, and output head with loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.gpu.workbench import Workbench, device
 from harness.model.cross_entropy import linear_cross_entropy
 
 BACKENDS = {
-    "default": [*SDPBackend.__members__.values()][1:],  # but for ERROR
+    "default": [*SDPBackend.__members__.values()][1:],  # without the first, ERROR
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
@@ -28,7 +28,7 @@ BACKENDS = {
 
 
 def measure_machine(bench: Workbench) -> None:
-    """Record the machine and its software, as far as they change the results."""
+    """Record the machine and the versions of software that affect the results."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader"]
     has_driver = shutil.which(query[0]) is not None
     bench.add(
@@ -44,8 +44,8 @@ def measure_machine(bench: Workbench) -> None:
 
 
 def measure_ceilings(bench: Workbench) -> None:
-    """Record memory's rate, and the rates of this model's products, which no step can exceed. The head with and without
-    whole tiles."""
+    """Record the memory bandwidth and the rate of each of the model's matrix products, the upper limits for a step. The
+    output head is measured with the vocabulary as it is, and padded to a multiple of 128 ("whole tiles")."""
     there, kind = device(), torch.bfloat16
     source = torch.empty(2**16 if bench.tiny else 2**28, device=there)
     copy = torch.empty_like(source)
@@ -67,7 +67,8 @@ def measure_ceilings(bench: Workbench) -> None:
 
 
 def measure_attention(bench: Workbench) -> None:
-    """Record for each kernel and dropout the milliseconds forward and backward, and the share that it really drops."""
+    """Record, for each kernel and dropout rate, the milliseconds of forward and backward, and the share of weights that
+    the kernel really drops."""
     there, kind = device(), torch.bfloat16
     heads, length = bench.shape["n_heads"], bench.shape["context_length"]
     batch, dim = (2 if bench.tiny else 64), bench.shape["emb_dim"] // heads
@@ -91,21 +92,22 @@ def measure_attention(bench: Workbench) -> None:
 
 
 def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
-    """Share of the attention weights that is really dropped: all weights are equal and the values an identity, so that
-    the output's zeros are the dropped ones. Measured on 2 million weights: its standard deviation is 0.0002."""
+    """Return the share of attention weights that is really dropped, with a standard deviation of 0.0002 (2 million
+    weights). All weights are equal and the values are an identity matrix, so the output is zero where a weight was
+    dropped."""
     zeros = torch.zeros(1, heads, size, size, device=device(), dtype=torch.bfloat16)
     identity = torch.eye(size, device=device(), dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
 def plain_loss(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own formulation, with all the logits."""
+    """Return the loss in torch's own formulation, which stores all logits."""
     return F.cross_entropy(F.linear(features, weight).float(), targets)
 
 
 def measure_loss(bench: Workbench) -> None:
-    """Record time, rate and memory of head and loss alone, forward and backward under bf16 autocast: ours and torch's,
-    compiled and not."""
+    """Record time, rate and memory of the output head and the loss alone, forward and backward under bf16 autocast: our
+    function and torch's, compiled and not compiled."""
     there, vocab, width = device(), bench.shape["vocab_size"], bench.shape["emb_dim"]
     losses: dict[str, Callable[..., Tensor]] = {"ours": linear_cross_entropy, "torch": plain_loss}
     for rows, (name, loss), compiled in product(
@@ -113,7 +115,7 @@ def measure_loss(bench: Workbench) -> None:
         losses.items(),
         (False,) if bench.tiny else (False, True),
     ):
-        if loss is plain_loss and rows * vocab > 2**30:  # too many logits for most cards
+        if loss is plain_loss and rows * vocab > 2**30:  # too many logits for most GPUs
             continue
         features = torch.randn(rows, width, device=there, requires_grad=True)
         weight = (torch.randn(vocab, width, device=there) * 0.02).requires_grad_()

@@ -1,4 +1,4 @@
-"""Stages that run ddp_train.py as a user does, and read its output and its files."""
+"""Stages that run ddp_train.py as a user does, and read its output and files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 from bench.gpu.workbench import Ended, Row, Workbench
 from harness.common.files import sha256
 
-# nccl refuses two ranks on one GPU; gloo does not. Speed means nothing then, the rest is as on several GPUs.
+# nccl refuses two ranks on one GPU, but gloo allows them. Speeds then mean nothing; everything else is as on several
+# GPUs.
 TWO_ON_ONE_GPU = """
 import torch, torch.distributed as dist
 import harness.distributed.world as world
@@ -19,7 +20,7 @@ dist.init_process_group = lambda backend, **given: start("gloo", **{**given, "de
 
 
 def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate: float) -> None:
-    """Record speed, MFU and memory of optimizer steps with these keys of train.json."""
+    """Record speed, MFU and memory of a short training run with the keys `settings` in train.json."""
     if bench.tiny:
         microbatch = min(microbatch, 4)
     name = f"step-{os.getpid()}"
@@ -33,7 +34,8 @@ def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate:
 
 
 def measure_search(bench: Workbench) -> None:
-    """Record -f on the whole device, then training with its answer, and with a tenth and 8 more, which must fail."""
+    """Record a search (-f) on the whole device, then training with the microbatch that it found, and training with one
+    that is larger by a tenth and 8, which must fail."""
     bench.add_run("find", {}, {"microbatch_size": 2, "min_train_tokens": 1})
     ended = bench.train("find", "-f")
     said = [line for line in ended.lines if line.startswith(("Max micro", "Memory:")) or "compiled" in line]
@@ -51,9 +53,9 @@ def measure_search(bench: Workbench) -> None:
 
 
 def measure_stop_and_continue(bench: Workbench) -> None:
-    """Record if a run of two ranks, stopped by SIGTERM and continued, ends with the same weights, to the bit, as a run
-    without a stop."""
-    # Long enough for the signal to come in the middle.
+    """Record whether a run of two ranks that SIGTERM stops and that is then resumed ends with the same weights, bit for
+    bit, as a run without a stop."""
+    # Enough steps for the signal to arrive before the last one.
     microbatch, steps = (1, 150) if bench.tiny else (4, 60)
     train: Row = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2, "train_steps": steps}
     train |= {"report_interval": 1, "validation_interval": steps // 3, "validation_batches": 4, "start_val_token": 0}
@@ -76,7 +78,8 @@ def measure_stop_and_continue(bench: Workbench) -> None:
 
 
 def measure_saving(bench: Workbench) -> None:
-    """Record a run with validation and checkpoints, saved in front and in the background."""
+    """Record two runs with validation and checkpoints, one that saves in the training loop and one in the
+    background."""
     steps, interval = (12, 4) if bench.tiny else (120, 40)
     for in_background in (False, True):
         name = "saving-behind" if in_background else "saving-in-front"

@@ -1,4 +1,4 @@
-"""Shared parts of the stages: the file of results, a data set, run directories, ddp_train.py's process, and timing."""
+"""Parts shared by the stages: the file of results, a dataset, run directories, running ddp_train.py, and timing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended; `lines` are its output, errors included."""
+    """Result of a command: exit status, elapsed seconds, and the lines of standard output and error."""
 
     status: int
     seconds: float
@@ -40,13 +40,14 @@ class Ended:
 
     @property
     def error(self) -> str | None:
-        """The line that says why the command failed, if there is one."""
+        """First line of the output that begins with "error:", or None."""
         return next((line[:300] for line in self.lines if line.startswith("error:")), None)
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """A folder for runs and data, and the JSON file with the rows of results. `tiny`: a rehearsal on a CPU."""
+    """Folder `work` for runs and data, and the JSON file `out` with the rows of results. `tiny` is a rehearsal with
+    shapes that are small enough for a CPU."""
 
     work: Path
     out: Path
@@ -64,7 +65,7 @@ class Workbench:
         return json.loads(self.out.read_text(encoding="utf-8"))["rows"] if self.out.exists() else []
 
     def add(self, stage: str, **values: Any) -> None:
-        """Add a row to the file, which is whole at any time, and print it. One process at a time may do so."""
+        """Print a row and add it to the file of results in one rename. Only one process at a time may add rows."""
         rounded = {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in values.items()}
         row = {"stage": stage, **rounded}
         print(json.dumps(row), flush=True)
@@ -72,7 +73,8 @@ class Workbench:
         replace_text(self.out, json.dumps({"rows": [*self.rows(), row]}, indent=1))
 
     def write_tables(self) -> Path:
-        """Write all rows into a Markdown file beside the JSON file: a table for each stage."""
+        """Write all rows into a Markdown file beside the JSON file, in one table for each stage, and return its
+        path."""
         lines, rows = ["# Measured by bench/on_gpu.py"], self.rows()
         for stage in dict.fromkeys(row["stage"] for row in rows):
             own = [row for row in rows if row["stage"] == stage]
@@ -84,8 +86,8 @@ class Workbench:
         return path
 
     def make_data(self) -> Path:
-        """Make a data set of tokens with Zipf's frequencies, as text has, so that a few rows of the embedding get most
-        of the gradients. Returns DATASETS_DIR."""
+        """Make the dataset if it is missing, and return DATASETS_DIR. Its tokens follow Zipf's law like those of text,
+        so that a few rows of the embedding get most of the gradients."""
         folder = self.work / "datasets" / DATASET
         if not (folder / "meta.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,8 @@ class Workbench:
         return self.work / "datasets"
 
     def add_run(self, name: str, model: Row, train: Row) -> None:
-        """Write a run directory of this bench's shape, changed by `model` and `train`."""
+        """Write a run directory. `model` and `train` hold further keys of model.json and train.json, which override
+        this bench's own."""
         base = {"dataset": DATASET, "start_train_token": 0, "checkpoint_interval": 1000, "clipping_max_norm": 1.0}
         folder = self.runs / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,11 +108,12 @@ class Workbench:
         (folder / "train.json").write_text(json.dumps(base | train))
 
     def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> Ended:
-        """Run `ddp_train.py NAME` to its end, with `prelude`, Python source, before it in its process. SIGTERM stops it
-        at the first line that begins with `stop_at`."""
+        """Run `ddp_train.py NAME` to its end and return the result. `prelude` is Python source that its process runs
+        first. At the first line of output that begins with `stop_at`, the process gets SIGTERM."""
         script = ROOT / "ddp_train.py"
         if prelude:
-            # Not by runpy, which would make this file's name the one of the command that --processes starts again.
+            # Not by runpy, which would set sys.argv[0] to ddp_train.py: --processes starts the command in sys.argv[0]
+            # again, and so would start the ranks without the prelude.
             run = f"exec(compile(open({str(script)!r}).read(), 'ddp_train.py', 'exec'))\n"
             script = self.work / "with_prelude.py"
             script.write_text(f"{prelude}\n{run}")
@@ -133,12 +137,13 @@ class Workbench:
         return Ended(process.returncode, time.perf_counter() - began, lines)
 
     def summary(self, name: str) -> Row:
-        """A run's summary.json; empty where there is none."""
+        """Return a run's summary.json, or an empty dict if the run has none."""
         path = self.runs / name / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def milliseconds(self, work: Callable[[], object], repeat: int = 20, warm: int = 3) -> float:
-        """Median time of `work` in milliseconds, after enough calls for compilation and the choice of kernels."""
+        """Return the median time of `work` in milliseconds, after `warm` calls for compilation and the choice of
+        kernels."""
         for _ in range(warm):
             work()
         times = []

@@ -1,4 +1,4 @@
-"""The base of all other packages: errors reported in one line, strict JSON, files and folders that appear whole, locks,
-the processes of this machine, a device and its memory, downloads, and small statistics. It knows nothing of models,
-data sets or runs, and imports no other package.
+"""Base of all other packages: one-line errors, strict JSON, atomic writes of files and folders, locks, processes of
+this machine, devices and their memory, downloads, the Hugging Face Hub, and small statistics. It knows nothing of
+models, datasets or runs, and imports no other package.
 """

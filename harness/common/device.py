@@ -1,4 +1,4 @@
-"""Choice and check of the device that a process computes on."""
+"""Choose and check the device that a process computes on."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from harness.common.errors import UserError
 from harness.common.processes import started_by_torchrun
 
 DEVICE_FILES = Path("/dev")
-ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on the CPU"
+ON_THE_CPU = "put CUDA_VISIBLE_DEVICES= (empty) before the command to train on the CPU"
 
 
 def only_device() -> torch.device:
-    """CUDA's first device where there is one, else the CPU: for a command that is one process."""
+    """Return the current CUDA device, or the CPU if there is none. For commands that run as a single process."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name from its driver, or for the CPU the processor's architecture."""
+    """Return the GPU's name from its driver, or for the CPU the processor's architecture ("x86_64 CPU")."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 
 def choose_device(local_rank: int, local_size: int) -> torch.device:
-    """The device of one of this machine's `local_size` ranks, which becomes torch's current one: a CUDA device each,
-    or the CPU for all on a machine that has none.
+    """Return the device of the rank `local_rank` of this machine's `local_size` ranks: a CUDA device for each rank, or
+    the CPU for all ranks if the machine has no GPU. The CUDA device becomes torch's current device.
 
-    Raises UserError if there are fewer CUDA devices than ranks, if this rank's one is another process's alone, or if
-    there are some that torch cannot use: a run on the CPU at the price of the GPUs is never what was meant.
+    Raises UserError if there are fewer CUDA devices than ranks, if another process has sole use of this rank's device,
+    or if the machine has GPUs that torch cannot use, because nobody wants to pay for GPUs and train on the CPU.
     """
     if not torch.cuda.is_available():
         refuse_idle_hardware()
@@ -53,7 +53,10 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def refuse_idle_hardware() -> None:
-    """Raises UserError, with CUDA's reason, if this machine has NVIDIA devices that this torch can use none of."""
+    """Raise UserError, with CUDA's reason, if this machine has NVIDIA GPUs and torch can use none of them.
+
+    Does nothing if CUDA_VISIBLE_DEVICES hides the GPUs or torch is built without CUDA.
+    """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
     if not found or is_hidden or torch.version.cuda is None:
@@ -70,7 +73,7 @@ def refuse_idle_hardware() -> None:
 
 
 def idle_gpus(device: torch.device, local_size: int) -> str | None:
-    """A remark for a user who has rented more GPUs than there are processes; None if none is idle."""
+    """Return a remark that this machine has more GPUs than processes, or None if no GPU is idle."""
     idle = torch.cuda.device_count() - local_size if device.type == "cuda" else 0
     if idle <= 0:
         return None
@@ -81,5 +84,6 @@ def idle_gpus(device: torch.device, local_size: int) -> str | None:
 
 
 def processes_option(count: int) -> str:
-    """The option of the command that was typed by which a run has so many processes."""
+    """Return the option that starts `count` processes with the command that the user typed, torchrun or
+    ddp_train.py."""
     return f"--nproc_per_node={count}" if started_by_torchrun() else f"--processes {count}"

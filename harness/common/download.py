@@ -1,4 +1,4 @@
-"""A file from the web, downloaded once."""
+"""Download a file from the web once, into this user's cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CHUNK_BYTES = 2**20
 
 
 def local_copy(file_or_url: str, check: Callable[[Path], object]) -> Path:
-    """The path itself, or for an http(s) address the file in this user's cache that holds its contents, downloaded if
-    it is not there yet.
+    """Return a local file's path unchanged, or for an http(s) URL the path of its copy in this user's cache, which is
+    downloaded first if it is missing.
 
-    Raises UserError if it cannot be had, or if `check(path)` does so for what has been downloaded (a page that asks to
-    log in, say); no such file and no part of one is left under the name.
+    Raises UserError if the download fails, or if `check(path)` raises UserError for the downloaded file (because it is
+    a login page, for example). Neither such a file nor an incomplete one is ever left in the cache.
     """
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
@@ -48,7 +48,8 @@ def local_copy(file_or_url: str, check: Callable[[Path], object]) -> Path:
 
 
 def _fetch(url: str, file: Path) -> None:
-    """Raises OSError, too, for more than anyone would want, and for less than was announced."""
+    """Download `url` into `file`. Raises OSError also if the body is larger than LARGEST_BYTES, or if its length is not
+    the one that the server announced."""
     with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, file.open("wb") as stream:
         expected, taken = answer.headers.get("Content-Length"), 0
         while chunk := answer.read(CHUNK_BYTES):
@@ -56,5 +57,5 @@ def _fetch(url: str, file: Path) -> None:
             if taken > LARGEST_BYTES:
                 raise OSError(f"more than {LARGEST_BYTES:,} bytes")
             stream.write(chunk)
-        if expected is not None and taken != int(expected):  # urllib takes a connection cut short for an end
+        if expected is not None and taken != int(expected):  # urllib does not notice a broken connection
             raise OSError(f"ended after {taken:,} of {int(expected):,} bytes")

@@ -1,6 +1,6 @@
-"""Files and folders that must not be lost: they are flushed and hashed, appear whole under their names, and move whole.
+"""Hashing, flushing, atomic writing and moving of files and folders, so that none is ever incomplete under its name.
 
-`atomic_file` and `atomic_folder` are the ways for a new one to appear; what others must not read half, they write.
+`atomic_file` and `atomic_folder` write every file and folder that other processes must not read half-written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from harness.common.errors import RunError, UserError
 from harness.common.processes import ProcessName
 
 HASH_CHUNK_BYTES = 2**22
-LONGEST_NAME = 200  # file systems take 255 bytes, and drafts add to a name
+LONGEST_NAME = 200  # file systems allow 255 bytes, and the names of drafts are longer than the final ones
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's contents."""
+    """Return the SHA-256 of a file's contents as a hexadecimal string."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
@@ -35,12 +35,12 @@ def sha256(path: Path) -> str:
 
 
 def version_of(status: os.stat_result) -> str:
-    """A file's size and modification time (ns) as text: changed contents show in it, without reading the file."""
+    """Return a file's size and modification time (ns) as text, which shows a change without reading the contents."""
     return f"{status.st_size} bytes, {status.st_mtime_ns}"
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file, or a folder's entries, to the disk itself."""
+    """Flush a file, or the entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +49,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises UserError if no file can be made in this folder: before long work whose result would go there."""
+    """Raise UserError if no file can be created in `folder`. Called before long work whose result is written there."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -58,20 +58,20 @@ def check_writable(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file new contents in one rename: a reader sees the old ones or the new ones, never a part."""
-    with atomic_file(path.resolve()) as draft:  # a link stays one
+    """Replace a file's contents in one rename, so that a reader sees the old or the new contents, never a part."""
+    with atomic_file(path.resolve()) as draft:  # replaces the target of a symbolic link, not the link
         draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
-    """The path of a hidden file beside `final`, to be written in the body: at its end, all of it being on the disk, it
-    takes the place of `final` in one rename. If the body fails, it is removed, and `final` is as it was.
+    """Yield the path of a hidden draft file for the body to write; then flush it to disk and rename it to `final`.
 
-    `draft` is that path; by default its name has this process's number, so that processes do not meet there.
+    If the body fails, the draft is removed and `final` is unchanged. `draft` is the path of the draft. By default it is
+    beside `final`, with this process's pid in its name so that no two processes share a draft.
     """
     draft = draft or final.with_name(f".{final.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)  # whatever it is: a link there would lead the contents elsewhere
+    draft.unlink(missing_ok=True)  # a symbolic link of this name would redirect the write to another file
     try:
         yield draft
         sync(draft)
@@ -82,10 +82,10 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """A hidden folder beside `final`, to be filled in the body: at its end, all of it being on the disk, it gets the
-    name `final` in one rename. If the body fails, it is removed. What killed processes left of theirs is, too.
+    """Yield a hidden draft folder beside `final` for the body to fill; then flush it to disk and rename it to `final`.
 
-    Raises OSError, and leaves `final` as it was, if that is there and anything but an empty folder.
+    If the body fails, the draft is removed. Drafts of `final` that killed processes left behind are always removed.
+    Raises OSError and leaves `final` unchanged if it exists and is not an empty folder.
     """
     final = final.absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove the drafts in `folder` whose processes are gone, or had this process's number before it."""
+    """Remove the drafts in `folder` whose processes have ended, among them an earlier process with this one's pid."""
     own = ProcessName.own()
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -107,8 +107,8 @@ def _remove_abandoned(folder: Path, prefix: str) -> None:
 
 @contextmanager
 def draft_folder(draft: Path) -> Iterator[Path]:
-    """A new folder that is removed with all that is in it if the body fails; `rename_whole` ends a body that does
-    not."""
+    """Create the folder `draft` and yield it; remove it with its contents if the body fails. The body ends by calling
+    `rename_whole`."""
     draft.mkdir()
     try:
         yield draft
@@ -118,8 +118,9 @@ def draft_folder(draft: Path) -> Iterator[Path]:
 
 
 def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
-    """Have the disk take all that is in a folder, and then give it another name beside its own, chosen only then: the
-    new path. What bears that name is whole, also after a power cut."""
+    """Flush all files of the folder `draft` to disk, then rename it to `choose_name()`, a path in the same parent
+    folder, and return that path. `choose_name` is called after the flush. The folder is complete under its new name,
+    even after a power failure."""
     for path in [*draft.rglob("*"), draft]:
         sync(path)
     final = draft.rename(choose_name())
@@ -128,8 +129,9 @@ def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
 
 
 def move(path: Path, target: Path) -> None:
-    """Give a file, link or folder another place, also on another disk. Raises RunError; `path` is then still whole."""
-    # What bears a name is whole, the copy and the original.
+    """Move a file, link or folder to `target`, which may be on another disk. Raises RunError if that fails; either
+    `path` or `target` is then complete."""
+    # Copy and delete under hidden names, so that neither `path` nor `target` is ever incomplete.
     draft, doomed = (place.with_name(f".{place.name}.{os.getpid()}") for place in (target, path))
     try:
         try:
@@ -141,7 +143,7 @@ def move(path: Path, target: Path) -> None:
             draft.rename(target)
             path.rename(doomed)
             _remove(doomed)
-    except OSError as error:  # of a folder's copy it holds one for each file
+    except OSError as error:  # shutil.Error, from copying a folder, lists an error for each file
         _remove(draft)
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise RunError(f"{path}: cannot be moved to {target}: {reason}") from None
@@ -162,7 +164,7 @@ def _remove(path: Path) -> None:
 
 
 def umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """Return the process's umask. It can only be read by setting it, so it is set to 0 for a moment."""
     current = os.umask(0)
     os.umask(current)
     return current
@@ -178,7 +180,8 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_inside(path: Path, folder: Path, option: str) -> None:
-    """Raises UserError if `path`, links followed, is not inside `folder`, which is given as `option`."""
+    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. `option` is the command's option
+    that sets `folder`, for the message."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{path}: leads out of {folder}, to {real}; name its real place by {option}, or move it")

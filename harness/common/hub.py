@@ -1,5 +1,5 @@
-"""The Hugging Face Hub: a repository's files, whether those here are the same, uploads, and what its errors mean to the
-user. Every call of huggingface_hub goes through a `HubWork`.
+"""Access to the Hugging Face Hub: list a repository's files, verify downloaded files, upload, and explain the Hub's
+errors to the user. Every call of huggingface_hub goes through a `HubWork`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from harness.common.errors import UserError
 from harness.common.files import sha256
 
 RETRY_PAUSE_SECONDS = 1.0
-SHORTEST_TOKEN = 6  # what is shorter is no secret, and part of other words
-INFO_TIMEOUT_SECONDS = 30.0  # huggingface_hub waits for ever where none is given
+SHORTEST_TOKEN = 6  # a shorter text is no secret, and masking it would also mask parts of ordinary words
+INFO_TIMEOUT_SECONDS = 30.0  # without a timeout huggingface_hub waits forever
 # Files of the repository that are about git or the download itself, not about the dataset.
 IGNORED_FILES = [".git*", ".cache/*"]
 CARD = "README.md"
@@ -34,18 +34,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubWork:
-    """Something that is done with a repository on the Hub, in the words that its failures need."""
+    """Work on a Hub repository (a download or an upload), with the words that its error messages are made of."""
 
     name: str  # owner/name
     kind: str  # "dataset" or "model"
-    folder: Path  # what is written to or read from, on this machine
+    folder: Path  # local folder that is written or read
     named_by: str  # where the user gave the name: 'the "dataset" key in train.json'
-    by_hand: str  # what would do without the Hub
-    again: str  # what doing it again does
+    by_hand: str  # what the user can do instead: "upload the folder by hand"
+    again: str  # what a second try does: "running the same command again resumes"
     verb: str = "read"
 
     def failed(self, problem: str, remedy: str) -> UserError:
-        """The one line a user sees, without the token even where a library's text quotes it."""
+        """Return the one-line error for the user. The user's token is masked in case a library's message quotes it."""
         line = " ".join(f'{self.kind} "{self.name}": {problem}; {remedy}'.split())
         token = huggingface_hub.get_token() or ""
         for secret in (token, repr(token)[1:-1]) if len(token) >= SHORTEST_TOKEN else ():
@@ -53,15 +53,16 @@ class HubWork:
         return UserError(line)
 
     def failed_here(self, error: OSError) -> UserError:
-        """The line for a full disk, or for a place that cannot be written to."""
+        """Return the one-line error for a full disk or for a folder that cannot be written to."""
         return self.failed(*self._explain_local(error))
 
     def call(self, function: Callable[[], Result], *, retries: int = 1) -> Result:
-        """Call into huggingface_hub, again where that can help. Raises UserError for all its failures.
+        """Return the result of `function`, a call of huggingface_hub, which is retried if a retry can help. Raises
+        UserError for every failure.
 
-        Its own retries miss some: a connection reset while a body arrives, any failure of the first request.
-        `Exception`, because it lets through what lies below it: httpx's, xet's and the operating system's, without a
-        common class.
+        huggingface_hub's own retries miss some failures: a connection reset while a body arrives, and any failure of
+        the first request. All of `Exception` is caught, because huggingface_hub also raises errors of httpx, xet and
+        the operating system, which have no common base class.
         """
         try:
             return function()
@@ -73,8 +74,8 @@ class HubWork:
         return self.call(function, retries=retries - 1)
 
     def _explain(self, error: BaseException) -> tuple[str, str, bool]:
-        """Problem, remedy, and whether a retry can help. The library wraps errors in others that say less, so that the
-        causes are looked through as well."""
+        """Return the problem, the remedy, and True if a retry can help. The chain of causes is searched, too, because
+        huggingface_hub wraps errors in others that say less."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, hub_errors.HfHubHTTPError):
@@ -92,7 +93,8 @@ class HubWork:
         return f"the connection to the Hugging Face Hub failed ({reason})", remedy, True
 
     def _explain_answer(self, error: hub_errors.HfHubHTTPError) -> tuple[str, str, bool]:
-        """The Hub answers 401 both for private repositories and for ones that do not exist."""
+        """Return problem, remedy and True if a retry can help, for an HTTP error status. Status 401 can mean a private
+        repository or one that does not exist."""
         status = error.response.status_code
         if isinstance(error, hub_errors.GatedRepoError):
             problem = f"gated on the Hugging Face Hub (status {status})"
@@ -119,9 +121,11 @@ def _is_full(error: OSError) -> bool:
 
 
 def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[RepoSibling]]:
-    """Return a revision's commit (the newest's, by default) and its files with their hashes. Raises UserError, also for
-    a path that leads out of the folder it is joined to: a hostile endpoint might name any file of this machine, to
-    be written or, where its hash differs, deleted."""
+    """Return the commit of `revision` (by default the newest) and its files with their hashes.
+
+    Raises UserError, also if a file's path leads out of the download folder. With such a path a hostile endpoint could
+    have any file of this machine overwritten, or deleted because its hash differs.
+    """
     info = work.call(
         lambda: huggingface_hub.HfApi().dataset_info(
             work.name, revision=revision, files_metadata=True, timeout=INFO_TIMEOUT_SECONDS
@@ -142,9 +146,11 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
-    """Describe how a downloaded file differs from the Hub's hash; None if it does not: an LFS file's SHA-256, or the
-    SHA-1 of a git blob, which covers its type and length too
-    (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects)."""
+    """Return a description of how a downloaded file differs from the Hub's hash, or None if it does not differ.
+
+    The hash is SHA-256 for an LFS file, and otherwise the SHA-1 of the git blob, which also covers the object's type
+    and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
+    """
     if not path.is_file():
         return "expected a file, found none"
     if file.lfs:
@@ -157,7 +163,7 @@ def find_fault(path: Path, file: RepoSibling) -> str | None:
 
 
 def hide_bars_from_files() -> None:
-    """Switch huggingface_hub's progress bars off where nobody watches."""
+    """Switch off huggingface_hub's progress bars if standard error is not a terminal."""
     if not sys.stderr.isatty():
         disable_progress_bars()
 
@@ -165,18 +171,18 @@ def hide_bars_from_files() -> None:
 def upload(
     work: HubWork, files: dict[str, Path | bytes], message: str, *, public: bool, is_replaced: Callable[[str], bool]
 ) -> str:
-    """Upload files as one commit, by their paths in the repository that `work` names, made if it is not there; its
-    address.
+    """Upload `files` (by their paths in the repository) as one commit to the repository that `work` names, and return
+    the repository's URL. The repository is created if it does not exist.
 
-    A repository that is there keeps being private or public. What the Hub has already is not sent again. Files there
-    of which `is_replaced(path)` is true and that are not among the new ones are removed; they stay in the repository's
-    history. Raises UserError.
+    An existing repository stays private or public, as it is. Contents that the Hub already has are not sent again. Old
+    files that are not in `files` are deleted if `is_replaced(path)` is true; the repository's history keeps them.
+    Raises UserError.
     """
     hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind
     work.call(lambda: api.create_repo(name, repo_type=kind, private=not public, exist_ok=True))
     there = work.call(lambda: api.list_repo_files(name, repo_type=kind))
-    # Not upload_folder: with hf_xet it commits in parts, between which the repository holds two models or datasets.
+    # Not upload_folder: with hf_xet it makes several commits, between which the repository mixes old and new files.
     operations: list[huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete] = [
         *(huggingface_hub.CommitOperationAdd(path, file) for path, file in files.items()),
         *(huggingface_hub.CommitOperationDelete(path) for path in there if path not in files and is_replaced(path)),

@@ -1,5 +1,5 @@
-"""JSON files that are read strictly: no repeated or unknown keys, no NaN, and errors that name the file, the key and
-the remedy.
+"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file, the key and the
+remedy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from harness.common.messages import is_unicode, nearest, quoted
 from harness.common.other_names import advice
 
 Config = TypeVar("Config", bound=BaseModel)
-SHOWN_FAULTS = 8  # of a file that is wrong all over
-LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
+SHOWN_FAULTS = 8  # the most faults of a file that an error lists
+LARGEST_DIGITS = 4000  # Python itself refuses to convert numbers with many more digits
 
-# Beyond it no number of tokens, steps or sequences means anything; and products of such numbers might leave what floats
-# can hold and what Python prints.
+# A number of tokens, steps or sequences. Larger ones make no sense, and their products could exceed what a float can
+# hold and what Python prints.
 Count = Annotated[int, Field(lt=2**63)]
-# In files that programs write: a sum of two is one that users' files could have.
+# A number in a file that this program writes. The sum of two such numbers is still a valid Count.
 RecordedCount = Annotated[int, Field(ge=0, lt=2**62)]
 
 SCHEMA_KEY = "$schema"
@@ -32,14 +32,15 @@ class RunFile(BaseModel):
     """Base class of a run's two files, model.json and train.json."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that loading one accepts, as JSON Schema
-    replaceable_keys: ClassVar[set[str]] = set()  # fields without a default that can be left out for one of those
-    null_for_none: ClassVar[set[str]] = set()  # fields where someone might look for 0
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that the loader accepts: their JSON Schemas
+    replaceable_keys: ClassVar[set[str]] = set()  # required fields that can be left out if one of `other_keys` is given
+    null_for_none: ClassVar[set[str]] = set()  # fields that null switches off, for which a user might write 0
 
     @model_validator(mode="before")
     @classmethod
     def _without_schema(cls, raw: Any) -> Any:
-        """Editors find a file's schema by a key in it, which is no part of the configuration."""
+        """Return the object without the key "$schema", which tells editors where the file's schema is and is not part
+        of the configuration."""
         if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
             return raw
         if not isinstance(raw[SCHEMA_KEY], str):
@@ -48,12 +49,13 @@ class RunFile(BaseModel):
 
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
-    """Check `raw` against a config class. Raises UserError with the faults on one line, the nearest key for a typo."""
+    """Return the object `raw` of the file `path` as an instance of `kind`. Raises UserError that lists the faults in
+    one line, with the nearest known key for a misspelt one."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         found = error.errors()
-    # A misspelt key is missing under its right name, too: say it once.
+    # A misspelt key is also missing under its right name. Report only the misspelling.
     unknown = [str(fault["loc"][0]) for fault in found if _is_unknown_key(fault)]
     meant = {_unknown_key(key, kind)[0] for key in unknown[:SHOWN_FAULTS]}
     if meant & set(_suggested(kind)[1]):
@@ -66,13 +68,14 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 
 
 def _suggested(kind: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """The keys to lead users to: the fields, and others that stand for several of them; no deprecated spellings."""
+    """Return the keys to suggest for a misspelt one: the fields, and the `other_keys` that are not deprecated."""
     others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
     return list(kind.model_fields), [key for key, schema in others.items() if not schema.get("deprecated")]
 
 
 def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
-    """The key of this file that was meant by an unknown one, if any, and what to say of it."""
+    """Return the key of this file that the unknown `key` was probably meant to be (or None), and the message about
+    it."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return None, f"belongs in {other.model_config.get('title')}"
@@ -94,7 +97,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:].split(" after validation")[0]
-    if fault["type"] == "model_type":  # else the name of a class here is in it
+    if fault["type"] == "model_type":  # pydantic's message would name our class
         message = "must be an object, { ... }"
     none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
     return f"key {key}: {message}{none}, not {quoted(fault['input'])}"
@@ -106,12 +109,14 @@ def _is_unknown_key(fault: Any) -> bool:
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """pydantic puts the tried member of a union into the location; a reader of train.json never wrote it."""
+    """True if this part of a fault's location is no key of the file but a type, a member of a union that pydantic
+    tried."""
     return isinstance(part, str) and (part in {"bool", "int", "float", "dict"} or part.startswith("literal["))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """`read_json` of a file that must hold an object."""
+    """Return the object in a JSON file, read strictly as by `read_json`. Raises UserError also if the file holds
+    another type of value."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
@@ -142,8 +147,8 @@ def read_json(path: Path) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """A JSON text without repeated keys, NaN or Infinity. Raises ValueError (json.JSONDecodeError where it does not
-    parse) and RecursionError."""
+    """Parse JSON text. Raises ValueError for repeated keys, NaN, Infinity and numbers that are too long, its subclass
+    json.JSONDecodeError for text that is not JSON, and RecursionError for text that is nested too deeply."""
     return json.loads(
         text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole_number
     )
@@ -171,23 +176,23 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def finite(value: Any) -> Any:
-    """`value`, or None for a float that is not finite, which JSON cannot say."""
+    """Return `value`, or None if it is an infinite or NaN float, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
-    """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
+    """Return the JSON Schema of a config class for editors, including the `other_keys` that its loader accepts."""
     schema = kind.model_json_schema()
     schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
-    # Which of the others stands for which field is more than an editor needs to know.
+    # The loader checks that a replaceable field or a key that replaces it is given; the schema requires neither.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
 
 
 def _written_out(schema: Any, definitions: dict[str, Any]) -> Any:
-    """A schema with what it refers to in its place, so that parts of it can be used elsewhere."""
+    """Return the schema with each "$ref" replaced by its definition, so that parts of the schema can be used alone."""
     if isinstance(schema, list):
         return [_written_out(each, definitions) for each in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,8 @@
-"""Locks on folders, which a killed process leaves behind free to be taken.
+"""Locks on folders. A lock is free again when its process has ended, even if the process was killed.
 
-flock(2) decides. The file also says who holds the lock: for the refusal, for file systems without locks, and for a
-restarted worker. (The package filelock would replace one call here, and empties the file in its older versions.)
+flock(2) decides who has the lock. The lock file also names the owner, for the error message, for file systems without
+locks, and so that a restarted worker is recognized. (The package filelock would replace only one call here, and its
+older versions empty the file.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Owner:
 
     process: ProcessName
     since: str
-    torchrun: str  # `launcher_name` of its launcher
-    began: bool  # it, or an earlier process of the same launcher, had begun to train
+    torchrun: str  # `launcher_name` of the owner's launcher
+    began: bool  # True once the owner, or an earlier process of the same launcher, has begun to train
 
     @classmethod
     def read(cls, descriptor: int) -> Owner | None:
-        """None for a file of anything else."""
+        """Return the owner recorded in an open lock file, or None if the file holds no such record."""
         with suppress(OSError, ValueError, RecursionError):
             values = json.loads(os.pread(descriptor, 4096, 0))
             if isinstance(values, dict) and isinstance(values.get("pid"), int):
@@ -44,30 +45,32 @@ class Owner:
         return self.process.is_neighbour_of(ProcessName.own())
 
     def is_leaving(self) -> bool:
-        """True if the owner's launcher, on this machine, has ended, so that the owner ends soon."""
+        """True if the owner's launcher ran on this machine and has ended, so that the owner will end soon."""
         return self.is_here() and has_ended(self.torchrun)
 
     def had_begun_here(self) -> bool:
-        """True if the owner was started by this process's own launcher, and had begun: this is a restarted worker."""
+        """True if the owner was started by this process's launcher and had begun to train. This process is then a
+        worker that the launcher has restarted."""
         return self.is_here() and self.began and self.torchrun == launcher_name() != ""
 
 
 @dataclass
 class RunLock:
-    """A file in the folder that this process holds until it ends."""
+    """Lock on a folder that this process holds until it ends. `path` is the lock file in the folder."""
 
     path: Path
     descriptor: int
-    began_before: bool  # an earlier process of the same torchrun had already begun: it restarts its workers
+    began_before: bool  # an earlier process of the same launcher had begun to train, and this one is its restart
 
     @classmethod
     def take(cls, path: Path, use: str) -> RunLock:
-        """Take the lock. `use` says in the refusal what is done with the folder: "trained" of a run, "made" of data.
+        """Take the lock on the folder of the lock file `path`. `use` completes the message "is being ... by another
+        process": "trained" for a run, "made" for a dataset.
 
-        Waits for an owner whose launcher has been killed. Raises UserError naming an owner that lives, and RunError if
-        the file cannot be written.
+        Waits up to LEAVING_SECONDS for an owner whose launcher has been killed. Raises UserError that names the owner
+        if another process holds the lock, and RunError if the file cannot be written.
         """
-        try:  # kept open: the system closes it when the process ends
+        try:  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise _not_written(path, error) from None
@@ -81,7 +84,7 @@ class RunLock:
                 if not (owner and owner.is_leaving()) or time.monotonic() > deadline:
                     raise _refusal(path, use, owner, "wait for it, or stop it") from None
                 time.sleep(0.1)
-            except OSError:  # a file system without locks: believe an owner that may be alive
+            except OSError:  # a file system without locks: refuse if the recorded owner may be alive
                 owner = Owner.read(descriptor)
                 if owner and not (owner.is_here() and owner.process.is_gone()):
                     raise _refusal(path, use, owner, f"if it is dead, delete {path}") from None
@@ -92,14 +95,14 @@ class RunLock:
         return lock
 
     def note_begun(self) -> None:
-        """Record that a restarted worker has something to resume from now on."""
+        """Record that training has begun: from now on a restarted worker has something to resume."""
         self._write(began=True)
 
     def _write(self, *, began: bool) -> None:
         owner = asdict(ProcessName.own()) | {"since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
         text = json.dumps(owner | {"torchrun": launcher_name(), "began": began}) + "\n"
         try:
-            # In this order, so that on a full disk the file keeps what it says.
+            # Write before truncating, so that the file keeps its old content if the disk is full.
             size = os.pwrite(self.descriptor, text.encode(), 0)
             os.ftruncate(self.descriptor, size)
         except OSError as error:
@@ -107,10 +110,11 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a living process holds the lock `path`; None if its owner is on another machine or in another container,
-    whose processes cannot be seen from here.
+    """Return True if a living process holds the lock `path`, False if none does, and None if its owner is on another
+    machine or in another container, whose processes this one cannot see.
 
-    The lock itself is tried only where a process with the owner's pid is alive, so that nobody is refused meanwhile.
+    The lock itself is tried only if a process with the owner's pid is alive, because another process that takes the
+    lock at that moment would be refused.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -124,9 +128,9 @@ def is_held(path: Path) -> bool | None:
             return None
         if owner.process.is_gone():
             return False
-        with suppress(OSError):  # held by another, or a file system without locks
+        with suppress(OSError):  # raised if another process holds the lock, or by a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False  # the process with the owner's pid is a later one; closing the file gives the lock back
+            return False  # the owner has ended, and a later process has its pid; closing the file frees the lock again
         return True
     finally:
         os.close(descriptor)
@@ -138,4 +142,4 @@ def _refusal(path: Path, use: str, owner: Owner | None, remedy: str) -> UserErro
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: cannot be written, and so cannot keep others out of its folder: {error.strerror}")
+    return RunError(f"{path}: cannot be written, so the folder cannot be locked: {error.strerror}")

@@ -1,5 +1,5 @@
-"""Memory of the device: limits for the microbatch search, the peak in use, recognising out-of-memory errors, and memory
-that has been freed on a CPU, which the C library keeps or gives back."""
+"""Memory of the device: limits for the microbatch search, peak usage, recognition of out-of-memory errors, and the
+choice whether the C library keeps memory freed on a CPU or returns it to the system."""
 
 from __future__ import annotations
 
@@ -17,53 +17,56 @@ import torch
 from harness.common.errors import RunError, UserError
 from harness.common.units import GIB
 
-# Kept free by a search, and below it threads and libraries cannot work. For what a long training on several ranks may
-# take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
+# Writable memory that a search on the CPU keeps free. Threads and libraries cannot work with less. It is also for what
+# a long training on several ranks can use beyond a probe: growing heaps and communication buffers. (A training of four
+# steps in one process differed from its probe by less than 2 MiB.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
-# Kept free on a GPU by a search: kernels that are loaded later, and blocks that do not fit into one another's gaps.
+# GPU memory that a search keeps free, for kernels that are loaded later and for fragmentation.
 CUDA_RESERVE_BYTES = 3 * 2**28
-# A process that has begun to use a GPU, and has connected to the others, holds about this much of it.
+# About what a process holds on its GPU once it has initialized CUDA and connected to the other ranks.
 OWN_CUDA_BYTES = 2**31
-# With less than this free, CUDA itself and the exchange's buffers find no room.
+# With less than this free, CUDA itself and the communication buffers find no room.
 LEAST_CUDA_BYTES = 2**30
-# oneDNN's kernels for bf16 on a CPU say no more when they get no memory; one that is not supported has no descriptor.
+# The only message of oneDNN's bf16 kernels on a CPU when an allocation fails. With the word "descriptor" the message
+# means that the kernel is not supported.
 ONEDNN_FAILURE = re.compile(r"could not (create|execute) a primitive(?! descriptor)")
-# How libraries and the system say that an allocation failed; torch's own allocator has an exception class for it.
+# Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "Cannot allocate memory",
-    "out of memory",  # CUDA, Triton and NCCL, too
+    "out of memory",  # also CUDA, Triton and NCCL
     "bad_alloc",
-    "can't start new thread",  # whose stack is writable memory, too
-    "failed to map segment",  # a library that is imported late
+    "can't start new thread",  # a thread's stack is writable memory, too
+    "failed to map segment",  # of a library that is imported late
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "No valid execution plans",  # cuDNN's attention, none of whose plans gets its workspace
+    "No valid execution plans",  # cuDNN's attention, if it cannot allocate the workspace of any plan
 )
-OUT_OF_MEMORY_NUMBER = re.compile(r"Cuda failure 2\b")  # cudaErrorMemoryAllocation, as NCCL tells it
+OUT_OF_MEMORY_NUMBER = re.compile(r"Cuda failure 2\b")  # cudaErrorMemoryAllocation, as NCCL reports it
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on one rank's memory, for a search."""
+    """Limit on one rank's memory during a microbatch search."""
 
-    gib: float  # of the whole device; on the CPU, of a process's writable memory
-    usable_bytes: float  # of it, what `peak_under_limit` may come to
-    note: str  # on the difference, to be read after "limit 40.00 GiB, of which"
-    asked_gib: float | None = None  # by the user; None: all there is
+    gib: float  # limit on the whole GPU, or on the CPU on the process's writable memory
+    usable_bytes: float  # the part of the limit that `peak_under_limit` may reach
+    note: str  # explains the rest, after the words "limit 40.00 GiB, of which"
+    asked_gib: float | None = None  # the user's limit; None for all available memory
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
-    """Set the limit on a GPU: allocations beyond it fail from now on. On a CPU return the one that `limit_cpu_memory`
-    sets in a process of its own.
+    """Return the memory limit of a search. On a GPU it is also set: allocations beyond it fail from now on. On a CPU,
+    `limit_cpu_memory` sets it later, in a process of its own.
 
-    CUDA: the caching allocator's fraction of the device, which is what a device of `limit_gib` would have left beside
-    what is taken now outside the allocator (CUDA itself, exchange buffers, other processes) and CUDA_RESERVE_BYTES.
-    CPU: all of a process's writable memory but HEADROOM_BYTES. Without a `limit_gib`: the whole device, or on the CPU
-    this process's share of the memory that is free now. Raises UserError on a CPU under another system than Linux.
+    CUDA: the caching allocator may use what a device of `limit_gib` would have left, after CUDA_RESERVE_BYTES and the
+    memory that is now in use outside the allocator (CUDA itself, communication buffers, other processes). CPU: a
+    process's writable memory may reach `limit_gib` less HEADROOM_BYTES. If `limit_gib` is None, the limit is the whole
+    GPU, or on the CPU what this process uses now and its share of the memory that is free. Raises UserError on a CPU if
+    the operating system is not Linux.
     """
     if device.type == "cuda":
         return _limit_cuda_memory(device, limit_gib)
@@ -95,13 +98,13 @@ def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryL
 
 
 def outside_allocator_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device in use outside torch's allocator, by this process and by others."""
+    """Return the bytes of a CUDA device that this and other processes use outside this process's torch allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
 def refuse_full_device(device: torch.device) -> None:
-    """Raises UserError if a CUDA device has no room even to begin with."""
+    """Raise UserError if a CUDA device has too little free memory to start at all."""
     if device.type != "cuda":
         return
     try:
@@ -118,7 +121,8 @@ def refuse_full_device(device: torch.device) -> None:
 
 
 def taken_by_others(device: torch.device) -> str | None:
-    """A remark if, before this process has put anything on its CUDA device, much of it is taken; else None."""
+    """Return a remark if other processes hold much of a CUDA device's memory, else None. Called before this process has
+    put anything on the device."""
     if device.type != "cuda":
         return None
     outside, (_, total) = outside_allocator_bytes(device), torch.cuda.mem_get_info(device)
@@ -131,10 +135,10 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Bytes this machine, or the container around us, can still give out."""
+    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except FileNotFoundError:  # macOS says how much there is, and not what of it is free
+    except FileNotFoundError:  # macOS reports its total memory, but not how much is free
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
     try:
@@ -146,29 +150,33 @@ def free_memory() -> int:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Begin an attempt whose peak `peak_under_limit` will return."""
+    """Begin an attempt: reset the peak that `peak_under_limit` returns on CUDA."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_under_limit(device: torch.device) -> int:
-    """Return the most bytes that a limit counted: on CUDA the allocator's reserve since `begin_peak`, on the CPU this
-    process's writable memory since it began, of which the system keeps no peak: of all memory, which has the same
-    constant rest, it does."""
+    """Return the peak of the memory that a limit counts, in bytes: on CUDA the memory reserved by the allocator since
+    `begin_peak`, on the CPU this process's writable memory since its start.
+
+    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The difference between
+    the two is constant, so the function subtracts the present difference from VmPeak.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return _status_bytes("VmPeak") - (_status_bytes("VmSize") - _status_bytes("VmData"))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory in use since the process began: the allocator's reserve on CUDA, resident memory on the CPU."""
+    """Return the peak memory in bytes since the process began: memory reserved by the allocator on CUDA, resident
+    memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if sys.platform == "darwin" else _status_bytes("VmHWM")
 
 
 def release_memory(device: torch.device) -> None:
-    """Hand back what is no longer referenced, so that the next attempt starts from a clean device."""
+    """Free all memory that is no longer referenced, so that the next attempt starts with a clean device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -183,7 +191,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if the text has the words of a library or the system whose allocation failed."""
+    """True if the text contains a message of a library or the system about a failed allocation."""
     return any(words in text for words in OUT_OF_MEMORY_TEXTS) or any(
         pattern.search(text) for pattern in (OUT_OF_MEMORY_NUMBER, ONEDNN_FAILURE)
     )
@@ -198,41 +206,46 @@ def _status_bytes(field: str) -> int:
 
 # Memory that torch has freed on a CPU ---------------------------------------------------------------------------------
 #
-# The C library keeps it for the next block, or gives it back to the system. A training step frees its activations and
-# gradients and takes as much again. Given back, every page of it comes anew from the system, which sets it to zero
-# first: a tenth of a step's processor time and more (docs/LOG.md).
+# The C library either keeps freed memory for the next allocation or returns it to the system. A training step frees its
+# activations and gradients, and the next step allocates as much again. If the memory was returned, the system supplies
+# every page anew and sets it to zero first, which takes a tenth of a step's processor time or more (docs/LOG.md).
 
-# mallopt(3) and mallopt's header; values are C ints.
+# Parameters of mallopt(3), from its header; their values are C ints.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 NEVER = -1
 DEFAULT_MAPPINGS = 65536
-OWN_MAPPING_BYTES = 2**17  # glibc's own, until it raises it by what it has seen freed
-# Kept free at the heap's end for smaller ones. oneDNN ends the process with a segmentation fault where it gets none of
-# its own, which happens when larger blocks have just taken the last page (docs/LOG.md).
+OWN_MAPPING_BYTES = 2**17  # glibc's default, which it raises to the size of freed blocks unless this is set
+# Memory kept free at the end of the heap for small blocks. oneDNN crashes with a segmentation fault if it gets no small
+# block, which happens when larger blocks have just taken the last page (docs/LOG.md).
 CUSHION_BYTES = 2**22
 CUSHION_BLOCK = 2**15
 AMPLE = 2
 
 
 def give_back_under_a_limit() -> None:
-    """Under a limit on this process's writable memory (`ulimit -d`) give freed blocks back at once, as a search for
-    what fits does, so that what it has found fits."""
+    """Return freed blocks to the system at once if this process's writable memory is limited (`ulimit -d`).
+
+    The microbatch search runs with this setting, so training needs it, too, for the size that the search found to fit.
+    """
     if _is_limited():
         give_back_at_once()
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Keep freed blocks from now on, if `free_bytes` are AMPLE times the most memory that this process has had: gaps
-    between blocks make it take up to half as much again, and an optimizer's state may be still to come."""
+    """Have the C library keep freed blocks from now on if enough memory is free: AMPLE times this process's peak.
+
+    So much is needed because gaps between kept blocks can raise memory use by half, and because the optimizer's state
+    may still have to be allocated. Does nothing if this process's writable memory is limited.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if not _is_limited() and free_bytes >= AMPLE * peak:
-        _mallopt(M_MMAP_MAX, 0)  # no block has a mapping of its own, which would go back when it is freed
+        _mallopt(M_MMAP_MAX, 0)  # no block gets its own mapping, which would be returned when it is freed
         _mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 def give_back_at_once() -> None:
-    """Give every large block its own mapping, which goes back to the system as soon as it is freed. For small ones the
-    heap keeps CUSHION_BYTES, which it takes now."""
+    """Have the C library give every large block its own mapping, which returns to the system as soon as the block is
+    freed. For small blocks the heap allocates CUSHION_BYTES now and keeps them."""
     _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
     _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
@@ -246,6 +259,6 @@ def _is_limited() -> bool:
 
 
 def _mallopt(parameter: int, value: int) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has mallopt
     if mallopt is not None:
         mallopt(parameter, value)

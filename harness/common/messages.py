@@ -1,4 +1,4 @@
-"""Text in messages about what a user has written, and checks of its form."""
+"""Helpers for messages that quote what a user has written, and checks of such text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 SHOWN_CHARACTERS = 60
-ALIKE = 0.76  # of difflib's ratio: half of it, and `epochs` is like `eps`
+ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
 
 
 def quoted(value: Any) -> str:
-    """A value of a JSON file as it is written there, cut to what fits a line."""
+    """Return a value of a JSON file as JSON text, cut to SHOWN_CHARACTERS."""
     try:
         text = json.dumps(value, default=str)
     except RecursionError:
@@ -22,50 +22,52 @@ def quoted(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that was probably meant: one that differs by a typing error or an omitted part; None if there is
-    none. A name with a word of its own does not count (`mlp_ratio` beside `min_lr_ratio`): it may be another program's
-    for something else."""
-    if len(name) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
+    """Return the known name that `name` was probably meant to be, or None. They differ by a typing error or by parts
+    that `name` omits. If `name` has a word that the known name lacks, they do not match (`mlp_ratio` and
+    `min_lr_ratio`), because `name` may be another program's key with another meaning."""
+    if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None
 
     def is_meant(candidate: str) -> bool:
         typed, right = name.replace("_", ""), candidate.replace("_", "")
         blocks = difflib.SequenceMatcher(None, typed, right).get_matching_blocks()
-        if sum(block.size for block in blocks) >= max(len(typed), len(right)) - 1:  # one letter differs
+        if sum(block.size for block in blocks) >= max(len(typed), len(right)) - 1:  # at most one letter differs
             return True
         parts = candidate.split("_")
         return all(difflib.get_close_matches(word, parts, n=1, cutoff=ALIKE) for word in name.split("_"))
 
-    swapped = [each for each in known if sorted(each) == sorted(name)]  # in a short name a large part of it
+    # Names with the same letters in another order: if they are short, difflib's ratio is too low for them.
+    swapped = [each for each in known if sorted(each) == sorted(name)]
     alike = difflib.get_close_matches(name, filter(is_meant, known), n=1, cutoff=ALIKE)
     return next(iter(swapped or alike), None)
 
 
 def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """The first names, and how many there are beyond."""
+    """Return the first `most` names as one text, and the number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
 def document_count(documents: int) -> str:
-    """The number of documents that end in a split, in words."""
+    """Return in words the number of documents that end in a split; 0 is "a part of a document"."""
     if documents < 2:
         return "1 document" if documents else "a part of a document"
     return f"{documents:,} documents"
 
 
 def is_hub_name(text: str) -> bool:
-    """True if a text has the form owner/name, by which the Hugging Face Hub knows models and datasets."""
+    """True if a text has the form owner/name of models and datasets on the Hugging Face Hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
 
 
 def as_unicode(name: str) -> str:
-    """A file's name, which can be any bytes, as text that every file can take."""
+    """Return a file name, which can hold any bytes, as text that can be encoded: "?" replaces what is not UTF-8."""
     return name.encode(errors="replace").decode()
 
 
 def is_unicode(text: str) -> bool:
-    """JSON can write a lone surrogate, which no file, terminal or other program can take."""
+    """True if the text can be encoded. A JSON string can hold a lone surrogate, which no file, terminal or other
+    program accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Types and checks of commands and their options, apart from the commands themselves."""
+"""Command classes, option types and checks of options that the commands share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from harness.common.errors import UserError, one_line_errors
 
 
 class Command(click.Command):
-    """A command that ends with one line also where click itself fails before the command begins: --help, and other
-    options that print and end, into a full disk. Its body needs `one_line_errors` still: of a Ctrl-C there click would
-    make "Aborted!"."""
+    """Command that reports an error in one line also if click itself fails before the command's body runs, such as when
+    --help is written to a full disk. The body still needs its own `one_line_errors`, because click would report a
+    Ctrl-C there as "Aborted!"."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         with one_line_errors():
@@ -27,7 +27,7 @@ class Group(Command, click.Group):
 
 
 class FiniteNumber(click.FloatRange):
-    """A float in a range that is neither infinite nor NaN."""
+    """Number in a range that is neither infinite nor NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -41,11 +41,12 @@ MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOIN
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 
-# Of TrainOptions, by name.
+# Options of ddp_train.py by their fields in TrainOptions: each key, and the options that mean nothing without it.
 BELONG_WITH = {
     "find": ("memory_limit_gib", "write"),
     "plan": ("assume_world_size", "assume_tps", "assume_tps_with_validation", "assume_device"),
 }
+# Pairs of options of which only one can be given.
 NOT_TOGETHER = (
     ("plan", "find"),
     ("assume_tps", "assume_tps_with_validation"),
@@ -57,7 +58,7 @@ NOT_TOGETHER = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of ddp_train.py, by their names."""
+    """Values of ddp_train.py's options, by the options' names."""
 
     processes: int | None = None
     find: bool = False
@@ -72,7 +73,7 @@ class TrainOptions:
     runs_dir: Path = Path("runs")
 
     def check(self, checkpoint: str | None) -> None:
-        """Raises UserError for options that mean nothing together, or with a CHECKPOINT."""
+        """Raise UserError if options exclude each other or a CHECKPOINT, or if one needs another that is missing."""
         for needed, options in BELONG_WITH.items():
             for name in options:
                 if getattr(self, name) and not getattr(self, needed):

@@ -1,4 +1,5 @@
-"""The commonest keys of nanoGPT and Hugging Face transformers with other names here, for advice about unknown keys."""
+"""Common configuration keys of nanoGPT and Hugging Face transformers that have other names here, for advice about
+unknown keys."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ STEPS = "in global steps"
 SEQUENCES = "sequences per device and forward pass"
 DROP_RATES = "one rate, or an object of embedding, attention_weights, attention_output and mlp_output"
 
-# For each of a run's two files, the keys of other programs: our key, and how the value converts where it does not stay.
+# For each of a run's two files: another program's key -> (our key, how to convert the value, or "" if it is the same).
 COUNTERPARTS = {
     "train.json": {
         **dict.fromkeys(("adam_beta1", "beta1"), ("betas", "the first of the two")),
@@ -28,7 +29,7 @@ COUNTERPARTS = {
         "seed": ("random_seed", ""),
         "warmup_iters": ("warmup_steps", STEPS),
         "warmup_ratio": ("warmup_period_percent", "times 100"),
-        **dict.fromkeys(("target_dollars", "target_hours"), ("train_steps", STEPS)),  # of earlier versions
+        **dict.fromkeys(("target_dollars", "target_hours"), ("train_steps", STEPS)),  # keys of our earlier versions
     },
     "model.json": {
         "bias": ("qkv_bias", "of queries, keys and values; linear_bias is of a block's other layers"),
@@ -60,9 +61,9 @@ WITHOUT_KEY = {
 
 
 def advice(key: str, file: str) -> tuple[str | None, str] | None:
-    """Our key for another program's `key` (None unless it belongs in our `file`), and the message about it.
+    """Return our name of another program's `key`, and the message about `key`; None if these programs have no such key.
 
-    None for a key that is in none of these programs.
+    Our name is None if there is none, or if it belongs in another file than `file`.
     """
     name = key.lower().replace("-", "_")
     if name in WITHOUT_KEY:

@@ -1,10 +1,11 @@
-"""Processes of this machine: a name by which others can ask whether one is alive, and the launcher of a rank.
+"""Processes of this machine: names by which other processes can check whether one is alive, and a rank's launcher.
 
-torchrun, and `ddp_train.py --processes`, end their ranks when they leave in good order. When they are killed (by the
-out-of-memory killer, by a container that closes) nobody does, and nobody would see the ranks' output, restart them or
-stop them: they would train on at the price of the machine, or wait for hours at a rendezvous whose store has died with
-torchrun. So each rank looks after its launcher itself, in a thread, from its first line on. (Linux could send a signal,
-by prctl's PR_SET_PDEATHSIG; but not if the launcher had ended before that call, nor elsewhere.)
+torchrun and `ddp_train.py --processes` end their ranks when they exit normally. If the launcher is killed (by the
+out-of-memory killer, or because its container closes), nobody ends the ranks, and nobody would see their output,
+restart them or stop them. They would keep training, while the machine costs money, or wait for hours at a rendezvous
+whose store ended with torchrun. So each rank watches its launcher itself, in a thread that starts at its first line.
+(On Linux prctl's PR_SET_PDEATHSIG could send a signal, but not if the launcher has ended before that call. Other
+systems have nothing like it.)
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from pathlib import Path
 from harness.common.errors import EXIT, tell_soon
 
 ENDED_STATES = "ZX"  # zombie, dead
-# The pid of the ddp_train.py that has started this rank (distributed/environment.py).
+# Environment variable with the pid of the ddp_train.py that has started this rank (distributed/environment.py).
 PARENT = "DDP_TRAIN_PARENT"
 POLL_SECONDS = 0.5
-# For the step that is under way and its checkpoint; with what noticing takes, all ranks are gone 15 s after torchrun.
+# Time for the current step and a checkpoint after the launcher's end. With the time that ranks take to notice that end,
+# all of them are gone 15 s after torchrun.
 ENDING_SECONDS = 12.0
 
-_launcher = 0  # the pid of the parent that this process looks after; 0: of none
+_launcher = 0  # pid of the parent process that this process watches; 0 for none
 _ask_to_stop: Callable[[], None] | None = None
 
 
@@ -36,8 +38,8 @@ _ask_to_stop: Callable[[], None] | None = None
 
 @dataclass(frozen=True)
 class ProcessName:
-    """A process as others can know it. Pids mean something only inside `namespace`: one boot of one machine, or one
-    container in it."""
+    """Name of a process that other processes can use. A pid is meaningful only within `namespace`: one boot of one
+    machine, or one container on it."""
 
     host: str
     pid: int
@@ -45,7 +47,7 @@ class ProcessName:
 
     @classmethod
     def own(cls) -> ProcessName:
-        """This process's."""
+        """Return the name of this process."""
         namespace = ""
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -57,13 +59,13 @@ class ProcessName:
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """True if the process, a neighbour of this one under any user, has ended. One that has ended is gone also while
-        its parent has not asked for its status yet."""
+        """True if the process has ended. It must be a neighbour of this one, under any user. A zombie, whose parent has
+        not yet read its exit status, counts as ended."""
         try:
             os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError):  # the latter: a number that no process has
+        except (ProcessLookupError, OverflowError):  # OverflowError: a number that is too large for a pid
             return True
-        except PermissionError:  # another user's
+        except PermissionError:  # it is alive and another user's
             return False
         with suppress(OSError, IndexError):
             return _stat(self.pid)[0] in ENDED_STATES
@@ -74,8 +76,8 @@ class ProcessName:
 
 
 def start_time(pid: int) -> str:
-    """Start time of the process in the system's clock ticks, which distinguishes it from a later one with the same pid.
-    Empty if it has ended or cannot be seen."""
+    """Return the start time of the process in clock ticks, which distinguishes it from a later process with the same
+    pid; empty if the process has ended or cannot be seen."""
     with suppress(OSError, IndexError):
         fields = _stat(pid)
         return "" if fields[0] in ENDED_STATES else fields[19]
@@ -83,7 +85,8 @@ def start_time(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """proc(5), stat, from field 3, the state, on: before it comes the name, which may hold anything, brackets too."""
+    """Return the fields of /proc/PID/stat from the third, the state, on (proc(5)). The text is cut at its last bracket,
+    because the name in the second field can hold any characters, brackets too."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -95,13 +98,13 @@ def started_by_torchrun() -> bool:
 
 
 def is_launched() -> bool:
-    """True in a rank that has a launcher to look after."""
+    """True if torchrun or `ddp_train.py --processes` started this process."""
     return PARENT in os.environ or started_by_torchrun()
 
 
 def launcher_name() -> str:
-    """The process that started this one and that would start another in its place: its pid, and its time of start.
-    Empty without a launcher."""
+    """Return the pid and start time, as one text, of the launcher that started this process and would restart it; empty
+    without a launcher."""
     if not is_launched():
         return ""
     pid = _launcher or os.getppid()
@@ -109,13 +112,13 @@ def launcher_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """True if the launcher of this machine that `launcher_name` called `name` is known to have ended."""
+    """True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned for it."""
     pid, _, started = name.partition(" ")
     return pid.isdigit() and started.isdigit() and start_time(int(pid)) != started
 
 
 def exit_when_launcher_dies() -> None:
-    """Have this process end soon after its launcher, if it has one."""
+    """Start a thread that ends this process soon after its launcher has ended. Does nothing without a launcher."""
     global _launcher
     if _launcher or not is_launched():
         return
@@ -126,19 +129,19 @@ def exit_when_launcher_dies() -> None:
 
 
 def is_launcher_gone() -> bool:
-    """True once the launcher has ended: the system then gives its children another parent."""
+    """True once the launcher has ended, because the system then gives this process another parent."""
     return _launcher not in (0, os.getppid())
 
 
 def on_launcher_death(ask: Callable[[], None]) -> None:
-    """Once the launcher has ended call `ask`, in another thread than this one, and give the process ENDING_SECONDS to
-    end by itself. Without such a function it is ended at once."""
+    """Register `ask`, which is called in another thread once the launcher has ended. The process then has
+    ENDING_SECONDS to exit by itself. If nothing is registered, the process exits at once."""
     global _ask_to_stop
     _ask_to_stop = ask
 
 
 def _look_after_launcher() -> None:
-    # Once more after a pause: a launcher that is being killed can have lost its children and not yet closed its store.
+    # Check again after a pause: the store of a launcher that is being killed can answer after its children have left.
     time.sleep(POLL_SECONDS)
     was_orphan = _is_orphan()
     while not (was_orphan or is_launcher_gone()):
@@ -163,20 +166,20 @@ def _leave(where: str) -> None:
 
 
 def _is_orphan() -> bool:
-    """True if the launcher had ended before its pid was read. torchrun does not pass its pid on, but the store that it
-    keeps would answer. False on other machines than the store's, where nothing is known."""
+    """True if the launcher had ended before this process read its pid. torchrun does not pass its pid on, but its store
+    refuses connections once it has ended. False on machines other than the store's, where this cannot be known."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:
-        # Bytes: for text Python would import a codec, and wait for an import that is under way in the main thread.
+        # The address is bytes because Python would import a codec for a str, and wait for the main thread's imports.
         address = os.environb[b"MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with socket.socket() as store:
             store.settimeout(ENDING_SECONDS / 2)
             store.connect(address)
     except ConnectionRefusedError:
         return True
-    except (OSError, KeyError, ValueError):  # for others to tell
+    except (OSError, KeyError, ValueError):  # reported elsewhere
         return False
     return False

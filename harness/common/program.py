@@ -1,5 +1,5 @@
-"""The program and the machine that compute a result: the versions of the libraries, the commit of the program's own
-sources, and the names of the GPUs, without torch."""
+"""Facts about the program and the machine that compute a result: versions of libraries, the commit of this program's
+sources, and the names of the GPUs (found without torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What decides the numbers of a run, and what reads and writes its files.
+# The libraries that affect a run's numbers, and those that read and write its files.
 LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "pydantic")
 GIT_SECONDS = 10.0
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
@@ -20,8 +20,8 @@ DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 @cache
 def program_versions() -> dict[str, str]:
-    """Versions, by name, of Python, of the libraries that are installed and of NVIDIA's driver if there is one; of
-    CUDA's runtime, if torch is built for CUDA."""
+    """Return versions by name: of Python, of each installed library in LIBRARIES, of NVIDIA's driver if there is one,
+    and of CUDA's runtime if torch is built for CUDA."""
     import torch
 
     versions = {"python": platform.python_version()}
@@ -39,9 +39,9 @@ def program_versions() -> dict[str, str]:
 
 @cache
 def program_commit(root: Path = ROOT) -> str | None:
-    """The commit of the checkout that this program runs from, with "-dirty" behind it if tracked files have changed
-    since; None without a checkout or without git."""
-    if not (root / ".git").exists():  # else git would look further up, and answer for another project
+    """Return the commit of the checkout that this program runs from, with "-dirty" appended if tracked files have
+    changed since, or None without a checkout or without git."""
+    if not (root / ".git").exists():  # git would search the parent folders and find another project's commit
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
@@ -60,7 +60,7 @@ def program_commit(root: Path = ROOT) -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """The names of this machine's NVIDIA GPUs; none if CUDA_VISIBLE_DEVICES hides them, or there is no driver."""
+    """Return the names of this machine's NVIDIA GPUs; none if CUDA_VISIBLE_DEVICES hides them or there is no driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     return [name for path in sorted(DRIVER_FILES.glob("*/information")) if (name := _gpu_model(path))]

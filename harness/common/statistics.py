@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals, and the least-squares line."""
+"""Means with bootstrap intervals, and least-squares lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL_PERCENT = 95.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, and the interval that holds the middle 95 % of its bootstrap resamples (Efron & Tibshirani 1993, An
+    """Value with the interval that holds the middle 95 % of its bootstrap resamples (Efron & Tibshirani 1993, An
     Introduction to the Bootstrap, section 13.3)."""
 
     value: float
@@ -24,7 +24,8 @@ class Estimate:
 
 
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
-    """Means over repeats, QxM, without the questions that have no score."""
+    """Return means over repeats (QxM) of the scores (QxRxM: questions, repeats, models). A repeat of a question counts
+    if all models have a score there; questions without such a repeat are left out."""
     is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
     repeats_Q = is_there_QxR.sum(axis=1)
     answered = repeats_Q > 0
@@ -33,12 +34,12 @@ def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
 
 
 def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
-    """Means, BxM, over B resamples of the questions, drawn with replacement. All models have the same resamples, so
-    that differences between them are paired."""
+    """Return each model's mean over each of B resamples of the questions, drawn with replacement (BxM). All models have
+    the same resamples, so that differences between models are paired."""
     questions = len(scores_QxM)
     generator = np.random.default_rng(seed)
     blocks: list[np.ndarray] = []
-    # How often each question is drawn is all that a mean needs to know.
+    # A mean depends only on how often each question is drawn, so these counts are drawn directly.
     for _ in range(0, RESAMPLES, RESAMPLES_AT_ONCE):
         counts_BxQ = generator.multinomial(questions, np.full(questions, 1 / questions), size=RESAMPLES_AT_ONCE)
         blocks.append(counts_BxQ @ scores_QxM / questions)
@@ -52,7 +53,8 @@ def estimate(value: float, resampled: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Slope and intercept of the least-squares line through (x, y) points; None for fewer than two different x."""
+    """Return slope and intercept of the least-squares line through (x, y) points; None for fewer than two different
+    x."""
     if len({x for x, _ in points}) < 2:
         return None
     slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
