@@ -28,15 +28,18 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None
 
+    def is_word(word: str, part: str) -> bool:
+        if min(len(word), len(part)) > 2 and (word.startswith(part) or part.startswith(word)):  # abbreviated
+            return True
+        return bool(difflib.get_close_matches(word, [part], cutoff=ALIKE))
+
     def is_meant(candidate: str) -> bool:
         typed, right = name.replace("_", ""), candidate.replace("_", "")
         blocks = difflib.SequenceMatcher(None, typed, right).get_matching_blocks()
-        if sum(block.size for block in blocks) >= max(len(typed), len(right)) - 1:  # at most one letter differs
-            return True
+        differs_by_one_letter = sum(block.size for block in blocks) >= max(len(typed), len(right)) - 1
         parts = candidate.split("_")
-        return all(difflib.get_close_matches(word, parts, n=1, cutoff=ALIKE) for word in name.split("_"))
+        return differs_by_one_letter or all(any(is_word(word, part) for part in parts) for word in name.split("_"))
 
-    # Names with the same letters in another order: if they are short, difflib's ratio is too low for them.
     swapped = [each for each in known if sorted(each) == sorted(name)]
     alike = difflib.get_close_matches(name, filter(is_meant, known), n=1, cutoff=ALIKE)
     return next(iter(swapped or alike), None)
