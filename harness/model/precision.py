@@ -31,7 +31,7 @@ class Precision:
 
     @classmethod
     def resolve(cls, name: str, device: torch.device) -> Precision:
-        """Return the precision that `name` means on `device`: "auto" is bf16 on a CUDA device that computes it natively,
+        """Return the precision that `name` means on `device`: "auto" is bf16 on a CUDA device with native bf16,
         fp16 on other CUDA devices, and fp32 elsewhere.
 
         On CPUs "auto" is always fp32, so that measurements of a finished model do not depend on the processor. Raises
