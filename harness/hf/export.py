@@ -37,7 +37,8 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
     """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers: as a native
     class if one computes this model, or with its own code.
 
-    Raises UserError if the folder exists, or RunError if it cannot be written; no partial folder remains.
+    Raises UserError if the folder exists and is not empty, or RunError if it cannot be written; no partial folder
+    remains.
     """
     shape, native = model.config, native_class(model.config)
     tokenizer = tokenizer_file_of(files.weights)
@@ -69,8 +70,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     The scripts read model.json and model.safetensors. For our own commands the folder also has the tokenizer and a
     meta.json that names it. Returns remarks for the user.
 
-    Raises UserError if the notebook's program does not compute such a model or if the folder exists, or RunError if the
-    folder cannot be written; no partial folder remains.
+    Raises UserError if the notebook's program does not compute such a model, or if the folder exists and is not empty.
+    Raises RunError if the folder cannot be written; no partial folder remains.
     """
     check_for_notebook(model.config, files.config_source)
     tokenizer, notes = tokenizer_file_of(files.weights), []
