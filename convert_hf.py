@@ -146,8 +146,8 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
 
 
 def fetch_named(source: str) -> Path:
-    """Return the local folder of a model that was fetched from the Hub. Raises UserError if `source` is a path, which
-    is then no folder, or if the model cannot be fetched."""
+    """Fetch a model from the Hub by its name `source`, and return its local folder. Raises UserError if `source` is a
+    path instead of a name, or if the model cannot be fetched."""
     from harness.hf.import_model import fetch_model
 
     path = Path(source)

@@ -110,7 +110,7 @@ def rotated(x_BxHxTxD: Tensor, by: Rotation) -> Tensor:
 
 
 class Mix(nn.Module):
-    """Weighted sum scale[0]·a + scale[1]·b with learned scale, in the dtype of a."""
+    """Weighted sum scale[0]·a + scale[1]·b with a learned `scale`, in the dtype of a."""
 
     def __init__(self, first: float, second: float) -> None:
         super().__init__()
@@ -252,8 +252,8 @@ class MixtureOfExperts(nn.Module):
     section 2.1).
 
     The router gives each expert a probability, and the A experts with the highest probabilities process the token. The
-    output is the weighted sum of theirs; the weights are these A probabilities divided by their sum. No token is
-    dropped, however many tokens choose the same expert.
+    result is the weighted sum of the outputs of these A experts; the weights are their probabilities divided by the sum
+    of the A probabilities. No token is dropped, however many tokens choose the same expert.
 
     The probabilities and weights are computed in at least fp32, whatever the precision of training, because small
     differences decide which experts are chosen.
@@ -389,8 +389,8 @@ def shifted(tokens_BxT: Tensor) -> Tensor:
 def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Tensor:
     """Return the bucket of each pair of a token and its predecessor: (B, T).
 
-    The hash is the xor of the two token ids, each multiplied by its factor, modulo `buckets - 1`. The last bucket is
-    for tokens without a predecessor (NO_TOKEN).
+    The bucket is the xor of TOKEN_FACTOR times the token's id and PREVIOUS_FACTOR times the predecessor's id, modulo
+    `buckets - 1`. The last bucket is for tokens without a predecessor (NO_TOKEN).
     """
     mixed = torch.bitwise_xor(TOKEN_FACTOR * tokens_BxT.long(), PREVIOUS_FACTOR * previous_BxT.long()) % (buckets - 1)
     return torch.where(previous_BxT == NO_TOKEN, buckets - 1, mixed)

@@ -100,7 +100,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
             answers_only=options["answers_only"],
         )
         tuning = fine_tune(tuned, tokenizer, splits, settings)
-        # `run/checkpoint` if the weights are in a checkpoint's folder, else `run`, by the names of the folders.
+        # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
         run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
         own_name = run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}"
         name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]

@@ -38,7 +38,7 @@ OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
-    """Write model.json, model.safetensors, meta.json and the tokenizer to the new run directory `run`.
+    """Write model.json, model.safetensors, meta.json and the tokenizer (if there is one) to a new run directory `run`.
 
     `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models.
     `name` is the model's name on the Hub, or None for a local folder. Returns a line about the tokenizer.
@@ -161,7 +161,7 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     if isinstance(lore, dict) and not (lore.get("input_embeddings") or lore.get("output_head")):
         shape = {
             key: value for key, value in shape.items() if key != "lore"
-        }  # low-rank vocabulary matrices, turned off
+        }  # "lore" has the settings of low-rank vocabulary matrices, which are turned off
     others = sorted(shape.keys() - {*NOTEBOOK_KEYS, "tie_weights", "moe"})
     if others:
         raise UserError(f'{source}: key "cfg.{others[0]}": no model of the notebook\'s that can be imported has it')

@@ -125,7 +125,8 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
 
 
 def _count(value: Any) -> int | None:
-    """Return a number of tokens or batches, or None if the value, which another program may have written, is none."""
+    """Return a number of tokens or batches, or None if the value, which another program may have written, is not such a
+    number."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

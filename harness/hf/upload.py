@@ -48,7 +48,8 @@ def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *,
 
 
 def _is_models(path: str) -> bool:
-    """Return True for a path of the repository that, left from an earlier model, would be taken for the new model's."""
+    """Return True for the path of a file that an earlier upload may have left in the repository, and that readers would
+    take for a file of the new model."""
     if path.startswith(f"{TRAINING}/") or path == CHART:
         return True
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

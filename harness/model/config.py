@@ -27,7 +27,7 @@ SIZES = (
     *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null if not used
 )
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
-MLP_GROWTH = 4  # GPT-2's
+MLP_GROWTH = 4  # width of the feed-forward layer over emb_dim, as in GPT-2
 LARGEST_EXPERTS = 1024
 EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 

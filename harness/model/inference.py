@@ -33,7 +33,7 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def extend(self, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the keys and values of the tokens that were last given to the owner's `take`.
+        """Store the keys and values of the tokens that were last given to `KeyValueCache.take`.
 
         Returns the keys and values of all positions so far, S of them, and a mask (B, 1, T, S) that is true where a
         token may attend to a position.

@@ -14,7 +14,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.generation import Sampling, continue_prompts
 from harness.evaluation.likelihood import Scorer
 
-SAMPLING_SEED = 1234  # lm-eval's own for torch
+SAMPLING_SEED = 1234  # lm-eval's default seed for torch
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 

@@ -135,7 +135,7 @@ def _names_of(spec: str) -> list[str]:
             raise UserError(f"{spec}: no such task file")
         return [spec]
     names = known_names(spec)
-    # A group or tag that a wildcard matches has its tasks in the list already.
+    # Leave out groups and tags that a wildcard matches, because the list has their tasks already.
     return names if names == [spec] else [name for name in names if name in _manager(with_index=True).all_subtasks]
 
 

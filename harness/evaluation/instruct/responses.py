@@ -144,7 +144,7 @@ class Responses(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     model: str = Field(min_length=1)
-    weights: AnsweringModel | None = None  # None if the model is of no run, or the file of an earlier version
+    weights: AnsweringModel | None = None  # None if the model is of no run, or if an earlier version wrote the file
     data: InstructionData | None = None
     fine_tuning: dict[str, Any] = {}
     responses: list[Response] = Field(min_length=1)

@@ -41,7 +41,7 @@ SHORTEST_SECRET = 8  # shorter keys, like a local server's "none", are not secre
 # Error codes by which the judge refuses this question, but not necessarily others.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
 IN_FLIGHT_SECONDS = 10.0  # if the judging fails, wait so long for running requests, which may have been paid for
-HOPELESS_QUESTIONS = 8  # if the first questions, this many, have no valid answer, stop, since more would cost money
+HOPELESS_QUESTIONS = 8  # stop if the first 8 questions have no valid answer, since more requests would cost money
 
 
 @dataclass(frozen=True)
