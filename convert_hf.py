@@ -1,4 +1,4 @@
-"""Models to and from the Hugging Face formats: export, import, publish."""
+"""Convert models to and from the formats of Hugging Face's transformers: export, import, publish."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
-MODEL_JSON = click.option("--model-json", help="Of a folder of weights.  [default: there, or in the run it lies in]")
+MODEL_JSON = click.option("--model-json", help="For a folder of weights.  [default: in that folder, or in its run]")
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
 @click.group(cls=Group)
 def main() -> None:
-    """Exchange models with everyone's tools, as transformers' native classes where one computes them, and with the
-    lab notebook's."""
+    """Exchange models with programs that use transformers (as one of its native classes if one computes the model), and
+    with the lab notebook's scripts."""
 
 
 @main.command("export", short_help="A checkpoint for transformers, or the notebook.")
@@ -37,13 +37,13 @@ def main() -> None:
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 @RUNS_DIR
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
-    """Write the best model of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or that of any folder with
-    model.safetensors, to the new folder OUT.
+    """Write a model to the new folder OUT: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
+    that of any folder with model.safetensors.
 
-    transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them. A model that no
-    class of transformers computes comes with code of its own, which trust_remote_code=True lets them run. With --format
-    notebook it holds a model.json and a model.safetensors that the scripts of the lab notebook load, whose
-    load_state_dict insists on the attention masks and on an output head of its own.
+    transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model that no
+    class of transformers computes is written with its own code, which runs only with trust_remote_code=True. With
+    --format notebook, OUT has a model.json and a model.safetensors for the scripts of the lab notebook. Their
+    load_state_dict requires attention masks and a separate output head, so these are written, too.
     """
     configure_libraries()
     with one_line_errors():
@@ -68,11 +68,12 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
 @click.argument("run")
 @RUNS_DIR
 def import_(source: str, run: str, runs_dir: Path) -> None:
-    """Bring a GPT-2 (OpenAI's small to XL, or one of its shape), or a model that the lab notebook's author published
-    ("model_type": "gpjtgpt2"), into the new folder runs/RUN.
+    """Import a GPT-2 (OpenAI's small to XL, or a model of the same architecture), or a model that the lab notebook's
+    author published ("model_type": "gpjtgpt2"), as the new run runs/RUN.
 
-    SOURCE is a folder as transformers saves them, or the name of a model on the Hugging Face Hub:
-    openai-community/gpt2. Weights and configuration are read; code that comes with a model is neither fetched nor run.
+    SOURCE is a folder that transformers saved, or the name of a model on the Hugging Face Hub, such as
+    openai-community/gpt2. Only weights, configuration and tokenizer are read; code that comes with a model is neither
+    downloaded nor run.
     """
     configure_libraries()
     with one_line_errors():
@@ -84,7 +85,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
             raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
         is_folder = Path(source).is_dir()
         where = Path(source) if is_folder else fetch_named(source)
-        # A card made from it may be read by everyone: they need not know this machine's folders.
+        # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
         said = import_model(where, None if is_folder else source, folder)
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
 
@@ -100,8 +101,8 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
 @RUNS_DIR
 def publish(checkpoint: str, name: str, **options: Any) -> None:
-    """Export a model, named as for export, write its model card from the run that made it, and upload both to the
-    Hugging Face Hub."""
+    """Export a model (RUN[:CHECKPOINT] as in the command export), write its model card from the files of the run that
+    made it, and upload both to the Hugging Face Hub."""
     configure_libraries()
     with one_line_errors():
         if not is_hub_name(name):
@@ -126,7 +127,8 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
 
 def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple[TrainedModel, GPTModel]:
-    """The model, on the CPU, in evaluation mode."""
+    """Return the model's files, and the model on the CPU in evaluation mode. Raises UserError if there is no such
+    model."""
     from harness.runs.trained_model import find_model
 
     place = checkpoint.partition(":")[0]
@@ -144,7 +146,8 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
 
 
 def fetch_named(source: str) -> Path:
-    """The files of a model on the Hub. Raises UserError, which tells a path that leads nowhere from a name."""
+    """Fetch a model from the Hub by its name `source`, and return its local folder. Raises UserError if `source` is a
+    path instead of a name, or if the model cannot be fetched."""
     from harness.hf.import_model import fetch_model
 
     path = Path(source)
@@ -161,8 +164,8 @@ def fetch_named(source: str) -> Path:
 def gather_facts(
     files: TrainedModel, model: GPTModel, name: str, datasets_dir: Path | None, license_: str | None
 ) -> tuple[RunDirectory | None, ModelFacts]:
-    """The run that made the model, if it is known, and what its card is made of. The test loss is measured on what
-    lies in `datasets_dir`, if that is given."""
+    """Return the run that made the model (None if unknown), and the facts for its card. If `datasets_dir` is given,
+    measure the test loss on a dataset in this folder."""
     from harness.common.device import only_device
     from harness.evaluation.loss import HeldOutText
     from harness.hf.formats import OWN_TYPE

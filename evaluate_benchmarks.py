@@ -1,4 +1,4 @@
-"""Is the model any good? Its scores in the benchmarks that the field compares models by.
+"""Is the model any good? Print its scores in the benchmarks by which language models are usually compared.
 
 uv run --extra benchmarks evaluate_benchmarks.py RUN --tasks hellaswag,arc_easy,piqa
 """
@@ -17,7 +17,7 @@ from harness.common.options import MODEL, RUNS_DIR, Command
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
-    """Print lm-eval's names and end."""
+    """Print the names of lm-eval's tasks, groups and tags that match `pattern`, and exit."""
     if pattern is None:
         return
     configure_libraries()
@@ -59,12 +59,13 @@ def main(
     output: Path | None,
     runs_dir: Path,
 ) -> None:
-    """Print how well a model does in benchmarks: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`),
-    or WEIGHTS, of the shape in MODEL_JSON.
+    """Print the benchmark scores of a model: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
+    WEIGHTS with the shape in MODEL_JSON.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
-    and can be given several times. Data comes from the Hugging Face Hub. The tokenizer is the one that lies beside the
-    weights, or else GPT-2's. What is measured of a run's checkpoint stays in the run's folder results/.
+    and can be given several times. The tasks' data is downloaded from the Hugging Face Hub. The tokenizer is the one in
+    the folder of the weights, or GPT-2's if that folder has none. Scores of a run's checkpoint are also written to the
+    run's folder results/.
     """
     configure_libraries()
     with one_line_errors():
@@ -104,7 +105,8 @@ def main(
 
 
 def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
-    """Leave the metrics of all tasks and groups in the run whose checkpoint the weights are, if they are one's."""
+    """Write the metrics of all tasks and groups to the run that the weights belong to, if they are a run's
+    checkpoint."""
     from dataclasses import asdict
     from importlib.metadata import version
 

@@ -1,7 +1,8 @@
 """The model: GPT-2 (Radford et al. 2019) with the options of model.json, for training and for generation.
 
-Shapes in names: B sequences of T tokens, C = emb_dim, H heads D wide, Q and K the widths of all queries and of all
-keys, F the width of a feed-forward layer, V the vocabulary. Parameter names are a published file format.
+Tensor names end in the shape, as in x_BxTxC: B sequences, T tokens, C = emb_dim, H heads, D the width of a head, Q the
+width of the queries of all heads, K that of the keys of all heads (and of the values), F the width of a feed-forward
+layer, V the size of the vocabulary. Parameter names are part of a published file format, so they must not change.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from harness.model.inference import NO_TOKEN, KeyValueCache, LayerCache
 from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_weights
 
 INIT_STD = 0.02
-EPSILON = 1e-5  # of both norms
-# On the CPU attention's backward kernel is slower in bf16 than in fp32, conversions counted, below this many tokens.
-# Forward and backward in bf16 take 2.0 to 2.3 of fp32's time with 128 tokens, 0.9 to 1.0 with 256, and 0.6 to 0.8 with
-# 1,024, on an Intel Xeon with AMX and on an AMD EPYC without (docs/LOG.md).
+EPSILON = 1e-5  # for LayerNorm and RMSNorm
+# On the CPU, bf16 attention over fewer tokens than this is computed in fp32, because the backward kernel is slower in
+# bf16, even if the conversions to fp32 and back are counted. Forward and backward in bf16 take 2.0 to 2.3 times as long
+# as in fp32 with 128 tokens, 0.9 to 1.0 with 256, and 0.6 to 0.8 with 1,024, on an Intel Xeon with AMX and on an AMD
+# EPYC without (docs/LOG.md).
 CPU_BF16_CONTEXT = 256
-TOKEN_FACTOR, PREVIOUS_FACTOR = 36_313, 27_191  # of the hash of two tokens, as in modded-nanogpt: large and odd
-GROUPED_ALIGNMENT = 8  # kernels of grouped products want rows of whole 16 bytes: 8 numbers of 16 bits
+TOKEN_FACTOR, PREVIOUS_FACTOR = 36_313, 27_191  # for hashing two tokens: large odd numbers, as in modded-nanogpt
+GROUPED_ALIGNMENT = 8  # grouped matrix products need rows of a multiple of 16 bytes, which is 8 numbers of 16 bits
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines of the positions' angles: (T, D/2), or (B, T, D/2)
-Routing = tuple[Tensor, Tensor]  # of a layer of experts: the loss that balances them, the tokens of each (int64)
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of each position's angles, each (T, D/2) or (B, T, D/2)
+Routing = tuple[Tensor, Tensor]  # of a layer of experts: balancing loss, and number of tokens per expert (int64)
 
 
 # Norms
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation (Ba et al., arXiv:1607.06450)."""
+    """Layer normalization (Ba et al., arXiv:1607.06450)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -50,9 +52,9 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε), times a learned gain if there is one (Zhang & Sennrich, arXiv:1910.07467).
+    """x / sqrt(mean(x²) + ε), times a learned gain if `gain` is true (Zhang & Sennrich, arXiv:1910.07467).
 
-    Computed in fp32 if the input is of half precision, and returned in the input's dtype.
+    The norm is computed in fp32 if the input is in half precision. The result has the input's dtype.
     """
 
     def __init__(self, dim: int, *, gain: bool) -> None:
@@ -65,26 +67,32 @@ class RMSNorm(nn.Module):
 
 
 def rms_normalised(x_BxTxC: Tensor) -> Tensor:
-    """Scale to a root mean square of 1 over the last dimension; at least fp32. Written out: a kernel of torch's own is
-    no faster on the CPU, and refuses gains of another precision than the input's on a GPU."""
+    """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is.
+
+    Does not use torch's own RMS norm, which is no faster on the CPU, and on a GPU refuses a gain whose precision is not
+    the input's.
+    """
     x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
 
 
 def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
-    """The norm before attention, feed-forward and head, by model.json's `norm` and `norm_gain`."""
+    """Return the norm that model.json's `norm` and `norm_gain` select, for use before attention, feed-forward and
+    head."""
     if config.norm == "layernorm":
         return LayerNorm(config.emb_dim)
     return RMSNorm(config.emb_dim, gain=bool(config.norm_gain))
 
 
-# Rotary positions (RoPE; Su et al., arXiv:2104.09864). Pairs are dimension i of a head and i + D/2, as in transformers'
-# Llama, so that weights move between the two unchanged.
+# Rotary position embeddings (RoPE; Su et al., arXiv:2104.09864). Dimension i of a head is paired with dimension
+# i + D/2, as in transformers' Llama, so that weights can be copied from one model to the other without reordering.
 
 
 def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Rotation:
-    """Cosines and sines: position p turns pair i of a head D wide by p·base^(-2i/D). The angles are computed in fp32,
-    or in fp64 if `dtype`, the weights', is that."""
+    """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
+
+    Computes in fp64 if `dtype`, the dtype of the model's weights, is fp64, and in fp32 otherwise.
+    """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=exact) / head_width
     angles = positions.to(exact)[..., None] * base**-exponents
@@ -92,7 +100,7 @@ def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype
 
 
 def rotated(x_BxHxTxD: Tensor, by: Rotation) -> Tensor:
-    """Queries or keys turned by the angles of their positions; at least fp32."""
+    """Rotate queries or keys by the angles of their positions. The result is at least fp32."""
     cos, sin = (each if each.dim() == 2 else each[:, None] for each in by)
     first, second = x_BxHxTxD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -102,7 +110,7 @@ def rotated(x_BxHxTxD: Tensor, by: Rotation) -> Tensor:
 
 
 class Mix(nn.Module):
-    """scale[0]·a + scale[1]·b with learned factors, in the dtype of a."""
+    """Weighted sum scale[0]·a + scale[1]·b with a learned `scale`, in the dtype of a."""
 
     def __init__(self, first: float, second: float) -> None:
         super().__init__()
@@ -113,8 +121,11 @@ class Mix(nn.Module):
 
 
 def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
-    """Softmax attention of each token to itself and those before it: (B, H, T, D), in the inputs' dtype. There may be
-    fewer heads of keys and values, each shared by several queries (Ainslie et al., arXiv:2305.13245)."""
+    """Compute softmax attention of each token to itself and the tokens before it: (B, H, T, D), in the inputs' dtype.
+
+    If keys and values have fewer heads than queries, several query heads share each key-value head (grouped-query
+    attention; Ainslie et al., arXiv:2305.13245).
+    """
     dtype, tokens = q_BxHxTxD.dtype, q_BxHxTxD.shape[-2]
     how: dict[str, Any] = {"is_causal": True, "enable_gqa": k_BxHxTxD.shape[1] != q_BxHxTxD.shape[1]}
     if q_BxHxTxD.device.type != "cpu" or dtype != torch.bfloat16 or tokens >= CPU_BF16_CONTEXT:
@@ -125,7 +136,7 @@ def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, dr
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention. One matrix gives queries, keys and values; in files it is three tensors."""
+    """Multi-head attention. One matrix computes queries, keys and values; checkpoint files hold it as three tensors."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -138,7 +149,7 @@ class CausalSelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_width, gain=gain) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_width, gain=gain) if config.qk_norm else None
         has_values = config.value_embedding_of(layer) is not None
-        self.value_mix = Mix(0.5, 0.5) if has_values else None  # after the value residuals of arXiv:2410.17897
+        self.value_mix = Mix(0.5, 0.5) if has_values else None  # adapted from the value residuals of arXiv:2410.17897
 
     def forward(
         self,
@@ -153,7 +164,7 @@ class CausalSelfAttention(nn.Module):
         q_BxHxTxD = q_BxTxQ.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         k_BxHxTxD = k_BxTxK.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         v_BxHxTxD = v_BxTxK.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-        if self.q_norm is not None and self.k_norm is not None:  # before they are turned, as in Qwen 3
+        if self.q_norm is not None and self.k_norm is not None:  # before the rotation, as in Qwen 3
             q_BxHxTxD, k_BxHxTxD = self.q_norm(q_BxHxTxD), self.k_norm(k_BxHxTxD)
         if rotation is not None:
             q_BxHxTxD = rotated(q_BxHxTxD, rotation).to(v_BxHxTxD.dtype)
@@ -176,8 +187,8 @@ class SquaredReLU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers around an activation. In SwiGLU (Shazeer, arXiv:2002.05202) the activation is that of a gate,
-    by which the first layer's output is multiplied."""
+    """Two linear layers around an activation. In SwiGLU (Shazeer, arXiv:2002.05202) the activation is applied to the
+    output of a third linear layer, the gate, and the result multiplies the first layer's output."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -196,9 +207,12 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream through dropout. With `embedding_skip` the
-    input is first mixed with the first block's: not at all to begin with. Returns the routing of experts, too (None
-    without any): as an attribute it would be lost to a compiler where blocks are recomputed."""
+    """Pre-norm attention and feed-forward, each added to the residual stream through dropout.
+
+    With `embedding_skip`, the block first mixes its input with the first block's input, whose initial factor is 0.
+    `forward` also returns the routing of the block's experts, or None without experts. The routing is not stored in an
+    attribute, because torch.compile would lose the attribute where blocks are recomputed.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -229,17 +243,20 @@ class TransformerBlock(nn.Module):
         return x_BxTxC + self.mlp_drop(added_BxTxC), routing
 
 
-# A mixture of experts in place of the feed-forward layer. Shapes in names: N = B·T tokens, E experts, A of them active
-# for each token, R = N·A rows as experts see them.
+# A mixture of experts in place of the feed-forward layer. Shapes in names: N = B·T tokens, E experts, A active experts
+# per token, R = N·A rows for the experts: each token has one row for each of its A experts.
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through the A experts to which the router gives the highest probabilities, and gets the sum of
-    their outputs, weighted by these probabilities over their sum (Mixtral, arXiv:2401.04088, section 2.1). No token is
-    left out, however many go to one expert.
+    """Mixture of experts: a router chooses A of E feed-forward layers for each token (Mixtral, arXiv:2401.04088,
+    section 2.1).
 
-    Router and weights are computed in fp32 at least, whatever the precision of training: which experts are chosen
-    depends on small differences.
+    The router gives each expert a probability, and the A experts with the highest probabilities process the token. The
+    result is the weighted sum of the outputs of these A experts; the weights are their probabilities divided by the sum
+    of the A probabilities. No token is dropped, however many tokens choose the same expert.
+
+    The probabilities and weights are computed in at least fp32, whatever the precision of training, because small
+    differences decide which experts are chosen.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -252,7 +269,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BxTxC: Tensor) -> tuple[Tensor, Routing]:
         x_NxC = x_BxTxC.flatten(0, 1)
         weights_NxA, experts_NxA, routing = self._route(x_NxC)
-        # Rows in the order of their experts; a stable order, so that the same tokens give the same sums.
+        # Sort the rows by expert. The sort is stable, so that the same tokens always give the same sums.
         order_R = experts_NxA.flatten().argsort(stable=True)
         inverse_R = order_R.argsort()
         x_RxC = Permuted.apply(x_NxC.unsqueeze(1).expand(-1, self.active, -1).flatten(0, 1), order_R, inverse_R)
@@ -263,7 +280,7 @@ class MixtureOfExperts(nn.Module):
         return output_NxC.view_as(x_BxTxC), routing
 
     def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """The weights and the numbers of each token's experts, and the routing of all tokens."""
+        """Return the weights and the indices of each token's experts, both (N, A), and the routing of all tokens."""
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
             shares_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
@@ -275,16 +292,18 @@ class MixtureOfExperts(nn.Module):
 
 
 def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
-    """E·Σ f·P over the experts, with f the share of the tokens that go through an expert and P the mean of the
-    probabilities that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6, where A is 1). The
-    f add up to A: with load and probabilities spread evenly the loss is A. Only P has a gradient."""
+    """Return E·Σ f·P, a sum over experts: f is the share of the tokens that an expert processes, and P the mean
+    probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6, where A is 1).
+
+    The f add up to A, so that the loss is A if tokens and probabilities are spread evenly. Only P has a gradient.
+    """
     tokens, experts = shares_NxE.shape
     return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):
-    """Rows in another order. The gradient is looked up by the inverse, rather than added up row by row: quicker, and of
-    the same bits each time."""
+    """Permutation of rows. `backward` gathers the gradient's rows by the inverse permutation, whereas the backward of
+    index_select adds them up one by one. Gathering is faster, and gives the same bits each time."""
 
     @staticmethod
     def forward(ctx: Any, rows_RxC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -298,21 +317,25 @@ class Permuted(torch.autograd.Function):
 
 
 def computes_in_groups(x_RxC: Tensor) -> bool:
-    """True if all experts are computed at once: where asking for their numbers of rows would wait for a GPU, or break a
-    compiled graph. On the CPU one after the other is as fast, and also for the few tokens of a generation."""
+    """Return True if `grouped_experts` is used, and False for `experts_one_by_one`.
+
+    `experts_one_by_one` reads the number of rows of each expert, which waits for the GPU, or breaks the graph when
+    compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`.
+    """
     suits = torch.compiler.is_compiling() or (x_RxC.is_cuda and torch.is_grad_enabled())
     return suits and x_RxC.dtype != torch.float64
 
 
 def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """Each expert's rows, sorted by expert, through the expert. In training an expert without rows is called, too: its
-    gradients are then zeros, as optimizers and exchanges between ranks expect them."""
+    """Apply each expert to its rows of `x_RxC`, which are sorted by expert. In training, an expert without rows is also
+    called, so that its gradients are zeros, as optimizers and the synchronization of ranks expect, and not None."""
     parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
     return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
 
 
 def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """Compute `experts_one_by_one` by grouped matrix products, whose sizes stay on the device."""
+    """Compute the result of `experts_one_by_one` by grouped matrix products, which read the group sizes on the
+    device."""
     device = x_RxC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RxC.dtype
     ends_E = tokens_E.cumsum(0).to(torch.int32)
@@ -321,14 +344,14 @@ def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> 
 
     def linear(layers: list[Any], rows_RxI: Tensor) -> Tensor:
         weight_ExOxI = torch.stack([layer.weight for layer in layers]).to(dtype)
-        out, into = weight_ExOxI.shape[1:]  # widths that the kernels do not take are filled up with zeros
+        out, into = weight_ExOxI.shape[1:]  # padded with zeros to widths that the kernels accept
         missing_in, missing_out = -into % GROUPED_ALIGNMENT, -out % GROUPED_ALIGNMENT
         rows = F.pad(rows_RxI.to(dtype), (0, missing_in))
         weight = F.pad(weight_ExOxI, (0, missing_in, 0, missing_out))
         result = F.grouped_mm(rows, weight.mT, offs=ends_E)[:, :out]
         if layers[0].bias is None:
             return result
-        # As a product: rows of a table, looked up, would add up their gradients one by one.
+        # A product with one-hot rows, because the backward of a lookup would add up the rows' gradients one by one.
         return result + is_of_RxE @ torch.stack([layer.bias for layer in layers]).to(dtype)
 
     with torch.autocast(device, enabled=False):
@@ -346,8 +369,8 @@ def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> 
 
 
 class OutputHead(nn.Linear):
-    """A linear layer without bias; with `logit_softcap` c its outputs are c·tanh(x / c) (Gemma 2, arXiv:2408.00118,
-    section 2). Callers that multiply by its weight themselves have to apply `softcap` to the products."""
+    """Linear layer without bias. With `logit_softcap` c, each output x becomes c·tanh(x / c) (Gemma 2,
+    arXiv:2408.00118, section 2). Code that multiplies by `weight` itself has to apply `softcap` to the products."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.emb_dim, config.vocab_size, bias=False)
@@ -359,13 +382,16 @@ class OutputHead(nn.Linear):
 
 
 def shifted(tokens_BxT: Tensor) -> Tensor:
-    """Each token's predecessor in its sequence."""
+    """Return each token's predecessor in its sequence (NO_TOKEN for the first token): (B, T)."""
     return torch.cat((torch.full_like(tokens_BxT[:, :1], NO_TOKEN), tokens_BxT[:, :-1]), dim=1)
 
 
 def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Tensor:
-    """The bucket of each token and the one before it: xor of their multiples, modulo all buckets but the last, which is
-    for tokens without a predecessor (NO_TOKEN)."""
+    """Return the bucket of each pair of a token and its predecessor: (B, T).
+
+    The bucket is the xor of TOKEN_FACTOR times the token's id and PREVIOUS_FACTOR times the predecessor's id, modulo
+    `buckets - 1`. The last bucket is for tokens without a predecessor (NO_TOKEN).
+    """
     mixed = torch.bitwise_xor(TOKEN_FACTOR * tokens_BxT.long(), PREVIOUS_FACTOR * previous_BxT.long()) % (buckets - 1)
     return torch.where(previous_BxT == NO_TOKEN, buckets - 1, mixed)
 
@@ -373,8 +399,8 @@ def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Te
 class GPTModel(nn.Module):
     """Token and position embeddings, `n_layers` blocks, a final norm and a linear head.
 
-    Value embeddings, the skip from the embedding to each block and the embedding of the last two tokens are those of
-    the records of https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
+    Value embeddings, the skip from the embedding to each block, and the embedding of the last two tokens (bigrams)
+    follow the record runs of https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
     """
 
     def __init__(
@@ -385,18 +411,19 @@ class GPTModel(nn.Module):
         residual_dtype: torch.dtype | None = None,
         moe_router_loss_scale: float = 0.0,
     ) -> None:
-        """Weights are drawn from torch's global generator, so that equal seeds give equal models on every rank.
+        """Build the model. Weights are drawn from torch's global generator, so that equal seeds give equal models on
+        every rank.
 
-        With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Under
-        autocast, `residual_dtype` is that of the residual stream (None: the weights'). Where there are experts,
-        `moe_router_loss_scale` is the coefficient of the loss that balances them.
+        With `recompute_blocks`, the backward pass runs each block again instead of keeping its activations.
+        `residual_dtype` is the dtype of the residual stream under autocast (None: the dtype of the weights).
+        `moe_router_loss_scale` is the coefficient of the experts' balancing losses; it has no effect without experts.
         """
         super().__init__()
         self.config = config
         self.recompute_blocks = recompute_blocks
         self.residual_dtype = residual_dtype
         self.moe_router_loss_scale = moe_router_loss_scale
-        self.expert_tokens: Tensor | None = None  # (layers, experts): the load in the last training pass
+        self.expert_tokens: Tensor | None = None  # (layers, experts): tokens per expert in the last training forward
         vocab, width = config.vocab_size, config.emb_dim
         self.tok_emb = nn.Embedding(vocab, width)
         self.pos_emb = nn.Embedding(config.context_length, width) if config.position == "learned" else None
@@ -412,9 +439,12 @@ class GPTModel(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """GPT-2's initialisation (Radford et al. 2019, section 2.3): N(0, 0.02) and zero biases. The projections into
-        the residual stream are scaled down by the square root of their number, or with "zero_residual" are zero. The
-        embedding of bigrams begins at zero, too."""
+        """Initialize as GPT-2 does (Radford et al. 2019, section 2.3): weights are normal with standard deviation 0.02,
+        biases are zero.
+
+        The weights of projections into the residual stream are divided by the square root of the number of these
+        projections, or are zero with "zero_residual". The bigram embedding starts at zero, too.
+        """
         into_residual: set[nn.Module] = set()
         for module in self.modules():
             if isinstance(module, CausalSelfAttention | FeedForward):
@@ -435,14 +465,15 @@ class GPTModel(nn.Module):
 
     @property
     def blocks(self) -> list[TransformerBlock]:
-        """The blocks, by their type."""
+        """The blocks as a list, with their type for type checkers."""
         return list(self.trf_blocks)  # type: ignore[arg-type]
 
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V), or, given targets, the mean cross-entropy as a scalar.
+        """Return the logits (B, T, V), or, given targets, the mean cross-entropy as a scalar.
 
-        In training with experts the latter has two elements, whose sum is to be minimised: the cross-entropy, and the
-        blocks' balancing losses times their coefficient. `expert_tokens` then has the experts' load.
+        Given targets in training with experts, return a tensor of two elements instead, whose sum is to be minimized:
+        the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. This also sets
+        `expert_tokens`.
         """
         features_BxTxC, routings = self._routed_features(tokens_BxT)
         if targets_BxT is None:
@@ -459,17 +490,18 @@ class GPTModel(nn.Module):
     def features(
         self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Input of the head, (B, T, C), after the final norm.
+        """Return the input of the head, (B, T, C), after the final norm.
 
-        With a cache, in evaluation mode, the tokens follow those in it, which holds them, too, afterwards. Row b then
-        has `lengths[b]` tokens, padded on the right (None: no padding); results for padding mean nothing.
+        With a cache, which needs evaluation mode, the tokens continue the sequences in the cache and are added to it.
+        Row b then has `lengths[b]` tokens and is padded on the right (None: no padding). Results for padding are
+        meaningless.
         """
         return self._routed_features(tokens_BxT, lengths, cache)[0]
 
     def _routed_features(
         self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, list[Routing]]:
-        """`features`, and the routing in each block with experts."""
+        """Return `features`, and the routing of each block that has experts."""
         config = self.config
         if cache is None:
             positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
@@ -494,7 +526,7 @@ class GPTModel(nn.Module):
             assert config.rope_base is not None
             turn = rotation(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
-        values = [table(tokens_BxT) for table in self.value_embs]  # each once: the first blocks and the last share them
+        values = [table(tokens_BxT) for table in self.value_embs]  # here, since the first and last blocks share tables
         routings: list[Routing] = []
         for layer, block in enumerate(self.trf_blocks):
             table = config.value_embedding_of(layer)
@@ -507,15 +539,16 @@ class GPTModel(nn.Module):
         return self.final_norm(x_BxTxC), routings
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
-        """The weights under the names of this model family's published checkpoints: CPU, contiguous, unshared."""
+        """Return the weights under the tensor names of published checkpoints of this model family, as contiguous CPU
+        tensors that share no memory."""
         views = checkpoint_views(self.state_dict(), self.config)
         return {name: tensor.to("cpu", copy=True) for name, tensor in views.items()}
 
     def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """Set the weights from tensors under their public names.
+        """Set the weights from tensors under their names in published checkpoints.
 
-        Raises UserError, naming `source`, the tensors and both shapes, when they are another model's; the weights are
-        then untouched.
+        Raises UserError, naming `source`, the tensors and both shapes, if the tensors do not fit the model, whose
+        weights are then unchanged.
         """
         found = from_checkpoint_names(tensors, self.config, source)
         for name, own in checkpoint_views(self.state_dict(), self.config).items():
@@ -523,8 +556,10 @@ class GPTModel(nn.Module):
 
 
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
-    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match, or
-    if this machine cannot hold even the weights."""
+    """Return a model in evaluation mode on `device`, with the weights of a safetensors file.
+
+    Raises UserError if the file does not match `config`, or if this machine's memory cannot hold even the weights.
+    """
     check_memory(config)
     model = GPTModel(config)
     model.load_checkpoint_tensors(load_weights(weights), weights)

@@ -1,10 +1,10 @@
-"""Comparison of how well models follow instructions, and how sure that is: a judge scores all of them in one prompt a
-question.
+"""Compare how well models follow instructions, with confidence intervals: for each question, a judge scores the answers
+of all models in one prompt.
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
-RESPONSES are files that test_ift.py writes, or the book's or the lab notebook's programs. Every answer of the judge is
-kept: a judging that was stopped is resumed, and pays for nothing twice.
+RESPONSES are files written by test_ift.py, or by the programs of the book or of the lab notebook. Every answer of the
+judge is kept, so that the same command resumes a judging that was stopped, and no answer is paid for twice.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ def main(
 ) -> None:
     """Compare the models whose answers are in RESPONSES (one file for each model).
 
-    The judge sees the answers of all models to a question together, without their names and in shuffled order. The key
-    is taken from OPENAI_API_KEY.
+    The judge sees the answers of all models to a question together, without the models' names and in shuffled order.
+    The judge's API key is read from the environment variable OPENAI_API_KEY.
 
-    --prompt book or notebook asks about each answer alone, word for word as Raschka's book does or the lab notebook:
-    means of integers that compare with theirs by the same judge, and never with scores of models judged together.
+    With --prompt book or --prompt notebook, the judge sees each answer alone, with the exact prompt of Raschka's book
+    or of the lab notebook, and gives integers. Their means can be compared with the means of the book or the notebook
+    from the same judge, but never with scores of models that were judged together.
 
-    Scores of answers that test_ift.py wrote into a run's folder stay there, in results/.
+    If test_ift.py wrote the responses to a run's folder, the scores are also written to the run's folder results/.
     """
     with one_line_errors():
         from harness.evaluation.instruct.responses import read_comparable

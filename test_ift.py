@@ -1,4 +1,4 @@
-"""Is the model any good? Fine-tune it to follow instructions, and have a judge score what it answers."""
+"""Is the model any good? Fine-tune it to follow instructions, and let a judge score its answers."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ RESPONSES = "ift-responses.json"
 @click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
 @RUNS_DIR
 def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
-    """Fine-tune a model (the best of RUN, its CHECKPOINT, or WEIGHTS, of the shape in MODEL_JSON) on instructions until
-    its validation loss rises, answer the test instructions with the weights from before the rise, and let a judge score
-    the answers.
+    """Fine-tune a model (the best of RUN, its CHECKPOINT, or WEIGHTS with the shape in MODEL_JSON) on instructions
+    until its validation loss rises, answer the test instructions with the weights from before the rise, and let a judge
+    score the answers.
 
-    One model's score varies by points from one judging to the next: to compare models, use --responses-only for each,
-    and then judge_ift.py on all of the files at once. Scores of a run's checkpoint stay in the run's folder results/,
-    if the answers lie in that folder, too.
+    A model's score differs by several points if it is judged again. To compare models, use --responses-only for each
+    of them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's
+    folder results/, but only if the responses file is in the run's folder.
     """
     configure_libraries()
     with one_line_errors():
@@ -100,7 +100,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
             answers_only=options["answers_only"],
         )
         tuning = fine_tune(tuned, tokenizer, splits, settings)
-        # `run/checkpoint`, as far as the places of the files tell.
+        # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
         run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
         own_name = run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}"
         name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]
@@ -122,7 +122,8 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
-    """The judge's settings. Raises UserError, before anything is trained, if it cannot be asked."""
+    """Return the judge's settings. Raises UserError before any training if the judge's name or address is wrong, or if
+    the key or the openai package is missing."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
@@ -134,12 +135,13 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raises UserError, before anything is downloaded or trained, if the results would take the place of others."""
+    """Raise UserError if a result would replace a file without --overwrite or cannot be written, or if --name is
+    unusable. To be called before anything is downloaded or trained."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
     check_writable(path.parent)
     if options["save"] and (options["save"].exists() or options["save"].absolute() == path.absolute()):
-        raise UserError(f"{options['save']}: exists, or is where the answers go; give --save another place")
+        raise UserError(f"{options['save']}: exists, or is the responses file; give --save another folder")
     if options["save"]:
         check_writable(next(folder for folder in options["save"].absolute().parents if folder.exists()))
     if options["name"] is not None and not (options["name"].strip() and is_unicode(options["name"])):
@@ -149,23 +151,23 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train on the instructions, saying how it goes."""
+    """Fine-tune the model on the instructions, and print the progress."""
     from harness.evaluation.instruct.finetune import encode, fine_tune
 
     context_length = model.config.context_length
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
     cut = sum(not example.has_answer for part in parts for example in part)
     if cut:
-        click.echo(f"{cut:,} instructions fill the context of {context_length:,} tokens alone, and are not learnt from")
+        click.echo(f"{cut:,} instructions leave no room for an answer in {context_length:,} tokens, and are left out")
     tuning = fine_tune(model, (parts[0], parts[1]), tokenizer.eot_token, settings, click.echo)
     click.echo(f"stopped: {tuning.reason}; kept: epoch {tuning.kept_epoch}")
     if tuning.kept_epoch == 0:
-        click.echo("nothing was learnt, the model is as it came: try a lower --learning-rate", err=True)
+        click.echo("nothing was learned, and the weights are unchanged: try a lower --learning-rate", err=True)
     return tuning
 
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
-    """Print what the judge thinks. Raises RunError if it did not score every answer."""
+    """Print the judge's scores, and write them to the run. Raises RunError if the judge did not score every answer."""
     from harness.evaluation.judge.report import JudgeReport, keep_scores
     from harness.evaluation.judge.requests import judge
 
@@ -179,7 +181,7 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     except RunStopped:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise
-    except (UserError, RunError) as error:  # nothing has to be trained again
+    except (UserError, RunError) as error:  # the advice avoids training again
         raise RunError(f"{error}; the answers are kept: {again} scores them") from None
 
 

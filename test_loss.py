@@ -1,4 +1,5 @@
-"""Is the model any good? Its loss on text that neither training nor validation saw; of several models a table."""
+"""Is the model any good? Print its loss on text that neither training nor validation used, or a table of the losses of
+several models."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ def main(
     precision: str,
     **options: Any,
 ) -> None:
-    """Print the mean loss of a model on a dataset in DATASETS_DIR: of the best of RUN (of 'lr-*': of all such runs), of
-    its CHECKPOINT (a folder's name, `latest` or `best`), or of WEIGHTS, of the shape in MODEL_JSON.
+    """Print the mean loss of models on a dataset in DATASETS_DIR. A model is the best of RUN ('lr-*': the best of each
+    run whose name matches), its CHECKPOINT (a folder's name, `latest` or `best`), or WEIGHTS with the shape in
+    MODEL_JSON.
 
-    Of several models a table, lowest loss first. What is measured of a run's checkpoint stays in the run's folder
+    Several models make a table, lowest loss first. Results of a run's checkpoints are also written to the run's folder
     results/.
     """
     configure_libraries()
@@ -57,7 +59,7 @@ def main(
         for model in named:
             check_weights_file(model.weights, model.config)
         texts = [HeldOutText.choose(model.config, model.weights, datasets_dir, **options) for model in named]
-        measured: dict[tuple[str, str], TestLoss] = {}  # one that was named in two ways is measured once
+        measured: dict[tuple[str, str], TestLoss] = {}  # a model that was named in two ways is measured once
         for model, text in zip(named, texts, strict=True):
             if model.identity not in measured:
                 test = text.measure(load_model(model.config, model.weights, device), precision)

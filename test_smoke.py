@@ -1,4 +1,4 @@
-"""Is the model any good? Print what it makes of a prompt."""
+"""Is the model any good? Print its continuations of prompts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def main(
     runs_dir: Path,
 ) -> None:
     """Continue prompts with a trained model: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
-    the weights in the file WEIGHTS, of the shape in MODEL_JSON.
+    the weights in the file WEIGHTS with the shape in MODEL_JSON.
 
-    A text ends after --num-tokens, or where the model says that it ends (end-of-text). The tokenizer is the one that
-    lies beside the weights, or else GPT-2's.
+    A text ends after --num-tokens tokens, or when the model produces the end-of-text token. The tokenizer is the one in
+    the folder of the weights, or GPT-2's if that folder has none.
     """
     configure_libraries()
     with one_line_errors():

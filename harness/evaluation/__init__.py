@@ -1,3 +1,3 @@
-"""Measures of a finished model: loss on held-out tokens, samples, `benchmarks/`, and, after fine-tuning on instructions
-(`instruct/`), the opinion of a judge (`judge/`). One process, and a model that no longer changes.
+"""Evaluation of a finished model in one process: loss on held-out tokens, samples, benchmark scores (`benchmarks/`),
+and, after fine-tuning on instructions (`instruct/`), the scores of a judge (`judge/`).
 """

@@ -1,5 +1,5 @@
-"""Sampling from a model: rows of tokens that grow by one token at a time, each token computed once; and test_smoke.py's
-prompts and prints of them.
+"""Generation of text: rows of tokens grow by one token at a time, and each token is computed once. Also the reading of
+prompts and the printing of samples for test_smoke.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from harness.common.messages import is_unicode, quoted
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
 
-CHARACTER_BYTES = 4  # the longest in UTF-8
-COLDEST = 1e-4  # below it the division would overflow, and the likeliest token is all there is
+CHARACTER_BYTES = 4  # of the longest character in UTF-8
+COLDEST = 1e-4  # at a lower temperature the division would overflow, and the likeliest token would always be drawn
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rule for a next token: the likeliest at `temperature` 0, else drawn from the `top_k` likeliest (None: from
-    all) with the logits divided by the temperature."""
+    """Rule by which the next token is chosen: at `temperature` 0 the likeliest token, else a random draw from the
+    `top_k` likeliest tokens (None: all tokens), with the logits divided by the temperature."""
 
     temperature: float = 1.0
     top_k: int | None = 25
@@ -38,7 +38,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Raises UserError if the prompt is empty or the tokenizer another model's."""
+    """Return the prompt's tokens. Raises UserError if the prompt is empty, or if the tokenizer is another model's."""
     tokens = tokenizer.encode(prompt)
     vocab_size = model.config.vocab_size
     if not tokens:
@@ -52,7 +52,8 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
 
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
-    """The prompt and up to `count` tokens more: end-of-text ends it. Raises UserError as `encode_prompt` does."""
+    """Return the prompt with up to `count` tokens more. End-of-text ends the text. Raises UserError as `encode_prompt`
+    does."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
     return tokenizer.decode(tokens + more)
@@ -66,10 +67,11 @@ def continue_prompts(
     sampling: Sampling,
     stops: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Up to `count` new tokens of every prompt, those before an end-of-text. A row also ends with the token that
-    completes one of `stops`. Rows draw as in `continue_batch`."""
-    # A stop string of n bytes lies in the last n tokens when the token that completes it has come, perhaps behind a
-    # character of which only the end is among them.
+    """Return up to `count` new tokens for every prompt. A row ends before an end-of-text token, or with the token that
+    completes one of `stops`. The rows' random draws are those of `continue_batch`."""
+    # Number of tokens to search for a stop string. Each token has at least one byte, so that a string of n bytes which
+    # was just completed is in the last n tokens. The first of them may begin inside a character, which is why more
+    # tokens are decoded.
     reach = max((len(stop.encode()) for stop in stops), default=0) + CHARACTER_BYTES
 
     def is_done(tokens: Sequence[int]) -> bool:
@@ -88,10 +90,10 @@ def continue_batch(
     is_done: Callable[[Sequence[int]], bool],
     vocab_size: int | None = None,
 ) -> list[list[int]]:
-    """The new tokens of every prompt, the last being that at which `is_done(new tokens)` became true.
+    """Return the new tokens of every prompt. A row ends with the first token for which `is_done(new tokens)` is true.
 
-    Row i draws with the seed `sampling.seed + i`, so that it is the same whatever the other rows are. Ids from
-    `vocab_size` on (a padded head's) are never chosen.
+    Row i draws with the seed `sampling.seed + i`, so that it does not depend on the other rows. Ids from `vocab_size`
+    on, which exist if the head is padded, are never chosen.
     """
     rows = GrowingRows(model, prompts)
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
@@ -113,9 +115,9 @@ def continue_batch(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, without end: the tokens of `continue_batch`'s first row, one by one.
+    """Yield tokens that continue `prompt`, one by one and without end. They equal the first row of `continue_batch`.
 
-    A generator of its own, seeded by the sampling's seed, leaves the global random state alone.
+    Uses its own random generator with the seed `sampling.seed`, and does not change the global random state.
     """
     rows = GrowingRows(model, [prompt])
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -127,10 +129,11 @@ def sample_tokens(
 
 
 class GrowingRows:
-    """Rows of tokens, and what the model expects after each of them.
+    """Rows of tokens that grow, and the model's logits for the next token of each row.
 
-    While all rows fit the context, a step computes their new tokens alone. After that the model sees each row's last
-    `context_length` tokens, at other positions in every step, so that each step costs a whole pass.
+    While all rows fit the context, each step computes only the new tokens. After that, the model sees the last
+    `context_length` tokens of each row. Their positions change with every step, so that the cache is useless and each
+    step costs a whole forward pass.
     """
 
     def __init__(self, model: GPTModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -139,7 +142,7 @@ class GrowingRows:
         self.cache: KeyValueCache | None = KeyValueCache(model.config.n_layers)
 
     def next_logits(self) -> Tensor:
-        """(rows, vocabulary), on the model's device."""
+        """Return the logits for each row's next token, (rows, vocabulary), on the model's device."""
         limit = self.model.config.context_length
         if max(map(len, self.rows)) > limit:
             self.cache = None
@@ -156,21 +159,21 @@ class GrowingRows:
             return self.model.out_head(features_BxTxC[range(len(lengths)), [length - 1 for length in lengths]])
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Let each row grow by one token."""
+        """Append one token to each row."""
         for row, token in zip(self.rows, tokens, strict=True):
             row.append(token)
 
     def keep(self, indexes: list[int]) -> None:
-        """Go on with these rows alone."""
+        """Keep only the rows with these indexes, in this order."""
         self.rows = [self.rows[index] for index in indexes]
         if self.cache is not None and indexes:
             self.cache.keep(indexes)
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token id drawn from a row of logits. Raises RunError if they are not numbers."""
+    """Choose one token id from a row of logits. Raises RunError if a logit is not finite."""
     if not torch.isfinite(logits_V).all():
-        raise RunError("what the model predicts is not finite: its weights are broken, or its training diverged")
+        raise RunError("the model's logits are not finite: its weights are broken, or its training diverged")
     if sampling.temperature < COLDEST:
         return int(logits_V.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
@@ -182,14 +185,14 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
-    """The prompts that the options --prompts and --prompt ask for. Raises UserError for both, or naming the file and
-    its line."""
+    """Return the prompts from the options --prompts (`file`) and --prompt, or the default prompt if neither is given.
+    Raises UserError if both are given, or, naming the file and the line, if the file has no valid prompts."""
     if file is None:
         return [default if prompt is None else prompt]
     if prompt is not None:
         raise UserError("--prompt and --prompts: give one of them")
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # other separators are part of a prompt
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(), whose other separators are text
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
@@ -216,9 +219,10 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
 def print_samples(
     model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
 ) -> None:
-    """Print each prompt with `samples` continuations of up to `count` tokens; a single one as its tokens come.
+    """Print each prompt with `samples` continuations of up to `count` tokens. A single continuation is printed token by
+    token while it is computed.
 
-    Raises UserError, before anything is printed, if a prompt cannot be one of this model's.
+    Raises UserError, before anything is printed, if `encode_prompt` refuses one of the prompts.
     """
     encoded = [encode_prompt(model, tokenizer, prompt) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):

@@ -1,6 +1,6 @@
-"""Likelihoods of continuations of contexts by a model: many at a time, at any length.
+"""Log-likelihoods that a model gives to continuations of contexts, computed in batches and for any length.
 
-Shapes: B rows of T tokens, C = emb_dim, V vocabulary, N places whose next token is asked for.
+Shapes in names: B rows of T tokens, C = emb_dim, V = vocabulary size, N = positions whose next token is scored.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from harness.model.inference import evaluating
 from harness.model.precision import Precision
 
 Tokens = tuple[int, ...]
-# Calls a function with each batch, here or shared out among processes; the results are in the batches' order.
+# A function that calls another one for each batch, in this process or shared among several, and returns the results in
+# the order of the batches.
 EachBatch = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
-LOGITS_AT_ONCE = 2**26  # 256 MiB of fp32: a batch of long texts would need gigabytes
+LOGITS_AT_ONCE = 2**26  # 256 MiB in fp32, where all logits of a batch of long texts would take gigabytes
 
 
 class Likelihood(NamedTuple):
-    """The natural logarithm of a continuation's probability, and whether each of its tokens is the likeliest there."""
+    """Natural logarithm of a continuation's probability, and whether each of its tokens is the likeliest one at its
+    position."""
 
     total: float
     is_greedy: bool
 
 
 class Window(NamedTuple):
-    """The tokens that the model sees at once, and those that its last places predict."""
+    """Tokens that the model sees at once, and the targets of its last `len(targets)` positions."""
 
     inputs: Tokens
     targets: Tokens
 
 
 def windows(context: Sequence[int], continuation: Sequence[int], context_length: int) -> Iterator[Window]:
-    """The windows in which each token of `continuation` is predicted once; `context` has at least one token.
+    """Yield windows in which each token of `continuation` is predicted once. `context` must have at least one token.
 
-    It is one window, the context cut from the left to what still fits, unless the continuation is longer than the
-    context length; then each window's last place sees `context_length` tokens, as lm-eval's rolling windows do.
+    A continuation that fits the context length takes one window, whose context is cut from the left if necessary. A
+    longer continuation takes several windows, and the last position of each sees `context_length` tokens, as in
+    lm-eval's rolling windows.
     """
     tokens = (*context, *continuation)
     for start in range(len(context), len(tokens), context_length):
@@ -53,14 +56,14 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
 
 
 def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-    """Do the work in this process, with a progress bar on a terminal."""
+    """Call `work` for each batch in this process, with a progress bar on a terminal."""
     return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=not sys.stderr.isatty())]
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Log-likelihoods by one model. Ids from `vocab_size` on, the tokenizer's, belong to a padded head: they count as
-    possible, but never as the likeliest."""
+    """Scorer that computes log-likelihoods by one model. `vocab_size` is the tokenizer's. Ids from `vocab_size` on,
+    which exist if the head is padded, take part in the softmax, but never count as the likeliest token."""
 
     model: GPTModel
     precision: Precision
@@ -69,20 +72,21 @@ class Scorer:
     each_batch: EachBatch = one_by_one
 
     def sharing(self, each_batch: EachBatch) -> Scorer:
-        """This scorer with another way to go through its batches."""
+        """Return a copy of this scorer that processes its batches by `each_batch`."""
         return replace(self, each_batch=each_batch)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
-        """The likelihood of each (context, continuation); of an empty continuation it is certain.
+        """Return the likelihood of each (context, continuation). An empty continuation has log-likelihood 0.
 
-        Which windows make a batch is decided before batches are shared out, so that the numbers are the same to the
-        last bit however many ranks compute them. Windows with equal inputs (choices of one token) are computed once.
+        Windows are put into batches before the batches are shared among ranks, so that the numbers are the same to the
+        last bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, are computed
+        once.
         """
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}
         for window in (window for each in own for window in each):
             wanted.setdefault(window.inputs, {})[window.targets] = None
-        # The longest first: what does not fit the memory fails at once.
+        # The longest inputs come first, so that a batch that does not fit in memory fails at once.
         inputs = sorted(wanted, key=lambda tokens: (-len(tokens), tokens))
         questions = [[Window(each, targets) for targets in wanted[each]] for each in inputs]
         batches = [questions[at : at + self.batch_size] for at in range(0, len(questions), self.batch_size)]
@@ -95,11 +99,11 @@ class Scorer:
         ]
 
     def _score_batch(self, batch: list[list[Window]]) -> list[Likelihood]:
-        """The likelihoods of the windows; those of a row have the same inputs."""
+        """Return the likelihoods of the windows, row by row. Windows in the same row have the same inputs."""
         device = next(self.model.parameters()).device
         lengths = [len(row[0].inputs) for row in batch]
         padded = [[*row[0].inputs, *[0] * (max(lengths) - len(row[0].inputs))] for row in batch]
-        # Row, column and next token of every place that is asked about, in the windows' order.
+        # Row, column and target of every position whose next token is scored, in the order of the windows.
         places = [
             (number, len(window.inputs) - len(window.targets) + offset, target)
             for number, row in enumerate(batch)
@@ -116,7 +120,7 @@ class Scorer:
         return [Likelihood(float(values.sum()), bool(greedy.all())) for values, greedy in parts]
 
     def _log_probabilities(self, features_NxC: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Each target's log-probability, fp64, and whether it is the likeliest; on the CPU."""
+        """Return each target's log-probability in fp64, and whether it is the likeliest token; both are on the CPU."""
         values, greedy = [], []
         size = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for some_NxC, wanted in zip(features_NxC.split(size), targets_N.split(size), strict=True):

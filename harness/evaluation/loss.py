@@ -1,5 +1,5 @@
-"""Loss of a model on text: of microbatches, for training's validation, and of each sequence of a held-out text, for
-test_loss.py and a model's card, with the table of several models and the result that stays in the run.
+"""Loss of a model on text: of microbatches for validation during training, and of each sequence of a held-out text for
+test_loss.py and model cards. Also the table of several models, and the result that is written to the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BY_MEAN = "by the whole split's mean, since the tokenizer's vocabulary is not on
 
 
 def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
-    """The loss of each microbatch, in order, with dropout off; the model's mode is put back afterwards."""
+    """Return the loss of each microbatch, in order, without dropout. The model's mode is restored afterwards."""
     device = next(model.parameters()).device
     with evaluating(model), precision.autocast():
         losses = [model(*microbatch.to(device)).double() for microbatch in microbatches]
@@ -52,8 +52,8 @@ def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], prec
 
 
 def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> np.ndarray:
-    """The mean loss of each sequence, in order: fp32 of shape [sequences], nats per token. Otherwise as
-    `microbatch_losses`, whose numbers are the means of these."""
+    """Return the mean loss of each sequence, in order: fp32 of shape [sequences], nats per token, without dropout. The
+    mean over a microbatch is the loss that `microbatch_losses` returns. The model's mode is restored afterwards."""
     device, losses = next(model.parameters()).device, []
     with evaluating(model), precision.autocast():
         for microbatch in microbatches:
@@ -67,34 +67,34 @@ def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision
 
 
 def mean(losses: Sequence[float]) -> float:
-    """The mean of the losses; NaN if one of them is no finite number."""
+    """Return the mean of the losses, or NaN if one of them is not finite."""
     return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Cross-entropy in nats per token as bits per byte of text: comparable between tokenizers."""
+    """Convert a cross-entropy from nats per token to bits per byte of text, which are comparable between tokenizers."""
     return loss / math.log(2) / bytes_per_token
 
 
 @dataclass(frozen=True)
 class TestLoss:
-    """Result of a measurement, and the text that it was on."""
+    """Test loss of a model, and the text on which it was measured."""
 
     __test__ = False  # not a test for pytest
 
     text: Text
-    place: str  # the same in words
+    place: str  # a description of `text` for people
     precision: str
     device: str
     window_losses: np.ndarray = field(compare=False)  # fp32 of shape [windows]
-    loss: float  # nats per token: the mean of those
+    loss: float  # nats per token: the mean of `window_losses`
     bits_per_byte: float | None
-    is_exact: bool  # bits per byte: by the bytes of the very tokens predicted, not by the whole split's mean
+    is_exact: bool  # bits_per_byte counts the bytes of the predicted tokens; if false, it uses the split's mean
 
     def keep(self, weights: Path) -> None:
-        """Write the result into the run that the weights file belongs to, if there is one.
+        """Write the result to the run that the weights file belongs to, if it belongs to one.
 
-        A failed write is only a warning, since the result has been printed.
+        If that fails, print a warning and continue, because the caller prints the result, too.
         """
         with warned_if_not_kept():
             if (model := model_in_run(weights)) is not None:
@@ -114,7 +114,7 @@ class TestLoss:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """The text that a finished model is tested on: the loader's first `batches` microbatches of a dataset's split."""
+    """Text on which a finished model is tested: the loader's first `batches` microbatches of a dataset's split."""
 
     dataset: Dataset
     split: str
@@ -134,12 +134,15 @@ class HeldOutText:
         batches: int | None = None,
         batch_size: int = 6,
     ) -> HeldOutText:
-        """The text for a model of this shape whose weights are in this file.
+        """Return the text for testing a model with the shape `config` and the weights in the file `weights`.
 
-        By default that is the dataset that it was trained on, fetched if need be, and all of its test or validation
-        split, or the notebook's slice of a validation split that reaches so far; from a start token of its own there
-        are as many batches, or fewer. Raises UserError if there is no such dataset or slice, or if the model cannot
-        read its tokens.
+        The default dataset is the one that the model was trained on, or else the notebook's; it is downloaded if
+        missing. The default split is "test" if there is one, or else "validation". By default the text is the whole
+        split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text starts at that token (unless
+        `start_token` is given) and has at most NOTEBOOK_BATCHES batches, as in the notebook.
+
+        Raises UserError if there is no such dataset, if the split is too short, or if it has token ids that are not in
+        the model's vocabulary.
         """
         name = dataset or dataset_of(weights) or NOTEBOOK_DATASET
         ensure_dataset(datasets_dir, name, [split] if split else [])
@@ -164,11 +167,11 @@ class HeldOutText:
         return cls(opened, split, TokenLoader(tokens, start, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """The model's loss, with a progress bar on a terminal. Raises UserError for a precision that its device does
-        not compute."""
+        """Measure the model's loss, with a progress bar on a terminal. Raises UserError for a precision that the
+        model's device does not compute."""
         device = next(model.parameters()).device
         precision = Precision.resolve(precision_name, device)
-        # tqdm by itself shows nothing on a terminal that does not tell its size.
+        # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
         columns, lines = shutil.get_terminal_size()
         indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
         losses = window_losses(model, map(self.loader.microbatch, indexes), precision)
@@ -192,10 +195,10 @@ class HeldOutText:
         return TestLoss(text, place, precision.name, device_name(device), losses, loss, bits, exact is not None)
 
     def _bytes_per_token(self) -> float | None:
-        """Mean UTF-8 bytes of text that a predicted token stands for, counted with the dataset's tokenizer.
+        """Return the mean number of UTF-8 bytes of a predicted token, counted with the dataset's tokenizer.
 
-        None if there is none for these tokens on this machine (GPT-2's vocabulary is not downloaded for it), or no
-        text.
+        Returns None if this machine has no tokenizer for these tokens (GPT-2's vocabulary is not downloaded for this),
+        or if the tokens have no bytes at all.
         """
         name = self.dataset.tokenizer
         tokenizer = load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
@@ -204,7 +207,7 @@ class HeldOutText:
         lengths, total = tokenizer.token_byte_lengths(), 0
         for index in range(self.batches):
             targets = self.loader.microbatch(index).tokens[1:]
-            if int(targets.max()) >= len(lengths):  # some other tokenizer's, which meta.json does not name
+            if int(targets.max()) >= len(lengths):  # from another tokenizer, which the dataset does not record
                 return None
             total += int(lengths[targets].sum())
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None
@@ -215,7 +218,8 @@ def _number_of_batches(count: int) -> str:
 
 
 def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
-    """Lines of 80 columns: one model's loss, or for each text a table by loss, lowest first, and the text below it."""
+    """Yield lines of 80 columns: the loss of a single model, or of several models one table for each text, lowest loss
+    first, with a description of the text below the table."""
     if len(measured) == 1:
         test = measured[0][1]
         lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
@@ -235,11 +239,11 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
     if len(groups) > 1:
         yield ""
         if len({(test.text.sha256, test.text.tokenizer) for _, test in measured}) == 1:
-            reason = "they are of other parts of the text, read in other lengths, or in another precision."
+            reason = "the tables differ in the part of the text, the sequence length or the precision."
         else:
             reason = (
-                "between tables the text differs, or how it was made into tokens. Of one text in two tokenizations "
-                "the bits per byte compare. --dataset measures all models on one data set."
+                "the tables differ in the text or in its tokenizer. For different tokenizers of one text, compare the "
+                "bits per byte. --dataset measures all models on one dataset."
             )
         yield from textwrap.wrap(f"Losses compare within a table: {reason}", COLUMNS)
 
@@ -249,10 +253,10 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
     yield layout.format("model", "loss", "bits/byte", "global batch", "parameters")
     for model, test in sorted(group, key=lambda each: (math.isnan(each[1].loss), each[1].loss)):
         label, bits = printable(model.label), test.bits_per_byte
-        # Sequences per optimizer step of the training that ended with these weights, if their meta.json has it.
+        # Sequences per optimizer step in the training that produced these weights, or None if meta.json lacks it.
         parts: list[Any] = [model.meta.get(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         batch = math.prod(parts) if all(type(part) is int and part > 0 for part in parts) else None
-        if len(label) > NAME_WIDTH:  # above its numbers, in one piece where that is possible
+        if len(label) > NAME_WIDTH:  # on lines of its own above the numbers
             yield from textwrap.wrap(label, COLUMNS, break_on_hyphens=False)
         yield layout.format(
             label if len(label) <= NAME_WIDTH else "",

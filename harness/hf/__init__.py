@@ -1,1 +1,1 @@
-"""Models in Hugging Face's formats and on its Hub: export, import, upload, and the model card."""
+"""Export and import of models in Hugging Face's formats, upload to its Hub, and the model card."""

@@ -1,8 +1,8 @@
-"""A model as a folder that other programs load.
+"""Export of a model to a folder that other programs can load.
 
-For transformers: the weights under the names of GPT-2, Llama or Qwen 3, or with the code that computes them where none
-of these classes does, the configuration, and the tokenizer as a tokenizer.json, into which an encoding of tiktoken has
-to be translated. For the lab notebook: its own two files.
+A folder for transformers has weights, configuration and tokenizer. The weights have the tensor names of GPT-2, Llama or
+Qwen 3; a model that none of these classes computes is exported with its own code. The tokenizer is a tokenizer.json; an
+encoding of tiktoken is converted to this format. A folder for the lab notebook has model.json and model.safetensors.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
 from harness.runs.trained_model import TrainedModel, check_tokenizer_fits, new_folder, tokenizer_file_of, write_model
 
-# Words of several lengths, digits, contractions, white space: where patterns that split text differ.
+# Text that different splitting patterns split differently: words of several lengths, digits, contractions, white space.
 SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
-    """Write `model`, with the weights of `files`, and its tokenizer to a new folder: as a native class of transformers
-    where one computes it, and else with the code that does.
+    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers: as a native
+    class if one computes this model, or with its own code.
 
-    Raises UserError for a folder that is there already, RunError if it cannot be written; nothing is then left of it.
+    Raises UserError if the folder exists and is not empty, or RunError if it cannot be written; no partial folder
+    remains.
     """
     shape, native = model.config, native_class(model.config)
     tokenizer = tokenizer_file_of(files.weights)
@@ -64,18 +65,19 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model`, with the weights of `files`, to a new folder as files that the lab notebook's own
-    scripts load: model.json, model.safetensors, and for readers of ours the tokenizer and a meta.json that names it.
-    Returns what the user has to know besides.
+    """Write `model`, which was loaded from `files`, to a new folder that the lab notebook's scripts can load.
 
-    Raises UserError for a model that the notebook's does not compute, or a folder that is there already, RunError if it
-    cannot be written; nothing is then left of it.
+    The scripts read model.json and model.safetensors. For our own commands the folder also has the tokenizer and a
+    meta.json that names it. Returns remarks for the user.
+
+    Raises UserError if the notebook's program does not compute such a model, or if the folder exists and is not empty.
+    Raises RunError if the folder cannot be written; no partial folder remains.
     """
     check_for_notebook(model.config, files.config_source)
     tokenizer, notes = tokenizer_file_of(files.weights), []
     if model.config.tie_weights:
         notes.append('the tied head is written out as a tensor of its own, and "tie_weights" is false in model.json')
-    if isinstance(tokenizer, Path):  # GPT-2's own is not written, nor needed
+    if isinstance(tokenizer, Path):  # GPT-2's tokenizer is not written, since the scripts use it anyway
         check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
         notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
@@ -85,9 +87,9 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
-    """Write the tokenizer that `load_tokenizer` would load into `folder`.
+    """Write the tokenizer that `load_tokenizer(name_or_file)` loads to `folder`, in the format of transformers.
 
-    Raises UserError if it cannot be had, or would split text otherwise.
+    Raises UserError if the tokenizer cannot be loaded, or if the written one would split text differently.
     """
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(SUFFIX):
@@ -97,7 +99,7 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     ours, theirs = load_tokenizer(name_or_file), load_tokenizer(path)
     found = [(each.vocab_size, each.eot_token, each.encode(SPLITTING_PROBE)) for each in (ours, theirs)]
     if found[0] != found[1]:
-        raise UserError(f"{name_or_file}: this tokenizer cannot be written as a tokenizer.json that splits text alike")
+        raise UserError(f"{name_or_file}: a tokenizer.json made from this tokenizer would split text differently")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
@@ -110,21 +112,22 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
 
 
 def _from_tiktoken(encoding: Any) -> Any:
-    """A byte-level BPE of the tokenizers library that does what an encoding of tiktoken does."""
+    """Return a byte-level BPE tokenizer of the tokenizers library that is equivalent to an encoding of tiktoken."""
     import tokenizers
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-    # Private, as _special_tokens and _pat_str below: tiktoken has no public way to what an encoding was made of.
+    # Private, like _special_tokens and _pat_str below, because tiktoken has no public access to an encoding's parts.
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     character = character_of_byte()
 
     def spelt(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
-    # Special tokens among them, so that they keep their ids also where those leave a gap.
+    # The vocabulary includes the special tokens, so that they keep their ids even if the ids of all tokens have a gap.
     vocabulary = {spelt(token): rank for token, rank in ranks.items()} | encoding._special_tokens
     merges = [(spelt(left), spelt(right)) for left, right in _merges(ranks)]
-    # A word that is a token counts as that token, even where merges would not lead there: tiktoken's way.
+    # With ignore_merges, a word that is a token becomes this token even if the merges would not produce it, as tiktoken
+    # does.
     backend: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -139,8 +142,8 @@ def _from_tiktoken(encoding: Any) -> Any:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The merges in the order of their ranks: each token's last one is what byte pair encoding with the tokens before
-    it makes of its bytes."""
+    """Yield the merges in the order of their ranks, one for each token of several bytes: the two parts into which byte
+    pair encoding with all tokens of lower rank splits the token."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             parts = _last_parts(token, ranks, rank)
@@ -149,7 +152,8 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _last_parts(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
-    """Parts of a token's bytes after byte pair encoding by merges of lower ranks than `limit`, down to two parts."""
+    """Return the parts of a token after byte pair encoding by merges of lower rank than `limit`. The encoding stops
+    when two parts are left."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         candidates = [(ranks.get(left + right, limit), at) for at, (left, right) in enumerate(pairwise(parts))]

@@ -1,9 +1,9 @@
-"""Weights and configuration of a model in the formats of transformers, which need not be installed.
+"""Weights and configuration of a model in the formats of transformers, which need not be installed, and in the lab
+notebook's format.
 
-Native classes are GPT-2, Llama and Qwen 3; harness/model/export_formats.py decides which of them computes a model. Any
-other goes out with the code that computes it. Formats: transformers' GPT2Config and GPT2LMHeadModel, LlamaConfig and
-LlamaForCausalLM, Qwen3Config and Qwen3ForCausalLM. Tied heads are left out of all of them. At the end is the lab
-notebook's own format.
+Native classes of transformers are GPT-2 (GPT2Config, GPT2LMHeadModel), Llama (LlamaConfig, LlamaForCausalLM) and Qwen 3
+(Qwen3Config, Qwen3ForCausalLM); harness/model/export_formats.py decides which of them computes a model. Any other model
+is exported with its own code. The files for transformers do not contain a tied head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEER_HEAD = "lm_head.weight"
 
 
 def common_config(shape: ModelConfig, eot_token: int, dtype: str) -> dict[str, Any]:
-    """Return the keys that every config.json has."""
+    """Return the keys of config.json that are the same for all classes of transformers."""
     return {
         "vocab_size": shape.vocab_size,
         "use_cache": True,
@@ -38,8 +38,8 @@ def common_config(shape: ModelConfig, eot_token: int, dtype: str) -> dict[str, A
     }
 
 
-# GPT-2. Its Conv1D holds matrices as (in, out), ours lie as (out, in). c_attn is query, key and value, as our qkv, and
-# all its linear layers have biases.
+# GPT-2. The weights of its Conv1D layers are (in, out), ours are (out, in). Its c_attn fuses query, key and value as
+# our qkv does. All its linear layers have biases.
 
 GPT2_PREFIX = "transformer."
 GPT2_OUTER = {
@@ -58,7 +58,7 @@ GPT2_PRODUCTS = {
 
 
 def gpt2_config(shape: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json besides the common ones."""
+    """Return the keys of GPT-2's config.json besides those of `common_config`."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -69,7 +69,7 @@ def gpt2_config(shape: ModelConfig) -> dict[str, Any]:
         "n_inner": None if shape.mlp_width == 4 * shape.emb_dim else shape.mlp_width,
         "activation_function": {"gelu": "gelu_new", "relu2": "relu2"}[shape.mlp],
         "layer_norm_epsilon": EPSILON,
-        "resid_pdrop": shape.drop_rates.attention_output,  # and the feed-forward layer's, there
+        "resid_pdrop": shape.drop_rates.attention_output,  # in GPT-2 also for the output of the feed-forward layer
         "embd_pdrop": shape.drop_rates.embedding,
         "attn_pdrop": shape.drop_rates.attention_weights,
         "initializer_range": INIT_STD,
@@ -78,7 +78,8 @@ def gpt2_config(shape: ModelConfig) -> dict[str, Any]:
 
 
 def gpt2_names(shape: ModelConfig) -> dict[str, str]:
-    """Return our name of each tensor of a GPT-2, which may be that of a bias that the model lacks."""
+    """Return a dict from the name of each tensor of a GPT-2 to our name of the tensor. Our model may lack some of the
+    biases."""
     names = {GPT2_PREFIX + name: own for name, own in GPT2_OUTER.items()}
     if not shape.tie_weights:
         names[PEER_HEAD] = HEAD
@@ -92,12 +93,12 @@ def gpt2_names(shape: ModelConfig) -> dict[str, str]:
 
 
 def is_transposed(gpt2_name: str) -> bool:
-    """True for the weights of Conv1D."""
+    """Return True for a weight of a Conv1D layer, which is the transpose of ours."""
     return gpt2_name.removesuffix(".weight").endswith(tuple(GPT2_PRODUCTS))
 
 
 def gpt2_tensors(model: GPTModel) -> dict[str, Tensor]:
-    """The tensors under GPT-2's names, some of them views. Biases that the model lacks are zero."""
+    """Return the model's tensors under GPT-2's names, some of them as views. Biases that the model lacks are zeros."""
     state, theirs = model.state_dict(), {}
     for name, own in gpt2_names(model.config).items():
         if own not in state:
@@ -107,7 +108,7 @@ def gpt2_tensors(model: GPTModel) -> dict[str, Tensor]:
     return theirs
 
 
-# Llama and Qwen 3, which differ by the norms of each head's queries and keys.
+# Llama and Qwen 3. Only Qwen 3 normalizes the queries and keys of each head.
 
 LLAMA_LINEAR = {
     "att.W_query": "self_attn.q_proj",
@@ -123,8 +124,8 @@ QWEN3_NORMS = {"att.q_norm": "self_attn.q_norm", "att.k_norm": "self_attn.k_norm
 
 
 def llama_config(shape: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json besides the common ones. `attention_bias` is of all four projections; biases that
-    ours lacks are then zero."""
+    """Return the keys of Llama's or Qwen 3's config.json besides those of `common_config`. Its `attention_bias` adds
+    biases to all four projections; `llama_tensors` fills in zeros for those that our model lacks."""
     config = {
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if shape.qk_norm else "llama",
@@ -147,7 +148,8 @@ def llama_config(shape: ModelConfig) -> dict[str, Any]:
 
 
 def llama_tensors(model: GPTModel) -> dict[str, Tensor]:
-    """The tensors under these classes' names. Gains that the model lacks are ones, biases zero."""
+    """Return the model's tensors under the names of Llama and Qwen 3. Gains that the model lacks are ones, and biases
+    that it lacks are zeros."""
     ours, shape = model.to_checkpoint_names(), model.config
     ones = torch.ones(shape.emb_dim)
     theirs = {"model.embed_tokens.weight": ours[EMBEDDING], "model.norm.weight": ours.get("final_norm.scale", ones)}
@@ -166,20 +168,21 @@ def llama_tensors(model: GPTModel) -> dict[str, Tensor]:
     return theirs
 
 
-# Any other model: beside the weights and the configuration lie gpt.py, the cache that it generates with, and a class of
-# transformers around them. None imports anything of this project from outside the folder.
+# Any other model is exported with its code: gpt.py, inference.py with the key-value cache, and a class of transformers
+# around the model. These files import nothing of this project from outside the folder.
 
 OWN_TYPE = "ddp_pretrain"
 WRAPPER = Path(__file__).with_name("modeling_ddp_pretrain.py")
 CLASSES = {"AutoConfig": "DdpPretrainConfig", "AutoModelForCausalLM": "DdpPretrainForCausalLM"}
-# Definitions of gpt.py for training and for our own files: the folder has neither the loss nor those.
+# Definitions of gpt.py, by class ("" for the module), that are not exported. They are for training or for our own
+# files, and use modules that the folder does not have.
 LEFT_OUT = {"GPTModel": {"forward", "to_checkpoint_names", "load_checkpoint_tensors"}, "": {"load_model"}}
 DERIVED = ("head_width", "query_width", "kv_width", "mlp_width")
 
 
 def own_config(shape: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json besides the common ones. Sizes stand in it twice: for gpt.py, and under the names
-    that programs built on transformers look for."""
+    """Return the keys of config.json besides those of `common_config`, for a model that is exported with its own code.
+    Sizes are there twice: in "shape" for gpt.py, and under the names that programs built on transformers look for."""
     settings = shape.model_dump(mode="json") | {name: getattr(shape, name) for name in DERIVED}
     settings["drop_rates"] = shape.drop_rates.model_dump()
     settings["value_embedding_of_layers"] = [shape.value_embedding_of(layer) for layer in range(shape.n_layers)]
@@ -196,7 +199,7 @@ def own_config(shape: ModelConfig) -> dict[str, Any]:
 
 
 def own_tensors(model: GPTModel) -> dict[str, Tensor]:
-    """The model's own state under the wrapper's names."""
+    """Return the model's state dict under the names of the wrapper's parameters, without a tied head."""
     state = model.state_dict()
     return {f"model.{name}": state[name] for name in state if not (model.config.tie_weights and name == HEAD)}
 
@@ -213,7 +216,7 @@ def write_code(folder: Path) -> None:
 
 
 def _without_training(source: str) -> str:
-    """gpt.py without LEFT_OUT and without the imports that only these need."""
+    """Return the source of gpt.py without the definitions in LEFT_OUT and without the imports that only they need."""
     tree = ast.parse(source)
     bodies = {"": tree.body} | {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
     unwanted: set[int] = set()
@@ -228,25 +231,27 @@ def _without_training(source: str) -> str:
     return "".join(line for number, line in enumerate(lines, 1) if number not in unwanted)
 
 
-# The lab notebook's program. Its published models have their tensors in a wrapper, hence the prefix.
+# The lab notebook's program. Its published models were saved inside a wrapper, hence the prefix of their tensor names.
 
 NOTEBOOK_TYPE, NOTEBOOK_PREFIX = "gpjtgpt2", "model."
 NOTEBOOK_KEYS = ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias")
 
 
 def notebook_model_json(shape: ModelConfig) -> dict[str, Any]:
-    """The notebook's model.json for a model of this shape.
+    """Return the notebook's model.json for a model of this shape.
 
-    It never says "tie_weights": the program's `load_state_dict` wants a tied head in the file, its `load_model` (of
-    safetensors, in later versions) refuses a tied model's file with both. As an untied model the two matrices load
-    either way, and by the program's first versions, which had no such key.
+    It never has the key "tie_weights". For a tied model, the program's `load_state_dict` requires the head in the file,
+    but safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices. Without
+    the key, both functions load the two matrices as those of an untied model, and so do the first versions of the
+    program, which did not know the key.
     """
-    experts = {"moe": shape.moe.model_dump(exclude_none=True)} if shape.moe else {}  # a null is experts to it, too
+    # No "moe" at all without experts, because the program takes "moe": null for experts, too.
+    experts = {"moe": shape.moe.model_dump(exclude_none=True)} if shape.moe else {}
     return {key: getattr(shape, key) for key in NOTEBOOK_KEYS} | experts
 
 
 def notebook_masks(shape: ModelConfig) -> dict[str, Tensor]:
-    """The buffers that `load_state_dict` insists on: in each block the causal mask, (T, T), with ones above the
-    diagonal, as the book's MultiHeadAttention registers it."""
+    """Return the buffers that the notebook's `load_state_dict` requires: for each block the causal mask, (T, T), with
+    ones above the diagonal, as the book's MultiHeadAttention registers it."""
     mask = torch.triu(torch.ones(shape.context_length, shape.context_length), diagonal=1)
     return {f"trf_blocks.{layer}.att.mask": mask for layer in range(shape.n_layers)}

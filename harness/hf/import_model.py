@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder or repository, a GPT-2 or the notebook's, into a run directory."""
+"""Import of a GPT-2, or of a model by the notebook's author, from a Hugging Face folder or repository as a new run."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
-    """Write model.json, model.safetensors and what belongs to them to the new run directory `run`.
+    """Write model.json, model.safetensors, meta.json and the tokenizer (if there is one) to a new run directory `run`.
 
-    `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models;
-    `name` is what it is called on the Hub, if it is from there. Returns a line about the tokenizer.
-    Raises UserError for anything else in the folder, RunError if the run cannot be written; nothing is then left of it.
+    `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models.
+    `name` is the model's name on the Hub, or None for a local folder. Returns a line about the tokenizer.
+    Raises UserError if the folder holds anything else, or RunError if the run cannot be written; no partial run
+    directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
-        raise UserError(f"{source}: no {CONFIG}; by its {MODEL_JSON} it is a model that all commands take as it is")
+        raise UserError(f"{source}: no {CONFIG}, but a {MODEL_JSON}: all commands can use this folder without import")
     raw = read_json_object(file)
     is_gpt2 = raw.get("model_type") == "gpt2"
     shape = gpt2_shape(raw, file) if is_gpt2 else notebook_shape(raw, file)
@@ -54,14 +55,14 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     if is_gpt2:
         offered = _from_gpt2(offered, config, source)
         biases = [tensor for part, tensor in offered.items() if part.endswith(QKV_BIASES)]
-        if not any(tensor.any() for tensor in biases):  # as an export adds them
+        if not any(tensor.any() for tensor in biases):  # an export adds such zeros to a model without biases
             shape["qkv_bias"] = False
             offered = {part: tensor for part, tensor in offered.items() if not part.endswith(QKV_BIASES)}
             config = parse_config(ModelConfig, shape, file)
     elif all(part.startswith(NOTEBOOK_PREFIX) for part in offered):
         offered = {part.removeprefix(NOTEBOOK_PREFIX): tensor for part, tensor in offered.items()}
     tensors = from_checkpoint_names(offered, config, source)
-    if (source / TOKENIZER).exists():  # refused before a folder is made: with GPT-2's in its place all would be wrong
+    if (source / TOKENIZER).exists():  # fail early if it is broken: GPT-2's tokenizer in its place would be wrong
         load_tokenizer(source / TOKENIZER)
     with new_folder(run) as draft:
         fill(draft, shape, tensors)
@@ -71,7 +72,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
 
 
 class Gpt2Config(BaseModel):
-    """Keys of a GPT-2's config.json that change what it computes, with the values that ours can compute."""
+    """Keys of a GPT-2's config.json that affect its results, limited to the values that our models support."""
 
     model_config = ConfigDict(strict=True)
 
@@ -85,7 +86,7 @@ class Gpt2Config(BaseModel):
     layer_norm_epsilon: float = Field(default=EPSILON, ge=EPSILON, le=EPSILON)
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
-    reorder_and_upcast_attn: Literal[False] = False  # another order of the same sums, in training only
+    reorder_and_upcast_attn: Literal[False] = False  # True adds up in another order, in training only
     add_cross_attention: Literal[False] = False
     resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
     embd_pdrop: float = Field(default=0.1, ge=0, lt=1)
@@ -100,10 +101,10 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The keys of model.json for a GPT-2's config.json at `source`. Of its three rates of dropout, which mean nothing
-    but for training on, the residuals' is taken.
+    """Return the keys of model.json for a GPT-2's config.json, which was read from `source`. Of its three dropout
+    rates, which only matter if the model is trained further, the rate of the residuals is used everywhere.
 
-    Raises UserError, naming the key, if the model computes something that ours do not.
+    Raises UserError, naming the key, if the model computes something that our models do not.
     """
     theirs = parse_config(Gpt2Config, raw, source)
     others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
@@ -122,16 +123,17 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """A GPT-2's tensors, with or without the prefix `transformer.`, under our public names. Its masks are left out.
+    """Return a GPT-2's tensors under our public names. GPT-2's names may have the prefix `transformer.`, and its mask
+    buffers are dropped.
 
-    Raises UserError, naming the tensors, if they are not those of such a model.
+    Raises UserError, naming the tensors, if they are not those of the model that `config` describes.
     """
     theirs = {}
     for name, tensor in offered.items():
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
             theirs[name if name == PEER_HEAD else GPT2_PREFIX + name.removeprefix(GPT2_PREFIX)] = tensor
     head = {HEAD: theirs.pop(PEER_HEAD)} if config.tie_weights and PEER_HEAD in theirs else {}
-    with torch.device("meta"):  # for the shapes of its tensors
+    with torch.device("meta"):  # only the shapes of the model's tensors are needed
         state = GPTModel(config).state_dict()
     names = gpt2_names(config)
     shapes = {name: state[own].T.shape if is_transposed(name) else state[own].shape for name, own in names.items()}
@@ -141,13 +143,13 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The keys of model.json for the config.json of a model that the lab notebook's author has published.
+    """Return the keys of model.json for the config.json of a model that the lab notebook's author has published.
 
     That model is the book's (Raschka, Build a Large Language Model (From Scratch), chapter 4) in a wrapper
     (`GPJTGPT2Config`, `GPJTGPT2ModelForCausalLM` of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/):
     config.json holds model.json's object under "cfg", and every tensor's name begins with `model.`. The wrapper's own
-    code is never run: all that it does is to hand "cfg" to the model.
-    Raises UserError, naming the key, if the model computes something that ours do not.
+    code is never run, since it only passes "cfg" to the model.
+    Raises UserError, naming the key, if the model computes something that our models do not.
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
@@ -159,7 +161,7 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     if isinstance(lore, dict) and not (lore.get("input_embeddings") or lore.get("output_head")):
         shape = {
             key: value for key, value in shape.items() if key != "lore"
-        }  # low-rank vocabulary matrices, turned off
+        }  # "lore" has the settings of low-rank vocabulary matrices, which are turned off
     others = sorted(shape.keys() - {*NOTEBOOK_KEYS, "tie_weights", "moe"})
     if others:
         raise UserError(f'{source}: key "cfg.{others[0]}": no model of the notebook\'s that can be imported has it')
@@ -174,16 +176,16 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
     if (source / INDEX).is_file():
         index = read_json_object(source / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise UserError(f'{source / INDEX}: key "weight_map": must tell the file of each tensor')
+            raise UserError(f'{source / INDEX}: key "weight_map": must be an object with the file name of each tensor')
         tensors: dict[str, Tensor] = {}
         for file in sorted(set(index.values())):
             if Path(file).name != file:
-                raise UserError(f"{source / INDEX}: {file!r} leads out of the folder")
+                raise UserError(f"{source / INDEX}: {file!r} is not the name of a file in this folder")
             tensors |= load_weights(source / file)
         return tensors
     others = sorted(path.name for path in source.iterdir() if path.suffix in OTHER_WEIGHTS)
     if not others:
-        raise UserError(f"{source}: no {WEIGHTS}: a part of a model; download the rest")
+        raise UserError(f"{source}: no {WEIGHTS}: the model is incomplete; download the rest")
     raise UserError(
         f"{source}: no {WEIGHTS}; weights in other formats ({others[0]}) can run code when they are read: convert them "
         "with transformers' save_pretrained"
@@ -191,7 +193,8 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
 
 
 def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, str]:
-    """Put the tokenizer beside the weights. A line about it, and its name in meta.json."""
+    """Write the tokenizer of `source`, if there is one, to `draft`. Return a line about the tokenizer, and its name for
+    meta.json."""
     if (source / TOKENIZER).exists():
         shutil.copyfile(source / TOKENIZER, draft / TOKENIZER)
     elif (source / "vocab.json").exists() and (source / "merges.txt").exists():
@@ -203,7 +206,7 @@ def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, s
 
 
 def _from_vocabulary(source: Path, path: Path) -> None:
-    """GPT-2's own two files as one tokenizer.json."""
+    """Convert vocab.json and merges.txt, in which GPT-2's tokenizer was published, to a tokenizer.json at `path`."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     try:
@@ -215,7 +218,8 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """A model repository's files on this machine, from huggingface_hub's cache or the Hub. Raises UserError."""
+    """Return the local folder with a model repository's files, from huggingface_hub's cache or downloaded from the Hub.
+    Raises UserError if the download fails."""
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import logging

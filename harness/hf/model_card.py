@@ -1,4 +1,4 @@
-"""Model card for the Hub, from the files of the run that made the model."""
+"""Model card for the Hub, made from the files of the run that trained the model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """All that is known; a notebook's checkpoint or an imported model has little of it."""
+    """Facts for the model card. For a notebook's checkpoint or an imported model most of them are missing."""
 
     name: str  # owner/name
     config: ModelConfig
-    model_type: str  # of transformers' class, native or our own, that it is exported to
-    meta: dict[str, Any]  # of the checkpoint
+    model_type: str  # of the transformers class, native or our own, that the model is exported as
+    meta: dict[str, Any]  # the checkpoint's meta.json
     summary: RunSummary | None = None
     test: TestLoss | None = None
     license: str | None = None
@@ -43,7 +43,8 @@ class ModelFacts:
         return train if isinstance(train, dict) else {}
 
     def number(self, key: str) -> Any:
-        """A number of meta.json, which another program may have written; None if it is none."""
+        """Return a number from meta.json, or None if the value is missing or, since another program may have written
+        it, not a finite number."""
         value = self.meta.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return value if is_number else None
@@ -56,7 +57,7 @@ class ModelFacts:
 
 
 def model_card(facts: ModelFacts) -> str:
-    """The repository's README.md."""
+    """Return the model card, which is the README.md of the repository."""
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     environment.filters |= {"code": _code, "indented": lambda text: textwrap.indent(text, "    ")}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -101,8 +102,8 @@ def _front_matter(facts: ModelFacts) -> ModelCardData:
 
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
-    """Each loss with the text that it was measured on. A checkpoint's training loss is a mean over the steps before
-    it."""
+    """Yield the name and value of each loss, and a description of the tokens that it was measured on. A checkpoint's
+    training loss is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.dataset:
         keys = ("start_train_token", "start_val_token", "validation_batches", "microbatch_size")
@@ -124,7 +125,8 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
 
 
 def _count(value: Any) -> int | None:
-    """A number of tokens or batches in a file that another program may have written."""
+    """Return a number of tokens or batches, or None if the value, which another program may have written, is not such a
+    number."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
@@ -153,7 +155,7 @@ def _phases(amounts: Mapping[str, float], form: str) -> str:
 
 
 def _code(text: Any) -> str:
-    """Text that no reader of the card takes for markup."""
+    """Return the text as inline code, without characters that Markdown would interpret."""
     return f"`{_plain(text)}`"
 
 

@@ -1,5 +1,8 @@
-"""A model of gpt.py as a class of transformers. This file is copied into exported folders that no native class of
-transformers can compute; there `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs it."""
+"""Class of transformers around the model of gpt.py.
+
+A model that no native class of transformers computes is exported with a copy of this file, which
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` then runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from harness.model.inference import KeyValueCache
 
 
 class DdpPretrainConfig(PretrainedConfig):
-    """`shape` has the keys of model.json, and the widths that follow from them."""
+    """Contents of config.json. `shape` has the keys of model.json, and values derived from them, such as widths."""
 
     model_type = "ddp_pretrain"
 
@@ -26,7 +29,7 @@ class DdpPretrainConfig(PretrainedConfig):
 
 
 class Shape(SimpleNamespace):
-    """The configuration as gpt.py reads it."""
+    """Shape of the model, with the attributes that gpt.py reads."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         moe = shape["moe"] and SimpleNamespace(**shape["moe"])
@@ -37,7 +40,7 @@ class Shape(SimpleNamespace):
 
 
 class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
-    """The model, with the interface of transformers for evaluation and generation."""
+    """GPT model with the interface of transformers for evaluation and generation."""
 
     config_class = DdpPretrainConfig
 
@@ -56,11 +59,13 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """The cache is gpt.py's own: private, but `generate` has no public way to leave it to the model."""
+        """Return False, because gpt.py has its own cache class. This method is private, but `generate` has no public
+        way to leave the cache to the model."""
         return False
 
     def _reorder_cache(self, past_key_values: KeyValueCache, beam_idx: Tensor) -> KeyValueCache:
-        """Keep the rows of the surviving beams; `generate` finds it by this name for caches of a model's own."""
+        """Keep the rows of the surviving beams. For a model with its own cache class, `generate` calls a method of this
+        name."""
         past_key_values.keep(beam_idx.tolist())
         return past_key_values
 
@@ -74,13 +79,17 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V). The mask may hide tokens at either end of a row; with a cache it covers that, too."""
+        """Compute the logits (B, T, V), and the loss if `labels` are given.
+
+        If `logits_to_keep` is not 0, only the logits of the last `logits_to_keep` tokens are computed. The attention
+        mask may hide tokens at either end of a row. With a cache, the mask also covers the tokens in the cache.
+        """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache(len(self.model.trf_blocks))
         places_BxT = lengths = None
         if attention_mask is not None and not attention_mask[:, -input_ids.shape[1] :].all():
             visible_BxT = attention_mask[:, -input_ids.shape[1] :].bool()
-            order_BxT = visible_BxT.int().argsort(dim=1, descending=True, stable=True)  # padding after the tokens
+            order_BxT = visible_BxT.int().argsort(dim=1, descending=True, stable=True)  # moves padding to the end
             input_ids, places_BxT = input_ids.gather(1, order_BxT), order_BxT.argsort(dim=1)
             lengths = visible_BxT.sum(1).tolist()
         features_BxTxC = self.model.features(input_ids, lengths, past_key_values)

@@ -1,4 +1,4 @@
-"""A model on the Hugging Face Hub: the exported folder, its card, and the files of the run that made it."""
+"""Upload of a model to the Hugging Face Hub: the exported folder, its card, and the files of the run that made it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from harness.common.hub import CARD, HubWork, upload
 from harness.hf.model_card import CHART, ModelFacts, model_card
 from harness.runs.directory import RunDirectory
 
-TRAINING = "training"  # the run's own files in the repository
-# Files that transformers looks for beside weights.
+TRAINING = "training"  # the repository's folder for the files of the run
+# Files that transformers would load beside the weights, and that no export writes.
 COMPANIONS = {
     "adapter_config.json",
     "added_tokens.json",
@@ -23,9 +23,8 @@ COMPANIONS = {
 
 
 def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *, public: bool) -> str:
-    """Upload an exported folder with its card as one commit to the model repository that `facts` names; its address.
-
-    Raises UserError.
+    """Upload an exported folder with its card as one commit to the model repository `facts.name`. Returns the
+    repository's address. Raises UserError if the upload fails.
     """
     work = HubWork(
         facts.name,
@@ -49,7 +48,8 @@ def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *,
 
 
 def _is_models(path: str) -> bool:
-    """True for files of an earlier model in the repository, which loaders would take for those of the new one."""
+    """Return True for the path of a file that an earlier upload may have left in the repository, and that readers would
+    take for a file of the new model."""
     if path.startswith(f"{TRAINING}/") or path == CHART:
         return True
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

@@ -1,3 +1,3 @@
-"""A GPT apart from its layers, which are in gpt.py at the root: its configuration and cost, the fused loss, precision,
-generation with a cache, kernels, and weights under their public names.
+"""Everything about a model but its layers, which are in gpt.py at the root: configuration and cost, the fused loss,
+precision, the key-value cache, the choice of kernels, and reading and writing weights.
 """

@@ -1,4 +1,4 @@
-"""`model.json` as a class: the shape of a model, its tensors, parameters and FLOPs. Without torch."""
+"""`model.json` as a class: the shape of a model, its tensors, parameters and FLOPs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from harness.common.messages import quoted
 
 HEAD_DIM_OF_DEPTH = 64
 DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many heads of 64."
-# Far beyond what was ever trained, and still quickly refused for want of memory or disk: without a limit a typing error
-# makes layers for hours.
+# Far larger than any model that was ever trained, yet small enough that a lack of memory or disk space is noticed
+# quickly. Without a limit, a typing error would make the program build layers for hours.
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
-LARGEST_LISTED = 64  # numbers of heads that an error offers
-# Beyond them a cap leaves nothing of the logits in half precision, or is no number in fp32. Gemma 2's is 30.
+LARGEST_LISTED = 64  # the largest n_kv_heads that an error message suggests
+# Smallest and largest soft-cap. A cap outside this range leaves nothing of the logits in half precision, or is no
+# number in fp32. Gemma 2's is 30.
 SOFTCAPS = (0.01, 10_000)
 SIZES = (
     *("vocab_size", "context_length", "emb_dim", "n_layers"),
-    *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null where they are not used
+    *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null if not used
 )
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
-MLP_GROWTH = 4  # GPT-2's
+MLP_GROWTH = 4  # width of the feed-forward layer over emb_dim, as in GPT-2
 LARGEST_EXPERTS = 1024
 EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 
@@ -34,10 +35,10 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 
 class Part(BaseModel):
-    """Base class of an object inside model.json; the error for an unknown key lists the known ones."""
+    """Base class of an object inside model.json. The error for an unknown key lists the known keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-    key: ClassVar[str]  # of model.json, that has the object
+    key: ClassVar[str]  # the key of model.json whose value is this object
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +66,7 @@ class DropRates(Part):
 
     @property
     def highest(self) -> float:
-        """0 where nothing is dropped."""
+        """The highest of the four rates; 0 means no dropout."""
         return max(self.model_dump().values())
 
 
@@ -80,8 +81,9 @@ DropRate = Annotated[
 
 
 class ExpertCounts(Part):
-    """The number of experts that replace a block's feed-forward layer, and the number of them that each token goes
-    through: two or more, since the weight of one alone is always 1, from which the router learns nothing."""
+    """Number of experts that replace a block's feed-forward layer, and the number of experts that each token goes
+    through. The latter is at least 2, because the weight of a single expert is always 1, and the router would learn
+    nothing from it."""
 
     key: ClassVar[str] = "moe"
 
@@ -106,7 +108,7 @@ class ModelConfig(RunFile):
 
     model_config = ConfigDict(title="model.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {"depth": {"type": "integer", "minimum": 1, "description": DEPTH}}
-    replaceable_keys: ClassVar[set[str]] = {"emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"}  # by depth
+    replaceable_keys: ClassVar[set[str]] = {"emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"}  # by "depth"
     null_for_none: ClassVar[set[str]] = {"logit_softcap", "value_embeddings", "bigram_embedding", "moe"}
 
     vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
@@ -157,10 +159,11 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _expand_depth(cls, raw: Any) -> Any:
-        """`{"depth": d}` stands for d layers of width 64·d, with d heads of 64.
+        """Replace `{"depth": d}` by its shape: d layers of width 64·d, with d heads of width 64.
 
-        One knob, and 64 of width for each layer, are nanochat's rule; its heads are 128 wide. Heads of 64 are GPT-2's
-        (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers and heads, width 768.
+        A single setting, with 64 of width for each layer, is nanochat's rule, but nanochat's heads are 128 wide. Here
+        they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
+        heads, width 768.
         """
         if not isinstance(raw, dict) or "depth" not in raw:
             return raw
@@ -177,7 +180,7 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Set the keys of an option that is on to their defaults, so that they are recorded."""
+        """Fill in the defaults of `rope_base` and `norm_gain` if the model uses them, so that they are recorded."""
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)
@@ -195,46 +198,46 @@ class ModelConfig(RunFile):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The keys that may be left out, with what they then are."""
+        """Return the optional keys of model.json with their default values."""
         return {key: field.default for key, field in cls.model_fields.items() if not field.is_required()}
 
     @property
     def drop_rates(self) -> DropRates:
-        """The rate at each place."""
+        """The dropout rate at each of the four places."""
         return self.drop_rate if isinstance(self.drop_rate, DropRates) else DropRates.everywhere(self.drop_rate)
 
     @property
     def head_width(self) -> int:
-        """Width of a query's, key's or value's head."""
+        """Width of one head of queries, keys or values."""
         return self.head_dim or self.emb_dim // self.n_heads
 
     @property
     def query_width(self) -> int:
-        """Width of the queries of all heads, and of what the heads have mixed."""
+        """Width of the queries of all heads, which is also the width of the output of all heads."""
         return self.n_heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys of all key-value heads, and of their values."""
+        """Width of the keys of all key-value heads, which is also the width of the values."""
         return (self.n_kv_heads or self.n_heads) * self.head_width
 
     @property
     def mlp_width(self) -> int:
-        """Width of the feed-forward layer. SwiGLU's default is 8/3 of the model's width, so that its three matrices
-        have as many weights as GPT-2's two (Shazeer, arXiv:2002.05202), rounded up to a multiple of 8."""
+        """Width of the feed-forward layer. With SwiGLU the default is 8/3 of `emb_dim`, rounded up to a multiple of 8:
+        SwiGLU's three matrices then have as many weights as GPT-2's two (Shazeer, arXiv:2002.05202)."""
         if self.mlp_dim is not None:
             return self.mlp_dim
         return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else MLP_GROWTH * self.emb_dim
 
     def value_embedding_of(self, layer: int) -> int | None:
-        """Index of a block's value embedding, None without one: the first blocks and the last share theirs, in the same
-        order."""
+        """Return the index of a block's value embedding, or None if the block has none. With N tables, the first N
+        blocks use tables 0 to N - 1, and so do the last N blocks, in the same order."""
         tables = self.value_embeddings or 0
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
 
     def tensor_shapes(self) -> Shapes:
-        """Every tensor of the model by its public name, in the model's order."""
+        """Return the shape of every tensor by its name in checkpoints, in the model's order."""
         shapes = self._embedding_shapes()
         for layer in range(self.n_layers):
             shapes |= {f"trf_blocks.{layer}.{name}": shape for name, shape in self._block_shapes(layer).items()}
@@ -251,7 +254,8 @@ class ModelConfig(RunFile):
         return shapes
 
     def _block_shapes(self, layer: int, experts: int | None = None) -> Shapes:
-        """A block's tensors, without the block's own prefix; with only so many of its `experts`, if that is given."""
+        """Return the shapes of a block's tensors, by names without the block's prefix. If `experts` is given, only that
+        many experts are included."""
         rows = {"W_query": self.query_width, "W_key": self.kv_width, "W_value": self.kv_width}
         block: Shapes = {"skip.scale": (2,)} if self.embedding_skip else {}
         block |= self._norm_shapes("norm1")
@@ -282,29 +286,29 @@ class ModelConfig(RunFile):
 
     @property
     def parameters(self) -> int:
-        """Number of trainable parameters; a tied head counts once."""
+        """Number of trainable parameters. A tied head and token embedding count once."""
         return self._count_parameters(None)
 
     @property
     def active_parameters(self) -> int:
-        """Number of trainable parameters that a token goes through: all but the experts that its router leaves out.
-        Embeddings count whole."""
+        """Number of trainable parameters without the experts that a token does not go through. Embeddings are counted
+        in full."""
         return self._count_parameters(self.moe.num_active_experts if self.moe else None)
 
     def _count_parameters(self, experts: int | None) -> int:
-        """All parameters, with only so many of each block's `experts` if that is given."""
+        """Return the number of parameters. If `experts` is given, only that many experts of each block count."""
         outside = [*self._embedding_shapes().values(), *self._norm_shapes("final_norm").values()]
         if not self.tie_weights:
             outside.append((self.vocab_size, self.emb_dim))
         block = self._block_shapes(0, experts)
-        block.pop("att.value_mix.scale", None)  # the only tensor that some blocks have, and others not
+        block.pop("att.value_mix.scale", None)  # the only tensor that not all blocks have: counted below
         mixes = sum(self.value_embedding_of(layer) is not None for layer in range(self.n_layers))
         return _numbers(outside) + self.n_layers * _numbers(block.values()) + 2 * mixes
 
     @property
     def block_weights(self) -> int:
-        """Weights of a block's matrix products that a token goes through: of experts the active ones, and the
-        router."""
+        """Number of weights in a block's matrix products for one token. With experts, this counts the router and the
+        active experts."""
         active = self.moe.num_active_experts if self.moe else None
         return _numbers(shape for shape in self._block_shapes(0, active).values() if len(shape) == 2)
 
@@ -312,9 +316,10 @@ class ModelConfig(RunFile):
     def flops_per_token(self) -> int:
         """Floating-point operations of the matrix products for one token of training, forward and backward.
 
-        6 for each weight that multiplies (embeddings are look-ups, the head is not; of experts the active ones) and
-        12·L·Q·T for the attention scores and sums of queries Q wide, uncausal as is customary (PaLM, arXiv:2204.02311,
-        appendix B).
+        The sum of two terms (PaLM, arXiv:2204.02311, appendix B). The first is 6 for each weight of a matrix product:
+        the head counts, embeddings are look-ups and do not, and of experts only the active ones count. The second is
+        12·L·Q·T for attention scores and weighted sums, where Q is the width of all queries. It ignores the causal
+        mask, as is customary.
         """
         multiplying = self.n_layers * self.block_weights + self.vocab_size * self.emb_dim
         return 6 * multiplying + 12 * self.n_layers * self.query_width * self.context_length
@@ -325,7 +330,7 @@ def _numbers(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def _faults(config: ModelConfig) -> Iterator[str]:
-    """Describe, with a remedy each, the combinations of keys that no model can have."""
+    """Yield an error message with a remedy for each impossible combination of keys."""
     width, heads, kv_heads = config.emb_dim, config.n_heads, config.n_kv_heads
     if config.head_dim is None and width % heads:
         below = width // heads * heads
@@ -335,7 +340,7 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         divisors = ", ".join(str(each) for each in range(1, min(heads, LARGEST_LISTED) + 1) if heads % each == 0)
         yield f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use one of {divisors}'
     if config.position == "rope" and config.head_width % 2:
-        odd = f'key "position": "rope" turns pairs, and heads of {config.head_width} are odd'
+        odd = f'key "position": "rope" rotates pairs of dimensions, and a head has {config.head_width}, an odd number'
         yield f"{odd}; make head_dim even, or change emb_dim or n_heads"
     if config.qkv_bias and not config.linear_bias:
         without = 'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases'
@@ -360,5 +365,5 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read and check a model.json. Raises UserError naming the file, the key and the remedy."""
+    """Read and check a model.json. Raises UserError, which names the file, the key and the remedy."""
     return parse_config(ModelConfig, read_json_object(path), path)

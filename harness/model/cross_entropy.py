@@ -1,11 +1,13 @@
-"""Mean next-token cross-entropy straight from features, without ever holding all the logits.
+"""Mean next-token cross-entropy computed from the head's input, without ever holding all the logits in memory.
 
-At GPT-2's vocabulary the logits of one 1,024-token sequence are 206 MB in fp32, and cross-entropy keeps several copies
-of them: they, not the transformer, decide which microbatch fits. Here the head and the loss run over a chunk of rows
-at a time, and the gradients are formed at once, from the only copy of the chunk's logits (the idea of Wijmans et al.,
-"Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009). docs/LOG.md has the timings against torch's.
+At GPT-2's vocabulary the logits of one 1,024-token sequence are 206 MB in fp32, and torch's cross-entropy keeps several
+copies of them, so that the logits, not the transformer, limit the size of a microbatch. Here the head and the loss run
+over one chunk of rows at a time, and the gradients are computed immediately, from the only copy of the chunk's logits
+(the idea of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009). docs/LOG.md
+compares the timings with torch's.
 
-For a compiler all of it is one operation, whatever the number of chunks: what is compiled is the kernel within.
+torch.compile sees a single custom operation, whatever the number of chunks. The kernel that this operation calls for
+each chunk is compiled separately.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once: large enough to keep the matrix products efficient, small beside the rest of the memory.
+# Number of logits in a chunk: enough to keep the matrix products efficient, few compared to the rest of the memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
-# Rows of a chunk in fp16: each adds up to 1 times a feature to the product that is the chunk's part of the weight's
-# gradient, and that must stay below 65,504. A scaler of gradients cannot help: it comes into them afterwards.
+# Largest number of rows in an fp16 chunk. The chunk's part of the weight's gradient is a matrix product to which each
+# row adds at most 1 times a feature, and which must stay below fp16's limit of 65,504. Loss scaling cannot help, since
+# the scale is applied after this product.
 FP16_ROWS = 2**14
-# Matrix units work on tiles: rows of a chunk and, where the head is copied anyway, its rows are a multiple of this.
+# Tile size of the hardware's matrix units. The number of rows of a chunk is a multiple of it, and so is the number of
+# rows of the head's weight where the weight is copied anyway.
 TILE = 128
-INPUTS = 7  # of the loss as one operation
-# Logits worked on at once where each operation is a kernel of its own: on a CPU by each thread, what stays in the
-# caches; on a GPU enough to keep it busy.
+INPUTS = 7  # number of inputs of the custom operation
+# Number of logits on which `eager_kernel` works at once. On a CPU it is per thread, and small enough for the caches; on
+# a GPU it is large enough to keep the device busy.
 SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**25}
 
 Kernel = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
@@ -36,16 +40,18 @@ Kernel = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 def linear_cross_entropy(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """Mean over N rows of the cross-entropy of softmax(features @ weight.T) against integer targets, as an fp32 scalar
-    (fp64 for fp64 input). With `softcap` c the products x become c·tanh(x / c) before the softmax.
+    """Return the mean over N rows of the cross-entropy of softmax(features @ weight.T) against integer targets, as an
+    fp32 scalar (fp64 for fp64 input). With `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
 
-    Equals F.cross_entropy(F.linear(features, weight).float(), targets) to rounding; under autocast the matrix products
-    run in the autocast precision and everything else in fp32. First derivatives only, and backward once: it scales
-    the saved gradient in place. Every target is from 0 to V - 1 (compiled code does not look): data sets are checked
-    before training, and there is no number for a target to be ignored.
+    Equals F.cross_entropy(F.linear(features, weight).float(), targets) up to rounding. Under autocast the matrix
+    products run in the autocast precision and everything else in fp32. Only first derivatives exist, and backward can
+    run only once, because it scales the saved gradient in place.
+
+    Every target must be from 0 to V - 1, and no value marks a target to be ignored. Compiled code does not check this,
+    since datasets are checked before training.
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
-    # Decided here: operations with a registered implementation run where autocast is no longer seen.
+    # Determined here, because the implementation of a custom operation does not see the autocast state.
     product_dtype = _matmul_dtype(features_NxC)
     compiled = torch.compiler.is_compiling()
     loss, _, _ = _loss_and_gradients(
@@ -57,8 +63,8 @@ def linear_cross_entropy(
 def token_cross_entropies(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """The N cross-entropies whose mean `linear_cross_entropy` is, for a model that is measured: without gradients, and
-    not for a compiler."""
+    """Return the cross-entropy of each of the N rows, whose mean `linear_cross_entropy` computes. For evaluation only:
+    the result has no gradient, and torch.compile cannot be used."""
     dtype, cap = _matmul_dtype(features_NxC), softcap or 0.0
     losses_N, _, _ = _row_losses(
         features_NxC, weight_VxC, targets_N, dtype, needs_grad=False, compiled=False, softcap=cap
@@ -74,11 +80,12 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 
 
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
-    """Rows of each chunk but the last, for `rows` rows of `width` logits: whole tiles, and chunks as equal as they
-    then can be."""
+    """Return the number of rows of each chunk but the last, for `rows` rows of `width` logits. It is a multiple of TILE
+    where a tile fits, and chunks are as equal as that allows."""
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
-        # As many bytes as in fp32: with each chunk the weight's gradient is converted and added to that in fp32.
+        # As many bytes as in fp32. Fewer, larger chunks save time, because each chunk's part of the weight's gradient
+        # has to be converted and added to the fp32 sum.
         logits *= 2
     largest = max(1, logits // width)
     if dtype == torch.float16:
@@ -102,11 +109,12 @@ def _loss_and_gradients(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean cross-entropy, and N times its gradients with respect to the features, in `product_dtype`, and the
-    weight; both are empty unless `needs_grad`.
+    """Return the mean cross-entropy, and N times its gradients with respect to the features (in `product_dtype`) and
+    the weight. Both gradients are empty unless `needs_grad`.
 
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
-    gives the loss and both gradients. The 1/N waits until after the matrix products: in fp16 it would underflow.
+    gives the loss and both gradients. The division by N is left to the backward pass, after the matrix products,
+    because p - y divided by N would underflow in fp16.
     """
     losses_N, grad_features, grad_weight = _row_losses(
         features_NxC, weight_VxC, targets_N, product_dtype, needs_grad=needs_grad, compiled=compiled, softcap=softcap
@@ -124,7 +132,8 @@ def _row_losses(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_loss_and_gradients` before the mean: the loss of each row. `dtype` is that of the matrix products."""
+    """Return the results of `_loss_and_gradients`, with the loss of each row (N) in place of the mean. `dtype` is the
+    dtype of the matrix products."""
     (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
     with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
         features = features_NxC.to(dtype)
@@ -137,7 +146,7 @@ def _row_losses(
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             logits = torch.mm(features[part], weight.T, out=logits_RxW[: part.stop - start])
-            # A compiler takes a size of 1 for a constant: one row would need a program of its own.
+            # torch.compile treats a size of 1 as a constant, so that a chunk of one row would be compiled separately.
             kernel = _compiled_kernel if compiled and len(logits) > 1 else eager_kernel
             kernel(logits, targets_N[part], losses_N[part], vocab, needs_grad, softcap)
             if needs_grad:
@@ -147,8 +156,11 @@ def _row_losses(
 
 
 def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:
-    """The weight in `dtype`, with rows of zeros after it up to whole tiles if wanted: GPT-2's 50,257 is odd, and with
-    it every second row of logits would begin where no vector can be read."""
+    """Return the weight in `dtype`, padded with rows of zeros to a multiple of TILE if `whole_tiles`.
+
+    GPT-2's vocabulary of 50,257 is odd. Without padding, every second row of logits would begin at an address that is
+    not aligned for vector loads.
+    """
     vocab, dim = weight_VxC.shape
     missing = -vocab % TILE if whole_tiles else 0
     if not missing:
@@ -160,7 +172,7 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
-    """Add errors.T @ features to a sum that may be of a higher precision; the first product begins it."""
+    """Add errors.T @ features to `total_WxC`, which may have a higher precision. The first product overwrites it."""
     if total_WxC.dtype == errors_RxW.dtype:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=0 if is_first else 1, out=total_WxC)
     elif is_first:
@@ -188,7 +200,7 @@ def _shapes(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, grad_features, grad_weight = output
     ctx.mark_non_differentiable(grad_features, grad_weight)
-    ctx.set_materialize_grads(False)  # zeros for the two gradients, as large as they are
+    ctx.set_materialize_grads(False)  # or autograd would allocate zeros as large as the two gradients
     ctx.save_for_backward(grad_features, grad_weight)
     features_NxC = inputs[0]
     ctx.rows, ctx.features_dtype = features_NxC.shape[0], features_NxC.dtype
@@ -200,8 +212,8 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
         return (None,) * INPUTS
     grad_features, grad_weight = ctx.saved_tensors
     scale = grad_loss / ctx.rows
-    # Nothing else reads the saved gradient of the weight, and a second copy would cost as much as the head. The
-    # features' gradient leaves half precision before it is scaled down.
+    # The saved gradient of the weight is scaled in place, because nothing else reads it, and a copy would take as much
+    # memory as the head. The features' gradient is converted from half precision before it is scaled down.
     scaled = (grad_features.to(scale.dtype) * scale).to(ctx.features_dtype)
     return scaled, grad_weight.mul_(scale), *(None,) * (INPUTS - 2)
 
@@ -209,28 +221,28 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
 _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 
 
-# The elementwise part: from a chunk of logits to each row's loss and the gradient with respect to the logits.
+# The elementwise part computes each row's loss, and the gradient with respect to the logits, from a chunk of logits.
 #
-# A kernel writes each row's loss, in the precision of `losses_R`, and, if `wants_errors`, the gradient over the logits,
-# so that a chunk needs no second copy of them; otherwise it may leave anything there. Columns from `vocab` on count as
-# absent. With p the softmax of a row's logits and y its one-hot target, the loss is log(sum(exp(logits))) -
-# logits[target], its gradient p - y.
+# A kernel writes each row's loss to `losses_R`, in that tensor's precision. If `wants_errors`, it overwrites the logits
+# with the gradient, so that a chunk needs no second tensor of that size; otherwise it may leave any values there.
+# Columns from `vocab` on are padding and are ignored. With p the softmax of a row's logits and y its one-hot target,
+# the loss is log(sum(exp(logits))) - logits[target], and its gradient is p - y.
 #
-# A soft-cap c (0: none) makes the logits c·tanh(products / c) before anything else; the gradient with respect to the
-# products is then that with respect to the logits times 1 - tanh².
+# With a soft-cap c (0: none), the input holds products x from which the kernel first computes the logits c·tanh(x / c).
+# The gradient with respect to x is the gradient with respect to the logits times 1 - tanh²(x / c).
 
 
 def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """The kernel as separate operations, over a few rows at a time."""
+    """Kernel of separate torch operations, which work on a few rows at a time."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
-        slice_logits *= torch.get_num_threads()  # threads wait for one another after each operation on a slice
+        slice_logits *= torch.get_num_threads()  # all threads share a slice, and wait for each other after each op
     at_once = max(1, slice_logits // logits_RxW.shape[1])
     parts = (tensor.split(at_once) for tensor in (logits_RxW, targets_R[:, None], losses_R[:, None]))
     for logits, wanted, written in zip(*parts, strict=True):
-        work = logits[:, :vocab].to(losses_R.dtype)  # the logits themselves where they have that precision
+        work = logits[:, :vocab].to(losses_R.dtype)  # a view, and no copy, if the logits have this dtype already
         slope = _softcap(work, softcap, wants_errors=wants_errors) if softcap else None
         largest, chosen = work.amax(-1, keepdim=True), work.gather(1, wanted)
         total = work.sub_(largest).exp_().sum(-1, keepdim=True)
@@ -246,7 +258,7 @@ def eager_kernel(
 
 
 def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
-    """Cap logits in place; the slope at each, if wanted."""
+    """Cap logits in place. Return the derivative of the cap at each logit if `wants_errors`, or None."""
     work.div_(cap).tanh_()
     slope = 1 - work.square() if wants_errors else None
     work.mul_(cap)
@@ -256,11 +268,11 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
 def fused_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """The kernel as one reduction over whole rows, for a compiler: it becomes a single kernel that reads and writes the
-    logits in their own precision.
+    """Kernel for torch.compile, written as one reduction over whole rows: the compiler makes a single kernel of it,
+    which reads and writes the logits in their own precision.
 
-    Columns are compared with the target instead of indexed by it: a gather or a scatter would be further kernels, and
-    force the whole chunk to memory in fp32 between them.
+    Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
+    kernel, and the whole chunk would have to be written to memory in fp32 in between.
     """
     columns_W = torch.arange(logits_RxW.shape[1], device=logits_RxW.device, dtype=torch.int32)
     products = logits_RxW.to(losses_R.dtype)
@@ -278,15 +290,17 @@ def fused_kernel(
 def _compiled_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float
 ) -> None:
-    for tensor in (logits_RxW, targets_R, losses_R):  # documented, but under no public name
+    for tensor in (logits_RxW, targets_R, losses_R):  # mark_dynamic is documented, but only under this private name
         torch._dynamo.mark_dynamic(tensor, 0)
-    # A program belongs to a state of autograd's dispatch, and callers differ in it: without this there would be two.
-    # Private: torch.no_grad() leaves that state as it is, and no public context sets it.
+    # torch.compile compiles once for each state of autograd's dispatch keys, and callers differ in this state. Without
+    # this context the kernel would be compiled twice. The context is private, but torch.no_grad() does not change the
+    # state, and no public context sets it.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         _compile()(logits_RxW, targets_R, losses_R, vocab, wants_errors, softcap)
 
 
 @cache
 def _compile() -> Kernel:
-    # Only rows vary, and they are marked so; that the width is a constant keeps accesses aligned and vectorised.
+    # Only the number of rows varies, and it is marked as dynamic. A constant width keeps memory accesses aligned and
+    # vectorized.
     return torch.compile(fused_kernel, dynamic=False, fullgraph=True)

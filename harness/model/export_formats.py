@@ -1,6 +1,6 @@
-"""Formats of other programs that a model can be exported to, as its model.json decides. Without torch.
+"""Check which formats of other programs can represent a model, given its model.json. Does not import torch.
 
-Three are classes of transformers, by its `model_type`; the fourth is the lab notebook's program.
+Three formats are classes of transformers, named by their `model_type`. The fourth is the lab notebook's program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.common.messages import quoted
 from harness.model.config import ModelConfig
 
 NOTEBOOK = "notebook"
-# Options of model.json that some format computes; of all others it computes the default alone.
+# Options of model.json that at least one format supports. Of every other option, all formats support the default only.
 COMPUTED = {
     *("tie_weights", "position", "norm", "mlp", "qk_norm", "n_kv_heads", "rope_base", "norm_gain", "linear_bias"),
     *("head_dim", "mlp_dim", "initialisation", "moe"),
@@ -32,7 +32,8 @@ FORMATS = {
 
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
-    """The keys and values that model.json lacks for each format to compute the same, the nearest format first."""
+    """Return, for each format, the keys and values that model.json would need for the format to compute the same model;
+    the list is empty if it does. Formats are sorted by the length of their lists, shortest first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
     for name, levers in FORMATS.items():
@@ -46,20 +47,21 @@ def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
         ]
         if name == NOTEBOOK and not isinstance(shape.drop_rate, (int, float)):
             missing[name].append('"drop_rate": one number')
-        # GPT-2 has its heads side by side in the width, and transformers loads no such Llama, whatever its head_dim.
+        # GPT-2 splits emb_dim into heads. For Llama, transformers requires the multiple whatever head_dim is.
         if name != "qwen3" and shape.emb_dim % shape.n_heads:
             missing[name].append(f'"emb_dim": a multiple of {shape.n_heads}')
     return dict(sorted(missing.items(), key=lambda item: len(item[1])))
 
 
 def native_class(shape: ModelConfig) -> str | None:
-    """The `model_type` of transformers' class that computes the same; None if there is none."""
+    """Return the `model_type` of the transformers class that computes the same model, or None if there is none."""
     missing = missing_for_export(shape)
     return next((name for name in missing if name != NOTEBOOK and not missing[name]), None)
 
 
 def describe_formats(shape: ModelConfig) -> str:
-    """The formats that a model of this shape is exported to, and what its model.json lacks for a native class."""
+    """Return the names of the formats that a model of this shape can be exported to. If no native class of transformers
+    is among them, the text also says which keys model.json would need for the nearest one."""
     missing = missing_for_export(shape)
     possible = [name for name in missing if not missing[name]]
     if native_class(shape) is None:
@@ -70,8 +72,8 @@ def describe_formats(shape: ModelConfig) -> str:
 
 
 def check_for_notebook(shape: ModelConfig, source: Path) -> None:
-    """Raises UserError, naming the file `source` that has the shape and the keys that are in the way, if upstream's
-    program does not compute such a model."""
+    """Raise UserError if the lab notebook's program cannot compute a model of this shape. The error names `source`, the
+    file that the shape was read from, and the keys to change."""
     missing = missing_for_export(shape)[NOTEBOOK]
     if missing:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Evaluation of a model: its mode, and the cache of attention's keys and values by which it continues a sequence."""
+"""Evaluation mode of a model, and the cache of attention's keys and values for generation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-FIRST_PLACES = 64
-NO_TOKEN = -1  # before a sequence's first
+FIRST_PLACES = 64  # positions for which a new cache has room
+NO_TOKEN = -1  # stands for the predecessor of a sequence's first token
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; the model's mode is put back afterwards."""
+    """Put the model in evaluation mode and turn gradients off. On exit, restore the model's previous mode."""
     was_training = model.training
     model.eval()
     try:
@@ -25,7 +25,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class LayerCache:
-    """One attention layer's keys and values, BxHxSxD each."""
+    """Keys and values of one attention layer, (B, H, S, D) each, with room for S positions."""
 
     def __init__(self, owner: KeyValueCache) -> None:
         self._owner = owner
@@ -33,8 +33,11 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def extend(self, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Put in the keys and values of the call's tokens. All there are now, and which of them each token may see
-        (Bx1xTxS, true: visible)."""
+        """Store the keys and values of the tokens that were last given to `KeyValueCache.take`.
+
+        Returns the keys and values of all positions so far, S of them, and a mask (B, 1, T, S) that is true where a
+        token may attend to a position.
+        """
         places_BxT, count = self._owner.places, self._owner.count
         self.keys = _with_room(self.keys, k_BxHxTxD, count)
         self.values = _with_room(self.values, v_BxHxTxD, count)
@@ -45,21 +48,22 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """The layers' caches, and how far each row has come.
+    """Caches of all layers, and the number of tokens in each row.
 
-    Rows may have unequal lengths: a call's tokens are padded on the right. What padding leaves behind lies at places
-    that no token sees before the row's own next tokens have taken them.
+    Rows may have unequal lengths, because the tokens of a call can be padded on the right. Keys and values of padding
+    are stored, too, but no token attends to their positions until the row's next tokens have overwritten them.
     """
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache(self) for _ in range(layers)]
-        self.lengths: list[int] = []  # tokens that each row holds
-        self.count = 0  # places that the longest row needs
-        self.previous: Tensor  # the predecessor of each of the call's tokens (BxT)
-        self._last_Bx1: Tensor | None = None  # each row's last token, NO_TOKEN for an empty one
+        self.lengths: list[int] = []  # number of tokens in each row
+        self.count = 0  # positions in use, padding included
+        self.previous: Tensor  # the predecessor of each token of the last `take` (B, T)
+        self._last_Bx1: Tensor | None = None  # the last token of each row, NO_TOKEN for an empty row
 
     def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
-        """Announce a call's tokens, of which row b has `lengths[b]` (None: all). Returns their positions (BxT)."""
+        """Prepare for new tokens, `lengths[b]` in row b and the rest padding (None: no padding). To be called before
+        the layers' `extend`. Returns the tokens' positions (B, T)."""
         if lengths is None:
             lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)
@@ -75,7 +79,7 @@ class KeyValueCache:
         return self.places
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these rows alone."""
+        """Keep only the rows with these indices, in this order."""
         if not self.lengths:
             return
         self.lengths = [self.lengths[row] for row in rows]
@@ -89,7 +93,8 @@ class KeyValueCache:
 
 
 def _with_room(held: Tensor | None, new_BxHxTxD: Tensor, count: int) -> Tensor:
-    """A tensor like `held` with at least `count` places; they double, so that growing costs little."""
+    """Return `held`, or a larger copy if it has fewer than `count` positions. The copy has at least twice as many
+    positions, so that copying is rare."""
     if held is not None and held.shape[2] >= count:
         return held
     batch, heads, _, size = new_BxHxTxD.shape

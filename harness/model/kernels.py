@@ -1,5 +1,5 @@
-"""Choice of the kernels that compute a model: compiled ones where available, for attention those whose dropout rate is
-exact, and with "deterministic": true those that compute the same bits every time."""
+"""Choice of the kernels that compute a model: compiled kernels where available, attention kernels with an exact dropout
+rate, and with "deterministic": true kernels that compute the same bits every time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch import nn
 
 from harness.common.errors import UserError
 
-# cuBLAS computes the same bits every time if its workspace has one of these forms (NVIDIA's cuBLAS documentation,
-# "Results reproducibility"); it reads the variable when the process first uses CUDA.
+# cuBLAS computes the same bits every time if this variable has one of these values (NVIDIA's cuBLAS documentation,
+# "Results reproducibility"). cuBLAS reads the variable when the process first uses CUDA.
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+# Parts of torch's error messages
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"
-CUBLAS_NOT_SET = "not deterministic because it uses CuBLAS"  # torch's, of a variable that came too late
+CUBLAS_NOT_SET = "not deterministic because it uses CuBLAS"  # if the variable was set too late
 
 CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
 
@@ -32,17 +33,17 @@ def choose_kernels(
     *,
     compiled: bool | Literal["auto"],
 ) -> None:
-    """Have a model, which is on `device` already, computed as train.json's `compile` says. Raises UserError if it
-    cannot be."""
+    """Choose the kernels for a model that is on `device` already: compile it if `should_compile`, and avoid attention
+    kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is missing."""
     avoid_rounded_dropout(drop_rate, device)
     if should_compile(compiled, device):
         model.compile()  # in place: the module and its parameters keep their names
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """True if the model is to be compiled: if train.json says true, or "auto" on CUDA with the tools installed.
+    """Return True if the model is to be compiled: if train.json says true, or "auto" on CUDA with all tools installed.
 
-    Raises UserError if train.json says true and they are missing.
+    Raises UserError if train.json says true and a tool is missing.
     """
     wanted = setting is True or (setting == "auto" and device.type == "cuda")
     missing = missing_tool(device) if wanted else None
@@ -52,26 +53,26 @@ def should_compile(setting: bool | Literal["auto"], device: torch.device) -> boo
 
 
 def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str | None:
-    """A remark if the model would be compiled but for something that this machine lacks."""
+    """Return a remark if "auto" does not compile the model on a GPU because a tool is missing, or None."""
     missing = missing_tool(device) if setting == "auto" and device.type == "cuda" else None
     return f"the model is not compiled, and trains more slowly: that needs {missing}" if missing else None
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """True if calls of the model run compiled code, or will after the first."""
-    # Private: nn.Module.compile() has no public counterpart that tells, or undoes, what it did.
+    """Return True if calls of the model run compiled code, which the first call compiles."""
+    # Private: torch has no public function that tells whether nn.Module.compile() was called, or undoes it.
     return model._compiled_call_impl is not None
 
 
 def run_eagerly(model: nn.Module) -> None:
-    """Undo the compiling of `choose_kernels`."""
+    """Undo the compilation by `choose_kernels`."""
     model._compiled_call_impl = None  # private: see is_compiled
     torch.compiler.reset()
 
 
 def missing_tool(device: torch.device) -> str | None:
-    """A tool that torch.compile needs and would miss only minutes later, and how to install it; None if all are
-    there."""
+    """Return a missing tool that torch.compile needs, with a command that installs it, or None if all are installed.
+    torch.compile itself would fail only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -84,15 +85,17 @@ def missing_tool(device: torch.device) -> str | None:
 
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
-    """Keep attention from cuDNN's kernel where that would round `drop_rate` to sixteenths: before 2.12, torch prefers
-    it on Hopper and Blackwell without looking at the rate (https://github.com/pytorch/pytorch/pull/174245)."""
+    """Disable cuDNN's attention kernel if it would round `drop_rate`, which it does unless the rate is a multiple of
+    1/16. Before version 2.12, torch prefers this kernel on Hopper and Blackwell whatever the rate is
+    (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
-    """A remark if attention in half precision drops a slightly different share than `drop_rate`.
+    """Return a remark if attention in half precision drops a slightly different share of weights than `drop_rate`, or
+    None.
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
     multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
@@ -108,21 +111,21 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
 
 
 def tune_by_coordinate_descent() -> None:
-    """Have the compiler try more variants of each kernel: those it finds by changing one parameter at a time."""
-    # Private: the public options= of Module.compile() would not reach the loss's kernel, which is compiled apart.
+    """Let torch.compile search for faster variants of each kernel by changing one tuning parameter at a time."""
+    # Private: the public options= of Module.compile() would not reach the loss's kernel, which is compiled separately.
     import torch._inductor.config
 
     torch._inductor.config.coordinate_descent_tuning = True
 
 
-# The same bits every time, on CUDA too: "deterministic": true in train.json
+# "deterministic": true in train.json: the same bits every time, on CUDA too
 
 
 def compute_deterministically() -> None:
-    """Have this process compute every operation in a fixed order from now on, eager and compiled, and raise
-    RuntimeError (see `explain_nondeterminism`) at one that cannot. To be called before the first use of CUDA.
+    """Make all later operations of this process deterministic, eager or compiled. An operation without a deterministic
+    form then raises RuntimeError (see `explain_nondeterminism`). To be called before the first use of CUDA.
 
-    Raises UserError if the environment gives cuBLAS a workspace with which it cannot.
+    Raises UserError if CUBLAS_WORKSPACE_CONFIG is set to a value with which cuBLAS is not deterministic.
     """
     workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
@@ -130,18 +133,20 @@ def compute_deterministically() -> None:
             f'{CUBLAS_VARIABLE}={workspace}: with "deterministic": true in train.json it must be '
             f"{' or '.join(CUBLAS_WORKSPACES)}; unset it"
         )
-    # Attention's backward, the embedding's, scatter and index_add; and compiled code falls back to these.
+    # Affects scatter, index_add, and the backward passes of attention and embeddings. Compiled code falls back to these
+    # eager operations.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a kernel per tensor
+    # Not needed, and would cost one kernel per tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds up in any order
-    # Keep Inductor from choosing by timing between kernels that add up in another order: another start of the same
-    # run could choose another one. torch has no public interface for these settings: hence the names are guarded.
+    # Keep Inductor from timing kernels that add up in different orders and choosing the fastest, since the next start
+    # of the same run could choose another one. The settings are private, so a version of torch may lack some of them.
     import torch._inductor.config as inductor
 
     settings = {
         "deterministic": True,
-        "shape_padding": False,  # pads matrix products where that measured faster
+        "shape_padding": False,  # True pads matrix products if a measurement says that this is faster
         "max_autotune": False,
         "max_autotune_gemm": False,
         "max_autotune_pointwise": False,
@@ -153,7 +158,7 @@ def compute_deterministically() -> None:
 
 
 def explain_nondeterminism(error: BaseException) -> str | None:
-    """A line for the error of an operation that has no deterministic form; None for another error."""
+    """Return a one-line message if `error` is torch's for an operation that is not deterministic, or None."""
     text = str(error)
     if NO_DETERMINISTIC_FORM in text:
         operation = text[: text.index(NO_DETERMINISTIC_FORM)].split("\n")[-1].strip()

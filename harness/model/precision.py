@@ -1,4 +1,4 @@
-"""Numeric precision of a run: what `precision` in train.json means on a device."""
+"""Numeric precision of a run, resolved from `precision` in train.json for a device."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def has_fast_bf16() -> bool:
-    """True if the processor has bf16 instructions (AVX-512 BF16; AMX implies it) and oneDNN may use them."""
+    """Return True if the processor has bf16 instructions (AVX-512 BF16, which AMX implies) and oneDNN may use them."""
     has_bf16 = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("avx512_bf16", False)
     if not (torch.backends.mkldnn.is_available() and has_bf16):
         return False
-    # No public function says what ONEDNN_MAX_CPU_ISA leaves: below AVX-512, bf16 takes five times as long as fp32.
+    # ONEDNN_MAX_CPU_ISA can forbid instructions to oneDNN, and no public function tells which. If it forbids AVX-512,
+    # bf16 takes five times as long as fp32.
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Weights are always fp32; `name` (bf16, fp16 or fp32) is what the matrix products run in."""
+    """Precision of the matrix products on a device: `name` is bf16, fp16 or fp32. Weights are always fp32."""
 
     name: str
     device_type: str
 
     @classmethod
     def resolve(cls, name: str, device: torch.device) -> Precision:
-        """auto: bf16 where a GPU computes it natively, else fp16 on CUDA, else fp32 (CPUs: what a finished model is
-        measured with does not depend on the processor).
+        """Return the precision that `name` means on `device`: "auto" is bf16 on a CUDA device with native bf16,
+        fp16 on other CUDA devices, and fp32 elsewhere.
 
-        Raises UserError for bf16 on a CUDA device that would only emulate it.
+        On CPUs "auto" is always fp32, so that measurements of a finished model do not depend on the processor. Raises
+        UserError for "bf16" on a CUDA device that would only emulate it.
         """
         if device.type == "cuda" and name in ("auto", "bf16"):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -49,16 +51,17 @@ class Precision:
 
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
-        """Return what `resolve` does, but for "auto" bf16 also on CPUs that are fast in it: a step takes 0.5 to 0.9 of
-        its time in fp32 there (docs/LOG.md)."""
+        """Return the same as `resolve`, except that "auto" is bf16 also on CPUs with fast bf16: a step takes 0.5 to 0.9
+        of its fp32 time there (docs/LOG.md)."""
         if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)
 
     def residual_dtype(self, wanted: str) -> torch.dtype | None:
-        """The dtype of the residual stream for train.json's `residual_precision`; None for the weights'.
+        """Return the dtype of the residual stream for train.json's `residual_precision`, or None for the dtype of the
+        weights.
 
-        Raises UserError for bf16 where the matrix products run in another precision.
+        Raises UserError for "bf16" if the matrix products run in another precision.
         """
         if wanted == "fp32":
             return None
@@ -70,23 +73,26 @@ class Precision:
         return torch.bfloat16
 
     def update_dtype(self) -> torch.dtype | None:
-        """The dtype of an optimizer's own matrix products: bf16 where training is in bf16 and the device is fast in it;
-        None for the weights'."""
+        """Return the dtype of an optimizer's own matrix products: bf16 if training is in bf16 and the device computes
+        bf16 fast, or None for the dtype of the weights."""
         is_fast = self.device_type != "cpu" or has_fast_bf16()
         return torch.bfloat16 if self.name == "bf16" and is_fast else None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context a forward pass runs in."""
+        """Return the context manager in which a forward pass runs."""
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
-        """Let the tensor cores of CUDA devices take the matrix products of fp32: their factors are then rounded to
-        TF32's 10 bits of mantissa, and added up in fp32. Several times as fast; of this process from now on."""
+        """Let the tensor cores of CUDA devices compute fp32 matrix products, from now on in this process.
+
+        The products are several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the sums
+        are in fp32.
+        """
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Keeps small fp16 gradients from vanishing; without effect in the other precisions."""
+        """Return a scaler that keeps small fp16 gradients from vanishing. It has no effect in other precisions."""
         return torch.amp.GradScaler(self.device_type, enabled=self.name == "fp16")

@@ -1,5 +1,5 @@
-"""The tensors of published checkpoints of this model family: their names and types, and the files that they come with.
-Without torch.
+"""Tensors of published checkpoints of this model family: their public names and types, and the names of the files in
+the folder of a model. Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from harness.model.config import EMBEDDING as EMBEDDING
 from harness.model.config import HEAD as HEAD
 from harness.model.config import ModelConfig
 
-# A model's folder, or a checkpoint's
+# Files in the folder of a model or of a checkpoint
 WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 
-# What wrappers put before every name when a wrapped model is saved in place of the model itself.
+# Prefixes of all tensor names in a file that was saved from a wrapper around the model (DistributedDataParallel,
+# torch.compile) instead of the model itself.
 WRAPPERS = ("module.", "_orig_mod.")
 LOADABLE = ("float64", "float32", "float16", "bfloat16")
 SHOWN_DIFFERENCES = 3
-# safetensors' names of types, where torch's are not those in small letters.
+# torch's names of dtypes by those of safetensors, for dtypes whose names differ by more than case.
 TORCH_TYPES = {
     **{f"{short}{bits}": f"{long}{bits}" for short, long in (("F", "float"), ("I", "int")) for bits in (16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -44,10 +45,10 @@ class TensorKind(NamedTuple):
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
-    """The entries of a file by public name. Leaves out `att.mask` buffers and the prefix of a wrapper around the model;
-    for a tied pair, fills in the half that is missing."""
+    """Return the entries of a weights file by public name: without `att.mask` buffers, and without the prefix of a
+    wrapper around the model. If `tied`, an output head or token embedding that is missing is taken from the other."""
     found = _without_wrapper({name: value for name, value in offered.items() if not name.endswith(".att.mask")})
-    if tied:  # files of such models hold the shared tensor twice, or under one name or the other
+    if tied:  # files of tied models hold the shared tensor under both names, or under either
         for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
             if one not in found and other in found:
                 found[one] = found[other]
@@ -62,8 +63,8 @@ def _without_wrapper(offered: dict[str, Offered]) -> dict[str, Offered]:
 
 
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """Raises UserError, naming `source` and what differs, if a file offers another model's tensors: differences in the
-    model's order, then the tensors that are only in the file."""
+    """Raise UserError if the tensors of a file are not those of the model. The error names `source` and the
+    differences: first in the order of the model's tensors, then the tensors that only the file has."""
     faults = []
     for name, shape in wanted.items():
         if name not in offered:
@@ -78,10 +79,10 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
 
 
 def check_weights_file(path: Path, config: ModelConfig) -> None:
-    """Raises UserError, from the file's header alone, if a safetensors file is missing, damaged or another model's."""
+    """Raise UserError if a safetensors file is missing, damaged or holds another model. Reads only its header."""
     try:
         with safe_open(path, "numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - `file` is not a dict
             kinds = {name: _kind(each.get_shape(), each.get_dtype()) for name, each in slices.items()}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

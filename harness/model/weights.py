@@ -1,4 +1,4 @@
-"""The tensor names of published checkpoints of this model family, and the fused tensors that stand for them here."""
+"""Conversion between the tensors of published checkpoints and those of the model, which fuses some of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensor
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
-WEIGHT_BYTES = 4  # fp32, made on the CPU first
+WEIGHT_BYTES = 4  # of an fp32 weight; every model is first created on the CPU
 
 
 def check_memory(config: ModelConfig) -> None:
-    """Raises UserError if this machine cannot hold even the weights. To be called before the model is made: Linux
-    overcommits memory, and the OOM killer gives no message."""
+    """Raise UserError if this machine's free memory cannot hold even the weights. To be called before the model is
+    created, because Linux overcommits memory, and its OOM killer gives no message."""
     needed = config.parameters * WEIGHT_BYTES
     if torch.get_default_device().type == "cpu" and needed > free_memory():
         raise UserError(
@@ -35,19 +35,19 @@ def check_memory(config: ModelConfig) -> None:
 
 
 def checkpoint_names(name: str) -> list[str]:
-    """The names that a model's tensor has in checkpoints: a fused one is several there."""
+    """Return the names that a tensor of the model has in checkpoints: several for a fused tensor, one for others."""
     return [name.replace("qkv", part) for part in PARTS] if FUSED in name else [name]
 
 
 def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """A model's tensor by its names in checkpoints: views, nothing is copied."""
+    """Return a tensor of the model by its names in checkpoints. The parts of a fused tensor are views, not copies."""
     sizes = config.query_width, config.kv_width, config.kv_width
     pieces = tensor.split(sizes) if FUSED in name else (tensor,)
     return dict(zip(checkpoint_names(name), pieces, strict=True))
 
 
 def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """A model's state under the public names: views, nothing is copied."""
+    """Return the tensors of a model's state dict by public name, as views, not copies."""
     views: dict[str, Tensor] = {}
     for name, tensor in state.items():
         views.update(split_fused(name, tensor.detach(), config))
@@ -55,17 +55,17 @@ def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
-    """Shapes and dtypes, as `check_tensors` compares them."""
+    """Return shapes and dtypes in the form that `check_tensors` takes."""
     return {
         name: TensorKind(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()
     }
 
 
 def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """The tensors of a file by public name, checked against the model that `config` describes.
+    """Return the tensors of a file by public name, checked against the model that `config` describes.
 
-    `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
-    Raises UserError, naming `source` and what differs, if it is another model's file.
+    The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack either half of a
+    tied pair. Raises UserError, naming `source` and the differences, if it holds another model.
     """
     tensors = public_names(offered, tied=config.tie_weights)
     check_tensors(kinds_of(tensors), config.tensor_shapes(), source)
@@ -75,7 +75,7 @@ def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, so
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises UserError if it is missing or damaged."""
+    """Return the tensors of a safetensors file. Raises UserError if the file is missing or damaged."""
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -87,4 +87,4 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file. Raises SafetensorError or OSError."""
     save_file(tensors, path, metadata={"format": "pt"})
-    os.chmod(path, 0o666 & ~umask())  # safetensors makes it 0600 whatever the umask
+    os.chmod(path, 0o666 & ~umask())  # safetensors creates the file with mode 0600 whatever the umask is

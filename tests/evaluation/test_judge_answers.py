@@ -226,7 +226,7 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_comparable([first, second])
     assert str(caught.value) == (
-        f"{first} and {second}: not the same questions: number 2 differs; compare models on one data set"
+        f"{first} and {second}: not the same questions: number 2 differs; compare models on one dataset"
     )
     with pytest.raises(UserError, match="number 3 differs"):
         read_comparable([first, longer])

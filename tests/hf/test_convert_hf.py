@@ -317,14 +317,14 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
         ("c/nothing", 'c/nothing: no such folder here; as the name of a model: model "c/nothing": '),
         ("me/nothing", 'error: me/nothing: no such folder here; as the name of a model: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
-        ("c", "c: no config.json; by its model.json it is a model that all commands take"),
+        ("c", "c: no config.json, but a model.json: all commands can use this folder"),
     ):
         refused(tmp_path, "import", source, "r", says=says)
     hugging_face_model(tmp_path / "hf")
     refused(tmp_path, "export", "hf", "out", says="convert_hf.py import hf RUN")
     (tmp_path / "hf" / "model.safetensors").unlink()
     (tmp_path / "hf" / "model.safetensors").symlink_to("blobs/nowhere")
-    refused(tmp_path, "import", "hf", "r", says="hf: no model.safetensors: a part of a model")
+    refused(tmp_path, "import", "hf", "r", says="hf: no model.safetensors: the model is incomplete")
 
 
 # The Hub ------------------------------------------------------------------------------------------------------------

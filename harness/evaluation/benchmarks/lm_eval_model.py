@@ -1,4 +1,4 @@
-"""A model as lm-eval asks for it. Importing this module imports lm_eval, which is an extra and takes seconds."""
+"""Model class for lm-eval. Importing this module imports lm_eval, which is an optional extra and takes seconds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.generation import Sampling, continue_prompts
 from harness.evaluation.likelihood import Scorer
 
-SAMPLING_SEED = 1234  # lm-eval's own for torch
+SAMPLING_SEED = 1234  # lm-eval's default seed for torch
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """Answers lm-eval's three kinds of request as its own `hf` model does for the same weights and tokenizer.
+    """Model that answers lm-eval's three kinds of request with the same results as lm-eval's own `hf` model for the
+    same weights and tokenizer.
 
-    One difference is meant: a special token that is named in a text ("<|endoftext|>") is text here, as everywhere in
-    this program, and a special token for Hugging Face's tokenizers. And two things work that stop `hf`: a continuation
-    longer than the context length is scored in several windows, and where a task asks for as many new tokens as the
-    context is long, the prompt keeps half of it, and the beginning goes out of sight as the text grows.
+    One difference is intended. If a text contains the name of a special token ("<|endoftext|>"), it is encoded as
+    ordinary text, as everywhere in this program; Hugging Face's tokenizers encode it as the special token.
+
+    Two cases work here that make `hf` fail. A continuation longer than the context length is scored in several windows.
+    If a task asks for as many new tokens as the context length or more, the prompt is cut to half the context length,
+    and the model no longer sees the beginning when the text has grown longer than the context.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
@@ -53,9 +56,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [answer.total for answer in self.scorer.score(pairs)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Raises UserError for a way of sampling that there is not."""
+        """Return the generated text for each request. Raises UserError for an unsupported sampling option."""
         jobs = [self._job(request) for request in requests]
-        # Alike settings side by side, and the longest prompts first.
+        # Requests with equal settings come next to each other, those with the longest prompts first.
         order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at][1]), -len(jobs[at][0]), at))
         batches: list[list[int]] = []
         for at in order:
@@ -66,7 +69,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
         def work(batch: list[int]) -> list[str]:
             prompts, settings = [jobs[at][0] for at in batch], jobs[batch[0]][1]
-            # Row i of a batch draws with seed + i: so each request of the list has a seed of its own.
+            # Row i of a batch draws with seed + i, so that each request has a seed of its own.
             sampling = Sampling(settings.temperature, settings.top_k, SAMPLING_SEED + order.index(batch[0]))
             model, stops = self.scorer.model, settings.stops
             with self.scorer.precision.autocast():
@@ -79,7 +82,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[at] for at in range(len(jobs))]
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
-        """The prompt, cut from the left to leave room for what is to come, and how to go on from it."""
+        """Return the prompt's tokens, cut from the left to leave room for the new tokens, and the settings for
+        generating them."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
@@ -97,9 +101,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 
 class Settings(NamedTuple):
-    """A task's generation_kwargs."""
+    """Settings of generation, from a task's generation_kwargs."""
 
-    most: int  # new tokens
+    most: int  # maximal number of new tokens
     stops: tuple[str, ...]
     temperature: float  # 0: the likeliest token
     top_k: int | None

@@ -1,6 +1,6 @@
-"""Benchmarks by lm-eval: its tasks by name or file, a model's scores in them, and the file with all of its output.
+"""Benchmarks by lm-eval: loading tasks by name or file, scoring a model in them, and writing the results to a file.
 
-lm_eval is an extra, and takes seconds to import: only functions do.
+lm_eval is an optional extra and takes seconds to import, so it is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
 REASON_CHARACTERS = 160
-# What the libraries' errors are called where data is not to be had; some are each library's own class.
+# Names of the classes of errors that libraries raise if data is not available. Names, because several libraries have
+# classes of their own with the same name.
 OFFLINE_ERRORS = {"OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError"}
 NETWORK_ERRORS = OFFLINE_ERRORS | {
     *("ConnectError", "ConnectTimeout", "ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),
     *("DatasetNotFoundError", "GatedRepoError", "RepositoryNotFoundError"),
 }
-# lm-eval's own, so that its numbers are ours: Python's, NumPy's and torch's generators, and the choice of examples.
+# lm-eval's default seeds, so that scores equal those of lm-eval itself. The second seed is for NumPy, torch and the
+# choice of solved examples.
 PYTHON_SEED, OTHER_SEED = 0, 1234
-# Standard errors without a formula come from so many resamples: known to 1 / sqrt(2 x 1000), 2 percent.
+# Number of bootstrap resamples for standard errors that have no formula. Their relative accuracy is then
+# 1 / sqrt(2 x 1000), or 2 percent.
 BOOTSTRAP_ITERATIONS = 1000
 KEPT = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """The benchmarks asked for, ready to be run: lm-eval's Task and Group objects by their names."""
+    """Benchmarks that are loaded and ready to run: lm-eval's Task and Group objects by their names."""
 
     tasks: dict[str, Any]
     groups: dict[str, Any]
-    asked: list[str]  # names of tasks and groups at the top, in the order asked for
+    asked: list[str]  # names of the top-level tasks and groups, in the order asked for
 
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of a task or group; `metric` is lm-eval's name, with that of an answer filter, if there is one."""
+    """One metric of a task or group. `metric` is lm-eval's name, followed by the name of an answer filter if there is
+    one."""
 
     task: str
     metric: str
@@ -64,19 +68,20 @@ class Score:
 
 
 def check_installed() -> None:
-    """Raises UserError if the extra with lm-eval is not installed."""
+    """Raise UserError if the extra with lm-eval is not installed."""
     missing = [name for name in ("lm_eval", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"benchmarks need {' and '.join(missing)}, which an extra brings: put it behind uv run, "
+            f"benchmarks need {' and '.join(missing)}: install the extra that has them, "
             "as in uv run --extra benchmarks evaluate_benchmarks.py ..."
         )
 
 
 def prepare(specs: Sequence[str]) -> None:
-    """Do what takes seconds before the first task is loaded, and needs no data: ranks can do it at the same time.
+    """Check the names of tasks and import lm-eval. This takes seconds but needs no data, so that all ranks can do it at
+    the same time before the first task is loaded.
 
-    Raises UserError for names that are not known.
+    Raises UserError for unknown names, or if lm-eval is not installed.
     """
     check_installed()
     for spec in specs:
@@ -87,10 +92,10 @@ def prepare(specs: Sequence[str]) -> None:
 def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     """Load tasks by names, wildcards or paths of task files, with the data they need.
 
-    Before each question come `num_fewshot` solved examples instead of the tasks' own number; as lm-eval has it, a task
-    that insists on none keeps none. A task file's `!function` is the user's own code beside it, and runs. Raises
-    UserError, on one line, for a name that is not known, for a task that would run other people's code, and for data
-    that cannot be had.
+    `num_fewshot` is the number of solved examples before each question, and replaces the tasks' own number. As in
+    lm-eval, a task whose own number is explicitly 0 keeps it. A `!function` in a task file is run, because it is the
+    user's own code beside the file. Raises UserError, on one line, for an unknown name, for a task that would run other
+    people's code, and for data that is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
@@ -113,7 +118,8 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 
 
 def known_names(pattern: str) -> list[str]:
-    """The names of lm-eval's tasks, groups and tags that match a pattern (`arc*`). Raises UserError if none does."""
+    """Return the names of lm-eval's tasks, groups and tags that match a pattern (`arc*`). Raises UserError if none
+    does."""
     manager = _manager(with_index=True)
     if found := manager.match_tasks([pattern]):
         return list(found)
@@ -123,20 +129,21 @@ def known_names(pattern: str) -> list[str]:
 
 
 def _names_of(spec: str) -> list[str]:
-    """The names that a word on the command line stands for; a wildcard stands for several tasks."""
+    """Return the names that one item of --tasks stands for. A wildcard stands for several tasks."""
     if Path(spec).suffix in TASK_FILE_SUFFIXES:
         if not Path(spec).is_file():
             raise UserError(f"{spec}: no such task file")
         return [spec]
     names = known_names(spec)
-    # A group or tag that a wildcard matches has its tasks in the list already.
+    # Leave out groups and tags that a wildcard matches, because the list has their tasks already.
     return names if names == [spec] else [name for name in names if name in _manager(with_index=True).all_subtasks]
 
 
 @cache
 def _manager(*, with_index: bool) -> Any:
-    """lm-eval's TaskManager. Its index of all tasks is made from thousands of files in some seconds."""
-    # Read when the library is imported: it would download metrics, which are programs, and run them.
+    """Return lm-eval's TaskManager. Its index of all tasks is made from thousands of files, which takes seconds."""
+    # Keeps the library `evaluate`, which reads the variable when it is imported, from downloading metrics and running
+    # them: they are programs.
     os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
     quieten()
     from lm_eval.tasks import TaskManager
@@ -145,9 +152,9 @@ def _manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Keep what is of no use to a user here from the terminal: the libraries' logs, and bars for data of some
+    """Turn off output that is of no use to the user: the libraries' logs, and progress bars for downloads of a few
     kilobytes."""
-    # Imported first: they set their own levels then.
+    # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
     import huggingface_hub.utils.logging
 
@@ -158,14 +165,14 @@ def quieten() -> None:
 
 
 def _load(name: str) -> Any:
-    """lm-eval's {"tasks": …, "groups": …, "group_map": …} for a name of its index, or the file of one task."""
-    is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # which needs none of the others
+    """Return lm-eval's {"tasks": …, "groups": …, "group_map": …} for a name in its index or the file of one task."""
+    is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # a file needs no index
     try:
         loaded = _manager(with_index=not is_file).load([name])
     except Exception as error:  # of lm_eval, datasets, huggingface_hub, jinja2, yaml, and the task's own functions
         raise UserError(f'task "{name}": {_diagnosis(error)}') from None
     for key, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False):  # lm-eval refuses these, too, but only when they are run
+        if getattr(task, "UNSAFE_CODE", False):  # lm-eval refuses these tasks, too, but only when they are run
             raise UserError(
                 f'task "{key}": runs programs that a model wrote, which this command does not; leave it out'
             )
@@ -175,7 +182,7 @@ def _load(name: str) -> Any:
 
 
 def _diagnosis(error: Exception) -> str:
-    """Explain an error of the libraries to the user."""
+    """Return an explanation, for the user, of an error that lm-eval or another library raised."""
     import huggingface_hub.constants as hub
 
     names, cause = set(), error
@@ -184,28 +191,27 @@ def _diagnosis(error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
     reason = " ".join(str(error).split())[:REASON_CHARACTERS]
     if "scripts are no longer supported" in reason or "trust_remote_code" in reason:
-        return f"its data comes with a program to run, which this program does not do ({reason}); leave it out"
+        return f"its data is loaded by a program that would have to be downloaded and run ({reason}); leave it out"
     if isinstance(error, ImportError):
         return f"needs a package that is not installed: {reason}; uv run --with PACKAGE ... adds it"
     if error.args == (None,) or "module script" in reason:  # for a metric that neither lm-eval nor evaluate has
-        return "has a metric that is not lm-eval's own: the Hub's are programs, which this command does not run"
-    if isinstance(error, TypeError):  # lm-eval's for the file of a group
+        return "has a metric that is not lm-eval's own; the Hub's metrics are programs, which this command does not run"
+    if isinstance(error, TypeError):  # lm-eval raises it for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
     if hub.HF_HUB_OFFLINE and (names & OFFLINE_ERRORS or "offline" in reason.lower()):
         return "its data is not on this machine, and HF_HUB_OFFLINE is set; unset it to download the data once"
     if names & NETWORK_ERRORS:
         return (
-            f"its data is not on this machine and cannot be had from the Hugging Face Hub ({reason}); check the "
+            f"its data is not on this machine and cannot be loaded from the Hugging Face Hub ({reason}); check the "
             "network, HF_ENDPOINT and HF_TOKEN, or copy HF_HOME from a machine that has it"
         )
     return f"cannot be loaded: {type(error).__name__}: {reason}"
 
 
 def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int | None = None) -> dict[str, Any]:
-    """lm-eval's results for the first `limit` documents of each task (None: for all).
+    """Return lm-eval's results for the first `limit` documents of each task (None: all documents).
 
-    The process's random states are afterwards what they were. Raises UserError if a task needs what this program does
-    not do.
+    Restores the global random states afterwards. Raises UserError if a task needs an unsupported sampling option.
     """
     from lm_eval.evaluator import evaluate
 
@@ -226,11 +232,11 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
 
 @contextmanager
 def seeded_apart() -> Iterator[None]:
-    """Inside, the global random states are those that lm-eval starts with; afterwards, what they were before."""
+    """Seed the global random generators as lm-eval does, and restore their states on exit."""
     python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(PYTHON_SEED)
     np.random.seed(OTHER_SEED)
-    torch.default_generator.manual_seed(OTHER_SEED)  # the CPU's alone: lm-eval draws nothing on devices
+    torch.default_generator.manual_seed(OTHER_SEED)  # the CPU's only, since lm-eval draws nothing on other devices
     try:
         yield
     finally:
@@ -241,10 +247,10 @@ def seeded_apart() -> Iterator[None]:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Inside, lm-eval draws no bars, and resamples in this process without announcing it.
+    """Turn off lm-eval's progress bars, and let it do its bootstrap in this process and without a message.
 
-    `evaluate` has no option for either: every rank of a run would print its bars, and its pool for the bootstrap forks
-    this process, which holds the model, the device and threads.
+    lm-eval's `evaluate` has no option for either. Otherwise every rank of a run would print the bars, and the process
+    pool for the bootstrap would fork this process, which holds the model, the device and threads.
     """
     import lm_eval.api.metrics as metrics
     import lm_eval.api.task as task
@@ -258,14 +264,14 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """lm-eval's function of this name, with the same draws for up to 1,000 resamples."""
+    """Replace lm-eval's `bootstrap_stderr`: return the same standard error for up to 1,000 resamples."""
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
 
 @contextmanager
 def explained_failures(batch_size: int) -> Iterator[None]:
-    """Turn whatever tasks and lm-eval raise while they run into one line: a RunError."""
+    """Turn every other exception of tasks and lm-eval into a RunError with one line."""
     try:
         yield
     except (UserError, RunError):
@@ -274,11 +280,11 @@ def explained_failures(batch_size: int) -> Iterator[None]:
         if is_out_of_memory(error):
             raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(f"lm-eval could not go on: {reason[:REASON_CHARACTERS]}") from None
+        raise RunError(f"lm-eval failed: {reason[:REASON_CHARACTERS]}") from None
 
 
 def scores(results: dict[str, Any], name: str) -> list[Score]:
-    """The metrics of a task or group, in lm-eval's order; none for a group that only holds tasks together."""
+    """Return the metrics of a task or group, in lm-eval's order. A group without scores of its own has none."""
     row = results["results"].get(name, {})
     counts = row.get("sample_count", {})
     examples = row.get("sample_len") or sum(counts.values())
@@ -294,10 +300,11 @@ def scores(results: dict[str, Any], name: str) -> list[Score]:
 
 
 def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
-    """The lines of a table of 80 columns: task, metric, value and standard error, number of examples; a group's tasks
-    indented.
+    """Yield the lines of a table of 80 columns: task, metric, value and standard error, number of examples. The tasks
+    of a group are indented by `depth`.
 
-    Not lm_eval.utils.make_table: with the installed pytablewriter (0.38) it has no headings and fewer digits.
+    lm_eval.utils.make_table is not used, because with the installed pytablewriter (0.38) its tables have no headings
+    and fewer digits.
     """
 
     def cut(text: str, width: int) -> str:
@@ -320,12 +327,13 @@ def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iter
 
 
 def _eight_characters(value: float) -> str:
-    """A number in at most so many."""
+    """Format a number for a column that is eight characters wide."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
 
 
 def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write `about` (the model and the settings) and lm-eval's results as one JSON object. Raises RunError."""
+    """Write `about` (the model and the settings) and lm-eval's results as one JSON object. Raises RunError if the file
+    cannot be written."""
     from importlib.metadata import version
 
     whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}
@@ -337,7 +345,8 @@ def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) ->
 
 
 def _as_json(value: Any) -> Any:
-    """The value in JSON's types: NumPy's numbers as Python's, not finite ones as null, anything else as text."""
+    """Convert a value to JSON's types. NumPy's numbers become Python's, numbers that are not finite become null, and
+    anything else becomes text."""
     if isinstance(value, dict):
         return {str(key): _as_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set)):

@@ -1,1 +1,1 @@
-"""Fine-tuning a model on instructions, and its responses to those that it has not seen."""
+"""Fine-tuning of a model on instructions, and its responses to instructions that it was not trained on."""

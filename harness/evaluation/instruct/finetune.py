@@ -1,6 +1,6 @@
-"""Instruction fine-tuning until the validation loss first rises, by the model from before that, and its answers.
+"""Fine-tuning on instructions until the validation loss first rises, and the answers of the model from before the rise.
 
-Shapes: B entries, T tokens of the longest.
+Shapes: B entries, T tokens of the longest entry.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
 
-IGNORED = -100  # a target that counts for nothing: what torch's cross-entropy has for it
-BATCH_SIZE, WEIGHT_DECAY = 8, 0.1  # the book's
+IGNORED = -100  # a target that does not count; the same value as ignore_index of torch's cross-entropy
+BATCH_SIZE, WEIGHT_DECAY = 8, 0.1  # as in the book
 ANSWERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Example:
-    """An entry's tokens with the end-of-text after its answer, cut so that their targets fit the context."""
+    """Tokens of an entry and the end-of-text after its answer, cut to one token more than the context length."""
 
     tokens: list[int]
-    answer_start: int  # of the first token of the answer; beyond the end, where the cut left nothing of it
+    answer_start: int  # index of the answer's first token; len(tokens) or more if the answer was cut off completely
 
     @property
     def has_answer(self) -> bool:
@@ -43,9 +43,9 @@ class Example:
 
 
 def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
-    """Prompt and answer are encoded apart, as they are when the model is asked: the answer begins at a token's border.
+    """Encode prompt and answer separately, so that the answer begins at a token boundary, as when the model is asked.
 
-    `context_length` inputs have as many targets, so that one token more fits.
+    Keeps up to `context_length` + 1 tokens, since `context_length` inputs have as many targets, shifted by one.
     """
     prompt = tokenizer.encode(entry.prompt)
     tokens = [*prompt, *tokenizer.encode(entry.output), tokenizer.eot_token]
@@ -53,17 +53,18 @@ def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Exa
 
 
 class Batch(NamedTuple):
-    """Inputs and targets (BxT); targets that are padding, or not to be learnt, are IGNORED."""
+    """Inputs and targets (B, T). Targets that are padding, or are not to be learned, are IGNORED."""
 
     inputs: Tensor
     targets: Tensor
 
 
 def collate(examples: Sequence[Example], padding: int, *, answers_only: bool) -> Batch:
-    """Rows padded on the right to the longest, the padding ignored; so are prompts, with `answers_only`.
+    """Return a batch of rows, padded on the right to the longest. Targets in the padding are IGNORED, and with
+    `answers_only` targets in the prompts, too.
 
-    The end-of-text after an answer is learnt, though it may be the token that pads. A row without anything to learn
-    would stay ignored altogether: `loss` of a batch is a mean over tokens, not over rows.
+    The end-of-text after an answer is learned, even if the padding is the same token. A row without targets to learn
+    has no effect, because `batch_loss` is a mean over tokens, not over rows.
     """
     width = max(len(example.tokens) for example in examples) - 1
     inputs, targets = [], []
@@ -82,8 +83,8 @@ def collate(examples: Sequence[Example], padding: int, *, answers_only: bool) ->
 def batches(
     examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
 ) -> Iterator[Batch]:
-    """All examples in batches of up to `size`, shuffled if there is a generator. Batches in which nothing is to be
-    learnt are left out: their mean loss would be 0 / 0."""
+    """Yield all examples in batches of up to `size`, shuffled if there is a generator. A batch without targets to learn
+    is left out, because its mean loss would be 0 / 0."""
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
     for start in range(0, count, size):
@@ -93,14 +94,15 @@ def batches(
 
 
 def usual_learning_rate(emb_dim: int) -> float:
-    """The book's 5e-5 for a model as wide as GPT-2 small; Adam's best rate falls with the width (Yang et al. 2022,
-    arXiv:2203.03466, table 3), and a narrow model would otherwise take hours to get anywhere."""
+    """Return a learning rate that is inversely proportional to the model's width: the book's 5e-5 at the width of
+    GPT-2 small. Adam's best rate falls with the width (Yang et al. 2022, arXiv:2203.03466, table 3), and at 5e-5 a
+    narrow model would take hours to learn anything."""
     return 5e-5 * 768 / emb_dim
 
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """`answers_only`: only the answers' tokens are learnt."""
+    """Settings of a fine-tuning. With `answers_only`, only the tokens of the answers are learned."""
 
     learning_rate: float
     max_epochs: int = 100
@@ -110,22 +112,23 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """Course of a fine-tuning: losses by epoch; epoch 0 is the model before it."""
+    """Losses of a fine-tuning by epoch, and the epoch whose weights the model has at the end. Epoch 0 is the model
+    before fine-tuning."""
 
-    validation_losses: list[float] = field(default_factory=list)
-    train_losses: list[float] = field(default_factory=list)
+    validation_losses: list[float] = field(default_factory=list)  # from epoch 0 on
+    train_losses: list[float] = field(default_factory=list)  # from epoch 1 on
     kept_epoch: int = 0
-    rose: bool = False  # false: max_epochs came first
+    rose: bool = False  # False if max_epochs was reached before the validation loss rose
 
     @property
     def reason(self) -> str:
-        """Why it stopped."""
+        """The reason why fine-tuning stopped, for the user."""
         if not self.rose:
             return f"--max-epochs {self.kept_epoch} reached"
         return "the validation loss rose" if math.isfinite(self.validation_losses[-1]) else "the loss is not a number"
 
     def as_json(self) -> dict[str, Any]:
-        """The course for a file; null for a loss that is not finite."""
+        """Return the fields for a JSON file, with null for a loss that is not finite."""
         losses = {key: list(map(finite, getattr(self, key))) for key in ("validation_losses", "train_losses")}
         return {**losses, "kept_epoch": self.kept_epoch, "rose": self.rose}
 
@@ -137,11 +140,11 @@ def fine_tune(
     settings: FineTuneSettings,
     say: Callable[[str], None],
 ) -> FineTuning:
-    """Train on the first of `parts` until the loss on the second rises from one epoch to the next, or is not a number;
-    the model then has the weights of the epoch before, and is in evaluation mode.
+    """Train on the first of `parts` until the loss on the second rises from one epoch to the next or is not a number,
+    or until `max_epochs`. Afterwards the model has the weights from before the rise, and is in evaluation mode.
 
-    Deterministic by the settings' seed. `say` takes a line after each epoch. Raises UserError if there is nothing to
-    learn from, RunError if the model's loss is not finite to begin with.
+    The result depends on the settings' seed only. `say` is called with a line after each epoch. Raises UserError if a
+    part has no example with an answer, or RunError if the model's loss is not finite before training.
     """
     train, validation = ([example for example in part if example.has_answer] for part in parts)
     if not train or not validation:
@@ -187,7 +190,7 @@ def fine_tune(
 
 
 def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
-    """Mean cross-entropy over the batch's learnt tokens, of which there are some."""
+    """Return the mean cross-entropy over the targets of a batch that are not IGNORED. There must be at least one."""
     device = next(model.parameters()).device
     learnt_BxT = batch.targets != IGNORED
     features_NxC = model.features(batch.inputs.to(device))[learnt_BxT.to(device)]
@@ -196,7 +199,8 @@ def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
-    """Mean cross-entropy over all learnt tokens of the batches, however they are batched."""
+    """Return the mean cross-entropy over the targets of all batches that are not IGNORED. It does not depend on how
+    they are batched."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():
         for batch in held_out:
@@ -207,12 +211,13 @@ def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) 
 
 
 def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
-    """The likeliest answer to each entry, in their order, of at most `longest` tokens: the same every time.
+    """Return an answer to each entry, in order, of at most `longest` tokens. Each token is the likeliest one, so that
+    the answers are the same every time.
 
-    Of a prompt beyond the context length the model sees the end.
+    If a prompt is longer than the context length, the model sees only its end.
     """
     prompts = [tokenizer.encode(entry.prompt) for entry in entries]
-    by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # little padding in a batch
+    by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # so that batches have less padding
     texts = [""] * len(entries)
     with tqdm(total=len(entries), unit="answer", leave=False, disable=not sys.stderr.isatty()) as bar:
         for start in range(0, len(entries), ANSWERS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Instruction data, in Alpaca's form, and the answers of fine-tuned models to its questions: a file for each model."""
+"""Instruction data in Alpaca's form, and responses files with the answers of fine-tuned models, one for each model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from harness.common.files import replace_text
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode, is_unicode, quoted
 
-# The data of the book that this lineage of models follows: Raschka, Build a Large Language Model (From Scratch), ch. 7.
+# Data of the book on which these models are based: Raschka, Build a Large Language Model (From Scratch), chapter 7.
 BOOK_DATA = (
     "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
 )
 FIELDS = ("instruction", "input", "output")
-# The book's split, in the file's order: training, then test, and the rest for validation.
+# Shares as in the book. The file's first entries are for training, the next for testing, and the rest for validation.
 TRAIN_PART, TEST_PART = 0.85, 0.1
-FEWEST_ENTRIES = 20  # below it, a part would be empty
+FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One entry; `input` is "" where the instruction needs none."""
+    """One entry of an instruction file. `input` is "" if the instruction needs none."""
 
     instruction: str
     input: str
@@ -38,7 +38,7 @@ class Instruction:
 
     @property
     def prompt(self) -> str:
-        """Everything before the answer, as Taori et al. 2023 (Stanford Alpaca) word it."""
+        """The text before the answer, in the words of Stanford Alpaca (Taori et al. 2023)."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
@@ -57,7 +57,8 @@ class InstructionSplits:
 
     @classmethod
     def load(cls, path: Path) -> InstructionSplits:
-        """Raises UserError naming the file and the number of the entry (from 1) that is not one."""
+        """Read an instruction file and split it. Raises UserError if it has too few entries, or as
+        `load_instructions` does."""
         entries = load_instructions(path)
         if len(entries) < FEWEST_ENTRIES:
             raise UserError(f"{path}: {len(entries)} entries; to train, validate and test takes {FEWEST_ENTRIES}")
@@ -70,9 +71,9 @@ class InstructionSplits:
 
 
 def load_instructions(path: Path) -> list[Instruction]:
-    """All entries of a file: a JSON list of objects with instruction, input and output.
+    """Return all entries of a file, which must be a JSON list of objects with instruction, input and output.
 
-    Raises UserError naming the file and the number of the entry (from 1) that is not one.
+    Raises UserError, naming the file and the number (from 1) of the first invalid entry.
     """
     values = read_json(path)
     if not isinstance(values, list):
@@ -96,17 +97,17 @@ def _entry(value: Any, place: str) -> Instruction:
 
 NOTEBOOK_SUFFIX = "-ift-test-results"
 REQUIRED = ("model", "responses")
-# With a length to check, pydantic also notices half of a surrogate pair, which no file can take.
+# With a length to check, pydantic also refuses half of a surrogate pair, which cannot be written to a file.
 Text = Annotated[str, Field(min_length=0)]
 
 
 class Response(BaseModel):
-    """A question of the data set, the answer that it calls right, and the model's own."""
+    """Question of the dataset, its reference answer (`output`), and the model's answer (`response`)."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     instruction: Text
-    input: Text  # "" where the instruction needs none
+    input: Text  # "" if the instruction needs none
     output: Text
     response: Text
 
@@ -116,7 +117,7 @@ class Response(BaseModel):
 
 
 class InstructionData(BaseModel):
-    """Source of the questions."""
+    """Instruction file from which the questions are."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -127,7 +128,7 @@ class InstructionData(BaseModel):
 
 
 class AnsweringModel(BaseModel):
-    """The checkpoint of a run whose fine-tuned weights answered, and what they did it on."""
+    """Checkpoint of a run that was fine-tuned and then answered, with the device and the version of torch used."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -138,34 +139,34 @@ class AnsweringModel(BaseModel):
 
 
 class Responses(BaseModel):
-    """A responses file. `model` is what tables call the model."""
+    """Contents of a responses file. `model` is the model's name in tables."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     model: str = Field(min_length=1)
-    weights: AnsweringModel | None = None  # None: of no run, or not told, as earlier versions did not
+    weights: AnsweringModel | None = None  # None if the model is of no run, or if an earlier version wrote the file
     data: InstructionData | None = None
     fine_tuning: dict[str, Any] = {}
     responses: list[Response] = Field(min_length=1)
 
     @property
     def questions_sha256(self) -> str:
-        """Hex digest of the questions and right answers in their order: equal where models can be compared."""
+        """Hex digest of the questions and reference answers, in order. It is equal for models that can be compared."""
         questions = [response.question for response in self.responses]
         return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
 
     @property
     def answers_sha256(self) -> str:
-        """Hex digest of all that a judge sees of this model: questions, right answers, and its own."""
+        """Hex digest of everything that a judge sees: the questions, the reference answers and the model's answers."""
         answers = [(*response.question, response.response) for response in self.responses]
         return hashlib.sha256(json.dumps(answers).encode()).hexdigest()
 
 
 def read_responses(path: Path) -> Responses:
-    """Read a responses file, or a list as the book's chapter 7 and the lab notebook write it: the model is then called
-    what the file is.
+    """Read a responses file, or a list in the format of the book's chapter 7 and of the lab notebook. A model in a list
+    gets the name of the file.
 
-    Raises UserError naming the key that cannot be a responses file's.
+    Raises UserError, naming the key, if a value is invalid.
     """
     value = read_json(path)
     if isinstance(value, list):
@@ -183,14 +184,15 @@ def _from_list(entry: Any) -> Any:
 
 
 def write_responses(path: Path, responses: Responses) -> None:
-    """Whole, in one rename."""
+    """Write a responses file. It appears in one rename, so that no partial file is ever visible."""
     replace_text(path, json.dumps(responses.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_comparable(paths: Sequence[Path]) -> list[Responses]:
-    """The files of models that answered the same questions. Models of the same name get their path beside it.
+    """Return the contents of responses files that answer the same questions. If models have the same name, the path of
+    the file is added to it.
 
-    Raises UserError if a file is given twice, or if two have other questions than one another.
+    Raises UserError if a file is given twice, if two files differ in their questions, or if names are still equal.
     """
     again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if again:
@@ -203,7 +205,7 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
         if different := [number for number, (one, other) in enumerate(pairs, start=1) if one != other]:
             raise UserError(
                 f"{paths[0]} and {path}: not the same questions: number {different[0]:,} differs; compare models on "
-                "one data set"
+                "one dataset"
             )
     names = Counter(model.model for model in models)
     told_apart = [

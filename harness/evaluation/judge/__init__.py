@@ -1,3 +1,3 @@
-"""Scores that another language model gives to responses: its prompt, the requests to its API, the cache of answers, and
-the comparison of models with intervals.
+"""Scores that another language model, the judge, gives to responses: its prompts, the requests to its API, the cache of
+its answers, and the comparison of models with confidence intervals.
 """

@@ -1,4 +1,4 @@
-"""Every answer of a judge on disk, one JSON line each, so that none is paid for twice."""
+"""Cache file with every answer of a judge, one JSON line each, so that no answer is paid for twice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from harness.common.errors import RunError, UserError
 from harness.common.json_files import RecordedCount
 from harness.evaluation.judge.prompts import Score
 
-LINE_START = b'{"key":'  # of every line: a file with other lines is not a cache, and not written to
+LINE_START = b'{"key":'  # every line begins with this; a file with other lines is no cache, and is not written to
 
 
 class Record(BaseModel):
-    """One answer. `scores` are by the names in the prompt; an answer that was not valid has a `reason` instead.
-    `prompt` is in whose words the judge was asked, if not ours.
+    """One answer of the judge. `scores` are by the names in the prompt; an invalid answer has a `reason` instead.
+    `prompt` is the wording of the prompt ("book" or "notebook"), or None for our own wording.
 
-    Tokens are None where the endpoint does not count them. Question and repeat, from 1, and the time, in seconds since
-    1970, are for a reader of the file.
+    The numbers of tokens are None if the endpoint does not count them. `question` and `repeat`, from 1, and `time`, in
+    seconds since 1970, are only for people who read the file.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -40,14 +40,15 @@ class Record(BaseModel):
 
 
 class JudgeCache:
-    """An open cache file, which is this process's alone until it is closed. A context manager.
+    """Open cache file, locked for this process until it is closed. A context manager.
 
-    The lock is on the file itself: filelock would leave a second file, and not see a judging by an earlier version.
+    The lock is on the file itself. A lock by the package filelock would leave a second file, and would not notice a
+    judging by an earlier version of this program.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make or read the file. Raises UserError if another process has it, or if it is another kind of file, and
-        RunError if it cannot be read or made."""
+        """Create or read the file. Raises UserError if another process has locked it or if it is another kind of file,
+        and RunError if it cannot be read or created."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
@@ -61,14 +62,14 @@ class JudgeCache:
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; --cache FILE names another place") from None
         self.records = list(_parse(path, content))
-        # A line that a kill cut off stays as it is, and the next one begins a line of its own.
+        # If a kill has cut off the last line, it is left unchanged, and the next record begins a new line.
         self._on_fresh_line = content[-1:] in (b"", b"\n")
 
     def append(self, record: Record) -> None:
-        """Write the record; it is on the disk when this returns. Raises RunError if the disk does not take it."""
+        """Append a record, which is on the disk when this returns. Raises RunError if it cannot be written."""
         line = record.model_dump_json(exclude_none=True).encode() + b"\n"
         with self._thread_lock:
-            if self._file.closed:  # by the end of a judging that no longer waits for this answer
+            if self._file.closed:  # the judging has ended without waiting for this answer
                 return
             left = line if self._on_fresh_line else b"\n" + line
             try:
@@ -77,7 +78,7 @@ class JudgeCache:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self._on_fresh_line = False
-                raise RunError(f"{self.path}: {error.strerror}; judging again goes on with what is there") from None
+                raise RunError(f"{self.path}: {error.strerror}; judging again uses the answers in this file") from None
             self._on_fresh_line = True
             self.records.append(record)
 
@@ -85,28 +86,30 @@ class JudgeCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let others have the file. One to which nothing was written is gone again."""
-        with self._thread_lock:  # no line is cut off
+        """Close and unlock the file, and delete it if it is empty."""
+        with self._thread_lock:  # wait for a record that is being written
             if os.fstat(self._file.fileno()).st_size == 0:
                 self.path.unlink(missing_ok=True)
             self._file.close()
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file until its descriptor is closed or the process ends. False if another process has or had it."""
+    """Lock a file until its descriptor is closed or the process ends. Return False if another process has locked the
+    file, or has just deleted it. Without support for locks in the file system, return True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         return True
-    return os.fstat(descriptor).st_nlink > 0  # 0: its last owner found it empty, and removed it in this moment
+    return os.fstat(descriptor).st_nlink > 0  # 0: another process found the file empty and has just deleted it
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of all whole lines. Raises UserError for a line that is neither a record nor a part of one."""
+    """Yield the records of all complete lines. Raises UserError for a line that is not even the beginning of a
+    record."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")
-        with suppress(ValidationError):  # cut off by a kill
+        with suppress(ValidationError):  # the line was cut off by a kill
             yield Record.model_validate_json(line)

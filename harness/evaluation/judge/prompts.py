@@ -21,7 +21,7 @@ TOGETHER = "together"
 JUDGE_PROMPT = click.Choice([TOGETHER, "book", "notebook"])
 JUDGE_PROMPT_HELP = "Ours, of all answers together; or the book's or the notebook's own words, of each alone."
 
-# The texts stand in a JSON object, whose quoting no text can end: an answer cannot pose as another one or as the task.
+# All texts are strings in a JSON object. JSON's quoting keeps an answer from posing as another answer or as the task.
 TASK = """\
 You compare how well several assistants answered one question. The question is the JSON object below: "instruction",
 "input" (what the instruction is about, perhaps empty), "reference" (an answer known to be right) and "answers", the
@@ -39,7 +39,7 @@ FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL | re.IGNORECASE)
 Score = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
 SCORES: TypeAdapter[dict[str, Score]] = TypeAdapter(dict[str, Score])
 
-# Prompts about one answer alone, quoted from other works: only the same words give scores that compare with theirs.
+# Prompts about one answer alone, quoted from other works. Only with the same words are scores comparable with theirs.
 #
 # Copyright (c) Sebastian Raschka, under Apache License 2.0. Source: Build a Large Language Model (From Scratch),
 # chapter 7, `format_input` and `generate_model_scores`; github.com/rasbt/LLMs-from-scratch, ch07/01_main-chapter-code.
@@ -54,23 +54,23 @@ BOOK_TASK = (
 # The same, modifications copyright 2025 Giles Thomas, under Apache License 2.0: "on a scale of", and an input's heading
 # without a colon. Source: github.com/gpjt/ddp-base-model-from-scratch, test_ift.py, which made the notebook's scores.
 NOTEBOOK_TASK = BOOK_TASK.replace("on a scale from", "on a scale of")
-# By the prompt's name: the task, and the heading of an instruction's input.
+# The task, and the heading of an instruction's input, by the prompt's name.
 ALONE = {"book": (BOOK_TASK, "### Input:"), "notebook": (NOTEBOOK_TASK, "### Input")}
-ALONE_NAME = "answer"  # the name of the one answer in the cache
+ALONE_NAME = "answer"  # the name of the only answer, as in the cache
 INTEGER = re.compile(r"\d{1,3}", re.ASCII)
 LARGEST = 100
 
 
 class InvalidAnswerError(Exception):
-    """The judge's reply does not have a score for each answer. The message says what is wrong with it."""
+    """Error for a judge's reply without a valid score for each answer. The message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt about the answers to one question, in one of the repeats (both count from 0).
+    """Prompt about the answers to one question. `question` and `repeat` count from 0.
 
-    `names[i]` is the name of the answer of the model with index `order[i]`. `wording` is the key of ALONE for a prompt
-    about one answer alone.
+    In the prompt, `names[i]` is the name of the answer by the model with index `order[i]`. `wording` is a key of ALONE
+    for a prompt about one answer alone, or None for a prompt about the answers of all models.
     """
 
     text: str
@@ -81,11 +81,12 @@ class Prompt:
     wording: str | None = None
 
     def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
-        """Scores by the models' indices, from scores by name."""
+        """Return scores by the models' indices, given scores by the answers' names."""
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """The scores by name in a judge's reply. Raises InvalidAnswerError for anything but one for each name."""
+        """Return the scores by name from a judge's reply. Raises InvalidAnswerError unless the reply has exactly one
+        valid score for each name."""
         text = text.strip()
         if not text:
             raise InvalidAnswerError("an empty answer")
@@ -97,7 +98,7 @@ class Prompt:
 
 
 def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: int, seed: int) -> Prompt:
-    """Ask about the answers of all models, by label, to one question."""
+    """Return a prompt about the answers of all models, given by label, to one question."""
     labels = list(answers)
     texts = [answers[label].response for label in labels]
     order = shuffled(texts, labels, question=question, repeat=repeat, seed=seed)
@@ -109,14 +110,14 @@ def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: i
         "reference": first.output,
         "answers": {name: texts[index] for name, index in zip(names, order, strict=True)},
     }
-    # Without numbers, which a judge might lean on.
+    # The example has no numbers, because they could influence the judge.
     example = "{" + ", ".join(f'"{name}": <score>' for name in names) + "}"
     text = TASK.format(example=example, question=json.dumps(content, indent=1, ensure_ascii=False))
     return Prompt(text, names, order, question, repeat)
 
 
 def alone_prompt(wording: str, answer: Response, model: int, *, question: int, repeat: int) -> Prompt:
-    """Ask about the answer of one model, by its index, in the words of ALONE[wording]."""
+    """Return a prompt about the answer of the model with the index `model`, in the words of ALONE[wording]."""
     task, input_heading = ALONE[wording]
     asked = REQUEST + answer.instruction + (f"\n\n{input_heading}\n{answer.input}" if answer.input else "")
     text = task.format(asked=asked, output=answer.output, response=answer.response)
@@ -124,10 +125,11 @@ def alone_prompt(wording: str, answer: Response, model: int, *, question: int, r
 
 
 def shuffled(texts: Sequence[str], labels: Sequence[str], *, question: int, repeat: int, seed: int) -> tuple[int, ...]:
-    """Indices of the answers in an order that every order is as likely to be as any other.
+    """Return the indices of the answers in a pseudo-random order. All orders are equally likely.
 
-    Sorted by hashes of the answers' texts, so that it depends neither on the order in which they are given nor on what
-    the models are called: the same answers make the same prompt, and are paid for once. Labels part equal texts.
+    The answers are sorted by hashes of their texts, so that the result depends neither on the order of the models nor
+    on their names. The same answers therefore give the same prompt, and are paid for once. Equal texts are sorted by
+    label.
     """
 
     def rank(index: int) -> tuple[bytes, str]:
@@ -138,7 +140,7 @@ def shuffled(texts: Sequence[str], labels: Sequence[str], *, question: int, repe
 
 
 def neutral_name(number: int) -> str:
-    """A, B, …, Z, AA, AB, …"""
+    """Return the name of the answer with this number, from 0: A, B, …, Z, AA, AB, …"""
     letters = ""
     number += 1
     while number:
@@ -148,7 +150,8 @@ def neutral_name(number: int) -> str:
 
 
 def parse_scores(text: str, names: Sequence[str]) -> dict[str, float]:
-    """The judge's scores by name, each from 0 to 100. Raises InvalidAnswerError for anything but one for each name."""
+    """Return the judge's scores by name, each from 0 to 100. Raises InvalidAnswerError unless there is exactly one
+    valid score for each name."""
     fenced = FENCED.fullmatch(text)
     try:
         scores = SCORES.validate_python(strict_json(fenced[1] if fenced else text))

@@ -1,4 +1,4 @@
-"""The comparison of models by a judgement: for people, at 80 columns, as JSON, and as results in the models' runs."""
+"""Comparison of models by a judge's scores: as text of 80 columns, as JSON, and as results in the models' runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from harness.runs.trained_model import ModelInRun, find_measured, warned_if_not_
 
 COLUMNS = 80
 LABEL_INDENT = 32
-MOST_FOR_ALL_PAIRS = 8  # models; of more, only neighbours in the ranking are printed
-TIE = 1e-9  # means over repeats that differ by less differ by rounding
+MOST_FOR_ALL_PAIRS = 8  # with more models, only pairs of neighbors in the ranking are printed
+TIE = 1e-9  # two means over repeats that differ by no more than this are equal but for rounding
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models by index, on the same questions. `win_rate` is the share of questions, ties as half ones, on which
-    `first` has the higher score; `difference` is its score less that of `second`."""
+    """Comparison of two models, given by index. `win_rate` is the share of questions on which `first` has the higher
+    score; a tie counts as half a question. `difference` is the mean score of `first` minus that of `second`."""
 
     first: int
     second: int
@@ -42,7 +42,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`ranking` has the models' indices, best mean first; `pairs` have the better one first."""
+    """Comparison of all models. `ranking` has the models' indices, best mean first. In each of the `pairs`, `first` is
+    the model with the better mean."""
 
     questions: int
     means: tuple[Estimate, ...]
@@ -51,9 +52,11 @@ class Comparison:
 
 
 def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
-    """Scores of M models on Q questions in R repeats; NaN where there is none, then for all models.
+    """Compare M models by their scores on Q questions in R repeats. A missing score is NaN, and a repeat of a question
+    in which any model's score is missing is left out for all models.
 
-    A question's score is the mean of its repeats; questions without any are left out. None if none is left.
+    A question's score is the mean over its repeats, and questions without scores are left out. Returns None if no
+    question is left.
     """
     scores_QxM = question_means(scores_QxRxM)
     if not len(scores_QxM):
@@ -74,7 +77,7 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """Report of a judgement. `prices` are dollars for a million tokens of prompts and of answers."""
+    """Report of a judgement. `prices` are the dollars for a million tokens of prompts, and of answers."""
 
     judgement: Judgement
     settings: JudgeSettings
@@ -82,7 +85,7 @@ class JudgeReport:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """None if no question was answered."""
+        """The comparison of the models, or None if no question has scores of all models."""
         return compare(self.judgement.scores, self.settings.seed)
 
     def lines(self) -> Iterator[str]:
@@ -108,7 +111,8 @@ class JudgeReport:
             yield from textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON, with the scores by model and question; null where the judge gave no valid answer."""
+        """Return the report for JSON, with all scores by model and question. A score is null if the judge gave no valid
+        answer."""
         judgement, labels = self.judgement, self.judgement.labels
         scores = judgement.scores.astype(object)
         scores[np.isnan(judgement.scores)] = None
@@ -142,7 +146,7 @@ class JudgeReport:
         return result
 
     def shortfall(self) -> str | None:
-        """One line if the judge gave no valid answer somewhere."""
+        """Return a one-line error message if the judge gave no valid answer to some prompt, or None."""
         missing = self.judgement.unanswered
         if not missing:
             return None
@@ -197,15 +201,15 @@ def _pairs(comparison: Comparison) -> Iterator[str]:
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
-    """Leave each model's scores in the run that its responses file lies in. `paths` are the files of `models`, in the
-    order of the judging.
+    """Write each model's scores to the run in whose folder its responses file is. `paths` are the responses files of
+    `models`, in the same order as in the judgement.
 
-    A file in no run leaves nothing; one that does not tell which of the run's weights answered leaves a line on
-    standard error. What cannot be written is a warning.
+    Nothing is written for a file outside a run. If a file does not say which of the run's weights answered, a line on
+    standard error says so instead. A failed write is only a warning.
     """
     for number, (path, responses) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)
-        # Of this model alone: the others' missing answers leave it no question out.
+        # Compare this model alone, so that no question is left out because another model's score is missing.
         own = compare(report.judgement.scores[:, :, [number]], report.settings.seed)
         if own is None or not run.model_json.is_file():  # no valid answer, or no run
             continue
@@ -223,11 +227,12 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
 def _result(
     report: JudgeReport, model: ModelInRun, models: Sequence[Responses], number: int, mean: Estimate
 ) -> InstructionResult:
-    """The scores of the model with this number; `mean` is of its own answered questions."""
+    """Return the result to be written for the model with index `number`. `mean` is over the questions for which this
+    model has scores."""
     settings, own = report.settings, models[number]
     assert own.weights is not None
     together = models if settings.judges_together else [own]
-    # Equal for the same answers judged together, in whatever order they were given.
+    # Equal if the same answers were judged together, whatever the order of the files was.
     judging = hashlib.sha256(json.dumps(sorted(each.answers_sha256 for each in together)).encode()).hexdigest()
     scores_by_question = [row[~np.isnan(row)] for row in report.judgement.scores[:, :, number]]
     return InstructionResult(

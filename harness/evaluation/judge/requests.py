@@ -1,5 +1,5 @@
-"""Judging by a model behind an OpenAI-compatible endpoint: settings, requests in threads, and the scores that come of
-them. The openai package retries requests; no answer is paid for twice.
+"""Judging by a model behind an OpenAI-compatible endpoint: settings, requests in threads, and the resulting scores. The
+openai package retries failed requests. The cache keeps all answers, so that none is paid for twice.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from harness.evaluation.judge.prompts import (
 
 OPENAI_URL = "https://api.openai.com/v1"
 KEY_VARIABLE = "OPENAI_API_KEY"
-SHORTEST_SECRET = 8  # a local server's "none" is no secret, and part of other words
-# The judge does not take this question; another one it may.
+SHORTEST_SECRET = 8  # shorter keys, like a local server's "none", are not secret and may be part of other words
+# Error codes by which the judge refuses this question, but not necessarily others.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
-IN_FLIGHT_SECONDS = 10.0  # for answers that are on their way, and perhaps paid for, when the judging fails
-HOPELESS_QUESTIONS = 8  # so many without any valid answer: this judge cannot do it, and each one costs
+IN_FLIGHT_SECONDS = 10.0  # if the judging fails, wait so long for running requests, which may have been paid for
+HOPELESS_QUESTIONS = 8  # stop if the first 8 questions have no valid answer, since more requests would cost money
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
     """Settings of a judging.
 
-    `timeout` is in seconds, for a try of a request. `attempts` is how often to ask again for a valid answer, and how
-    often to try a request; `seed` decides the order in which the judge sees the models. `prompt` is TOGETHER, or a key
-    of prompts.ALONE.
+    `timeout` is in seconds, for a single try of a request. `attempts` is both the number of times to ask for a valid
+    answer, and the number of tries for a request. `seed` decides the order in which the judge sees the models' answers,
+    and the bootstrap resamples. `prompt` is TOGETHER or a key of prompts.ALONE.
     """
 
     model: str = NOTEBOOK_JUDGE
@@ -64,8 +64,8 @@ class JudgeSettings:
 
     @classmethod
     def choose(cls, model: str, base_url: str | None, **others: Any) -> JudgeSettings:
-        """Settings with the endpoint at `base_url`; without it the one in OPENAI_BASE_URL, else OpenAI's. Raises
-        UserError if it is no address, or if `model` is no name."""
+        """Return settings with the endpoint at `base_url`, which defaults to the environment's OPENAI_BASE_URL and then
+        to OpenAI's address. Raises UserError if it is not an address, or if `model` is not a name."""
         if not model or not is_unicode(model):
             raise UserError(f"the judge: {quoted(model)} is not the name of a model")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
@@ -89,7 +89,7 @@ class JudgeSettings:
 
 @dataclass(frozen=True)
 class Reply:
-    """The judge's reply, and its cost; tokens are None where the endpoint does not count them."""
+    """The judge's reply, and its cost in tokens, which is None if the endpoint does not count them."""
 
     text: str
     refusal: str | None
@@ -98,14 +98,14 @@ class Reply:
 
 
 class UnavailableError(Exception):
-    """The judge does not answer, after all retries."""
+    """Error for a judge that does not answer, even after all retries."""
 
 
 class JudgeClient:
-    """Asks an endpoint, from any number of threads."""
+    """Client for a judge's endpoint that any number of threads can use."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        """Raises UserError without a key in the environment, or without the openai package."""
+        """Create the client. Raises UserError if the environment has no key, or if the openai package is missing."""
         self.settings = settings
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
         if not self._key:
@@ -128,27 +128,28 @@ class JudgeClient:
                 timeout=settings.timeout,
                 max_retries=settings.attempts - 1,
             )
-        except Exception as error:  # what proxies and certificates can be guilty of has no common class
+        except Exception as error:  # errors in the settings of proxies and certificates have no common class
             reason = f"{type(error).__name__}: {self.without_key(str(error))}"
             remedy = "check the variables of proxies and certificates (ALL_PROXY, HTTPS_PROXY, SSL_CERT_FILE, ...)"
             raise UserError(f"no connection can be set up ({reason}); {remedy}") from None
 
     def without_key(self, text: str) -> str:
-        """A line that quotes what others wrote, fit to be shown and kept."""
+        """Return a text that others wrote as one line of at most 300 characters, without the key, for messages and
+        files."""
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, prompt: str) -> Reply:
-        """Send a prompt, with retries until a reply begins.
+        """Send a prompt and return the reply. Requests are retried until a reply begins.
 
-        Raises UnavailableError, InvalidAnswerError for a reply that is not one of a chat, breaks off or takes too long,
-        and UserError where no other prompt would fare better.
+        Raises UnavailableError if the judge does not answer; InvalidAnswerError if the reply is not a chat completion,
+        breaks off or takes too long, or if the judge refuses the question; UserError if other prompts would fail, too.
         """
         body: bytes | None = None
         create = self._client.chat.completions.with_streaming_response.create
         try:
             with create(model=self.settings.model, messages=[{"role": "user", "content": prompt}]) as response:
-                # The client's timeout is for each read: a server that sends a blank now and then would hang it.
+                # The client's timeout applies to each read, so a server that sends a blank now and then never hits it.
                 body, deadline = b"", time.monotonic() + self.settings.timeout
                 for chunk in response.iter_bytes():
                     body += chunk
@@ -160,10 +161,10 @@ class JudgeClient:
             raise self._explained(error) from None
         except self._openai.APITimeoutError:
             raise UnavailableError(f"no answer within {self.settings.timeout:g} seconds") from None
-        except Exception as error:  # the client's, and below it the network's, which differ with its version
+        except Exception as error:  # of the client or of its network library; the classes differ by version
             cause = error.__cause__ or error
             reason = f"({type(cause).__name__}: {self.without_key(str(cause))}".rstrip(": ") + ")"
-            if body is not None:  # perhaps paid for
+            if body is not None:  # a reply had begun, which may have been paid for
                 raise InvalidAnswerError(f"the reply broke off {reason}") from None
             raise UnavailableError(f"the connection failed {reason}") from None
         return self._parse(body)
@@ -184,14 +185,14 @@ class JudgeClient:
         return Reply(text, refusal, *(counts if are_counts else (None, None)))
 
     def _explained(self, error: Any) -> Exception:
-        """The failure that an openai.APIStatusError means."""
+        """Return the exception to raise for an openai.APIStatusError."""
         status, name = error.status_code, self.settings.name
         said = f"status {status}: {self.without_key(error.message)}"
         if error.code in REFUSED_QUESTION_CODES:
             return InvalidAnswerError(f"the question was refused ({said})")
         if error.code == "insufficient_quota":
             return UnavailableError(f"the account has no credit left ({said})")
-        if status in {408, 409, 429} or status >= 500:  # after the retries
+        if status in {408, 409, 429} or status >= 500:  # even after all retries
             wait = error.response.headers.get("retry-after")
             return UnavailableError(said + (f"; Retry-After: {self.without_key(wait)}" if wait else ""))
         if status in {401, 403}:
@@ -202,7 +203,7 @@ class JudgeClient:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Cost of answers in tokens, invalid ones too. `uncounted` of them came without a count."""
+    """Cost of answers in tokens, including invalid answers. `uncounted` is the number of answers without a count."""
 
     answers: int = 0
     prompt: int = 0
@@ -218,7 +219,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """A question and repeat, from 1, that has no valid answer, and what was wrong with the last one."""
+    """Question and repeat, both from 1, without a valid answer, and what was wrong with the last answer."""
 
     question: int
     repeat: int
@@ -227,20 +228,22 @@ class Unanswered:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Scores from 0 to 100 of M models on Q questions in R repeats, QxRxM; NaN where the judge gave no valid answer."""
+    """Scores from 0 to 100 of M models on Q questions in R repeats, (Q, R, M). A score is NaN if the judge gave no
+    valid answer."""
 
     labels: tuple[str, ...]
     scores: np.ndarray
     unanswered: tuple[Unanswered, ...]
-    spent: Tokens  # for all answers to these questions, whenever they were given
-    spent_now: Tokens
+    spent: Tokens  # for all answers to these questions, including those from earlier judgings
+    spent_now: Tokens  # in this judging
 
 
 def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path) -> Judgement:
-    """Have what is not in the cache judged. The models have different labels and the same questions.
+    """Ask the judge for all scores that are not in the cache, and return all scores. The models must have different
+    labels and the same questions.
 
-    Raises UserError if the judge cannot be asked like this, RunError if it does not answer; what it has answered by
-    then is in the cache.
+    Raises UserError if the judge cannot be asked with these settings, or RunError if it does not answer. Answers that
+    it gave before the error are in the cache.
     """
     prompts = [(_cache_key(settings, prompt), prompt) for prompt in _prompts(models, settings)]
     names = {key: set(prompt.names) for key, prompt in prompts}
@@ -249,14 +252,14 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
     with JudgeCache(cache_path) as cache:
 
         def valid_answers() -> dict[str, dict[str, float]]:
-            """Scores by name, by the prompts' keys."""
+            """Return the scores in the cache: for each prompt's key, the scores by name."""
             asked = [record for record in cache.records if record.key in names]
             return {each.key: each.scores for each in asked if each.scores and each.scores.keys() == names[each.key]}
 
         known = len(cache.records)
         answers = valid_answers()
         missing = {key: prompt for key, prompt in prompts if key not in answers}
-        # Without any, neither a key nor the openai package is needed.
+        # If nothing is missing, neither an API key nor the openai package is needed.
         reasons = ask_all(missing, JudgeClient(settings), cache, kept=len(answers)) if missing else {}
         answers = valid_answers()
         for key, prompt in prompts:
@@ -271,7 +274,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
 
 
 def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> list[Prompt]:
-    """For each question and repeat a prompt about all models' answers, or one about each."""
+    """Return the prompts: for each question and repeat, one about the answers of all models, or one about each
+    answer."""
     prompts = []
     for question in range(len(models[0].responses)):
         answers = {model.model: model.responses[question] for model in models}
@@ -285,16 +289,18 @@ def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> list[Promp
 
 
 def _cache_key(settings: JudgeSettings, prompt: Prompt) -> str:
-    """The key of an answer in the cache: a hash of all that the answer depends on."""
+    """Return the key of an answer in the cache, which is a hash of everything that the answer depends on."""
     parts = [settings.model, settings.base_url, prompt.text, prompt.repeat]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
-    """Ask all prompts, by their cache keys; valid answers are then in the cache. `kept` others are there already.
+    """Send all prompts, given by their cache keys, and add the answers to the cache, which already has `kept` valid
+    answers to other prompts.
 
-    Returns by key what was wrong with the last answer where none was valid. Raises UserError if the judge cannot be
-    asked like this, RunError if it does not answer or cannot do it, RunStopped after Ctrl-C.
+    Returns, by key, what was wrong with the last answer to each prompt without a valid answer. Raises UserError if the
+    judge cannot be asked with these settings, RunError if it does not answer or gives no valid answers, and RunStopped
+    after Ctrl-C.
     """
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
@@ -303,7 +309,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         try:
             return _ask_until_valid(key, prompts[key], client, cache, stop)
         except BaseException:
-            stop.set()  # here, so that this thread does not begin another request before the first one hears
+            stop.set()  # here, so that this thread begins no other request before the main thread sees the error
             raise
 
     pool = ThreadPoolExecutor(settings.parallel)
@@ -341,10 +347,11 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
 def _ask_until_valid(
     key: str, prompt: Prompt, client: JudgeClient, cache: JudgeCache, stop: threading.Event
 ) -> str | None:
-    """Ask until a valid answer is in the cache. Returns what was wrong with the last one if none was valid."""
+    """Send a prompt until there is a valid answer, at most `attempts` times, and add all answers to the cache. Return
+    what was wrong with the last answer if none was valid, or None."""
     reason = None
     for _ in range(client.settings.attempts):
-        if stop.is_set():  # the judging has failed: the result is of no use to anybody
+        if stop.is_set():  # the judging has failed, and nobody reads this result
             return None
         reply = scores = reason = None
         try:
