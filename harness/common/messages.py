@@ -41,8 +41,8 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
         return differs_by_one_letter or all(any(is_word(word, part) for part in parts) for word in name.split("_"))
 
     swapped = [each for each in known if sorted(each) == sorted(name)]
-    alike = difflib.get_close_matches(name, filter(is_meant, known), n=1, cutoff=ALIKE)
-    return next(iter(swapped or alike), None)
+    alike = difflib.get_close_matches(name, known, n=len(known) or 1, cutoff=ALIKE)
+    return next(iter(swapped or filter(is_meant, alike)), None)
 
 
 def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
