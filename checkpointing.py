@@ -162,7 +162,7 @@ class Checkpointer:
             self.world.on_rank0(self.writer.wait)
 
     @contextmanager
-    def saving_to_the_end(self) -> Iterator[None]:
+    def completing_saves(self) -> Iterator[None]:
         """Wait up to SPEAKER_PATIENCE_SECONDS for a background save to end if the body raises, then raise the body's
         error."""
         try:

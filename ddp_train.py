@@ -176,11 +176,11 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         checkpoint = checkpoints[0] if checkpoints else None
         options = TrainOptions(**given)
         options.check(checkpoint)
-        from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, take_signals
+        from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
         from harness.planning.experiment import Experiment
         from harness.runs.directory import RunDirectory
 
-        take_signals()
+        unblock_stopping_signals()
         here = read_ranking()  # first: stale RANK variables would make this a different job
         to_start = ranks_to_start(options.processes)
         found = RunDirectory.find(options.runs_dir, run)
@@ -227,7 +227,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
             trainer = build_trainer(prepared, world, stop)
             trainer.checkpointer.restore(trainer.loader)
             world.on_rank0(prepared.note_begun)
-            with trainer.checkpointer.saving_to_the_end():
+            with trainer.checkpointer.completing_saves():
                 trainer.train()
             trainer.reporter.summary(trainer.state)
         startup.say(world, startup.next_commands(experiment))

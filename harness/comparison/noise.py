@@ -85,7 +85,7 @@ def variance_of_mean(losses: Sequence[float]) -> Variance:
     return Variance(float(np.var(losses, ddof=1)) / len(losses), len(losses) - 1)
 
 
-def combine(value: float, parts: Sequence[Variance]) -> Estimate:
+def satterthwaite(value: float, parts: Sequence[Variance]) -> Estimate:
     """Return a difference whose variance is the sum of `parts`, with degrees of freedom by Satterthwaite (1946,
     Biometrics Bulletin 2: 110). If the parts are the variances of two arms' means, this is Welch's t test (1947,
     Biometrika 34: 28)."""

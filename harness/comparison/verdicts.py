@@ -17,9 +17,9 @@ from harness.comparison.noise import (
     MOST_SEEDS,
     Estimate,
     Variance,
-    combine,
     holm,
     pooled_variance,
+    satterthwaite,
     seeds_needed,
     text_noise,
     variance_of_mean,
@@ -165,11 +165,11 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         parts = [Variance(pooled.value * share, pooled.df)]
         known = [(each.variance_by_text, each.runs - 1) for each in usable if each.variance_by_text is not None]
         by_text = share * sum(variance * df for variance, df in known) / max(1, sum(df for _, df in known))
-    training = combine(value, parts)
+    training = satterthwaite(value, parts)
     if isinstance(text, Estimate):
         # The spread over seeds already includes text noise that differs from run to run.
         parts.append(Variance(max(0.0, text.error**2 - by_text), text.df))
-    return Difference(value, training, text, combine(value, parts), is_pooled=any(each.runs < 2 for each in both))
+    return Difference(value, training, text, satterthwaite(value, parts), is_pooled=any(each.runs < 2 for each in both))
 
 
 def _replicated(arms: Sequence[Arm]) -> list[Arm]:

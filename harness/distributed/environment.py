@@ -112,7 +112,7 @@ def run_ranks(count: int) -> NoReturn:
     with socket.create_server(("127.0.0.1", 0)) as store:
         for rank in range(count):
             ranks.append(_start_rank(rank, count, store))
-    take_signals()
+    unblock_stopping_signals()
     failed = _wait(ranks, asked)
     if asked and (ranks[0].returncode or 0) < 0:  # rank 0 was ended before it could print this
         say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
@@ -155,6 +155,6 @@ def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.
         time.sleep(POLL_SECONDS)
 
 
-def take_signals() -> None:
+def unblock_stopping_signals() -> None:
     """Unblock the signals that ask to stop, which `run_ranks` has blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING_SIGNALS)

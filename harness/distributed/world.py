@@ -172,7 +172,7 @@ class World:
             tensors.append(tensor.cpu())
             return TensorSlot(tuple(tensor.shape), tensor.dtype)
 
-        outline = self.on_rank0(lambda: _replace_leaves(work(), torch.Tensor, take_out))
+        outline = self.on_rank0(lambda: replace_leaves(work(), torch.Tensor, take_out))
         own = iter(tensors)  # in the order of the tree; empty except on rank 0
 
         def send_or_receive(slot: TensorSlot) -> torch.Tensor:
@@ -182,7 +182,7 @@ class World:
                     dist.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src=0, group=self.control)
             return tensor
 
-        return _replace_leaves(outline, TensorSlot, send_or_receive)
+        return replace_leaves(outline, TensorSlot, send_or_receive)
 
     def on_each_node(self, work: Callable[[], T]) -> T:
         """Run `work` on the first process of each node while the others wait. Returns on every rank the result of its
@@ -210,14 +210,14 @@ class World:
         return [each for each, _ in results]
 
 
-def _replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
+def replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
     """Return a new tree with `function(leaf)` in place of each leaf of type `kind`, called in the order of the tree."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: _replace_leaves(value, kind, function) for key, value in tree.items()}
+        return {key: replace_leaves(value, kind, function) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_replace_leaves(value, kind, function) for value in tree)
+        return type(tree)(replace_leaves(value, kind, function) for value in tree)
     return tree
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.common.units import GIB
+from harness.distributed.world import replace_leaves
 
 
 class SyncWriter:
@@ -87,9 +88,9 @@ class HostCopies:
         step, and can be read after `wait`. With `keep`, a later call overwrites the copies of an earlier one.
         """
         tensors: list[Tensor] = []
-        _replaced(tree, tensors.append)
+        replace_leaves(tree, Tensor, tensors.append)
         places = iter(self._places(tensors))
-        copied = _replaced(tree, lambda tensor: next(places).copy_(tensor, non_blocking=True))
+        copied = replace_leaves(tree, Tensor, lambda tensor: next(places).copy_(tensor, non_blocking=True))
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of polling
             self._copied.record()
@@ -134,10 +135,3 @@ class HostCopies:
         if self._keep:
             self._buffer = buffer
         return buffer
-
-
-def _replaced(tree: dict[str, Any], function: Any) -> dict[str, Any]:
-    """Return new nested dicts with `function(tensor)` in place of every tensor, called in order."""
-    return {
-        key: _replaced(value, function) if isinstance(value, dict) else function(value) for key, value in tree.items()
-    }

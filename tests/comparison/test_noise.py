@@ -14,9 +14,9 @@ from harness.comparison.noise import (
     ALPHA,
     Estimate,
     Variance,
-    combine,
     holm,
     pooled_variance,
+    satterthwaite,
     seeds_needed,
     text_noise,
     variance_of_mean,
@@ -119,7 +119,9 @@ def test_what_has_no_interval(values: np.ndarray, reason: str) -> None:
 
 
 def test_welch_is_that_of_scipy() -> None:
-    difference = combine(float(np.mean(FIRST) - np.mean(SECOND)), [variance_of_mean(FIRST), variance_of_mean(SECOND)])
+    difference = satterthwaite(
+        float(np.mean(FIRST) - np.mean(SECOND)), [variance_of_mean(FIRST), variance_of_mean(SECOND)]
+    )
     theirs = scipy.stats.ttest_ind(FIRST, SECOND, equal_var=False)
     assert difference.p == pytest.approx(theirs.pvalue)
     assert difference.df == pytest.approx(theirs.df)
@@ -131,7 +133,7 @@ def test_a_pooled_spread_makes_students_t_test() -> None:
     pooled = pooled_variance([FIRST, SECOND])
     assert pooled is not None
     part = Variance(pooled.value * (1 / 3 + 1 / 5), pooled.df)
-    difference = combine(float(np.mean(FIRST) - np.mean(SECOND)), [part])
+    difference = satterthwaite(float(np.mean(FIRST) - np.mean(SECOND)), [part])
     theirs = scipy.stats.ttest_ind(FIRST, SECOND)
     assert difference.p == pytest.approx(theirs.pvalue)
     assert difference.interval() == pytest.approx(tuple(theirs.confidence_interval()))
@@ -156,7 +158,7 @@ def test_under_holm_an_interval_excludes_zero_where_a_difference_is_significant(
     generator = np.random.default_rng(3)
     significant = 0
     for _ in range(200):
-        differences = [combine(value, [Variance(1.0, 8)]) for value in generator.normal(0, 4, 6)]
+        differences = [satterthwaite(value, [Variance(1.0, 8)]) for value in generator.normal(0, 4, 6)]
         adjusted, alphas = holm([each.p for each in differences])
         for difference, p, alpha in zip(differences, adjusted, alphas, strict=True):
             low, high = difference.interval(alpha)
@@ -166,8 +168,8 @@ def test_under_holm_an_interval_excludes_zero_where_a_difference_is_significant(
 
 
 def test_a_difference_without_noise() -> None:
-    assert combine(0.0, [variance_of_mean([2.0, 2.0])]).p == 1
-    certain = combine(0.5, [variance_of_mean([2.0, 2.0])])
+    assert satterthwaite(0.0, [variance_of_mean([2.0, 2.0])]).p == 1
+    certain = satterthwaite(0.5, [variance_of_mean([2.0, 2.0])])
     assert (certain.p, certain.interval()) == (0, (0.5, 0.5))
 
 
