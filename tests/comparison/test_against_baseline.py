@@ -28,7 +28,7 @@ def arm(tmp_path: Path, rate: float, losses: tuple[float, ...]) -> list[RunFolde
 
 
 def scatter_windows(run: RunFolder, own: int) -> None:
-    """Write window losses around the run's test loss, with noise shared by all runs and a little from the seed `own`."""
+    """Write window losses around the run's test loss: noise shared by all runs, and a little from the seed `own`."""
     (result,) = read_results(run.directory).of(LossResult)
     text, chance = np.random.default_rng(1), np.random.default_rng(own)
     windows = result.text.windows

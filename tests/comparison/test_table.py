@@ -86,7 +86,7 @@ def test_a_key_that_an_earlier_version_did_not_write_makes_no_difference(tmp_pat
 
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:
-    """The run takes 360 s at 36 dollars an hour, 60 s of it for validation; its 29,888 parameters are counted by hand."""
+    """The run takes 360 s, 60 s of them for validation, at 36 dollars an hour. Its parameters are counted by hand."""
     table = table_of(RunFolder(tmp_path, "a").finish())
     values = row_of(table, "a")
     by_hand = 2 * (12 * 32**2 + 10 * 32) + 2 * 32 + (64 + 16) * 32 + 64 * 32

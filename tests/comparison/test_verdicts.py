@@ -209,7 +209,7 @@ def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
 
 
 def welch_power(shift: float, runs: int) -> float:
-    """Return the power of a two-sided t test at 5 % for two arms of `runs` runs, with means `shift` deviations apart."""
+    """Return the power of a two-sided t test at 5 % for two arms of `runs` runs with means `shift` deviations apart."""
     df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
     reach = scipy.stats.t.ppf(0.975, df)
     return float(scipy.stats.nct.sf(reach, df, noncentrality) + scipy.stats.nct.cdf(-reach, df, noncentrality))
