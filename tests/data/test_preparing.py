@@ -569,7 +569,7 @@ sys.addaudithook(watch)
 
 
 def test_killed_while_it_takes_its_place(preparer: Preparer, tmp_path: Path) -> None:
-    """If it is killed at any step of replacing a dataset, the old or the new one is kept, and the next run cleans up."""
+    """Killed at any step of replacing a dataset, the command keeps the old or the new one; the next run cleans up."""
     mine, tokenizer = Preparer(tmp_path), ["--tokenizer", preparer.path / "tokenizer.json"]
     for name, documents in (("old", DOCUMENTS[:100]), ("new", DOCUMENTS[100:200])):
         write_json_lines(tmp_path / f"{name}.jsonl", documents)
