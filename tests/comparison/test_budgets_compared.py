@@ -16,7 +16,7 @@ from tests.support.launch import Workshop
 
 
 def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
-    """A sweep's status and the table of runs show that share; a finished run is stopped again once its budget grows."""
+    """A sweep's status and the table of runs show the share; a finished run counts as stopped once its budget grows."""
     RunFolder(tmp_path, "base")
     derived = derive(Base.load(tmp_path, "base"), "r", {"train_steps": 8})
     write_runs([derived])
@@ -38,7 +38,8 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
-    """A run with a budget in steps is a replicate of one with a budget in tokens if both see as many tokens."""
+    """A run with a budget in steps is a replicate of one with a budget in tokens if both see as many tokens,
+    and not if it sees more."""
     runs = []
     for seed, (name, key, value, tokens) in enumerate(
         [("longer", "train_steps", 6, 768), ("steps", "train_steps", 5, 640), ("tokens", "min_train_tokens", 640, 640)]

@@ -95,7 +95,7 @@ def test_single_runs_on_both_sides() -> None:
 
 
 def test_the_level_that_is_printed_is_that_of_the_interval() -> None:
-    """The level under Holm is not 95 %: it is the level whose quantile gives an interval of this width."""
+    """Under Holm, the level is not 95 % but the one whose quantile gives an interval of this width."""
     arms = [Arm(f"b{number}", [3.5 + loss, 3.51 + loss, 3.49 + loss]) for number, loss in enumerate((0.09, 0.2, 0.0))]
     for verdict in [*compare(*arms), *compare(arms[0])]:
         assert verdict.difference is not None
@@ -165,7 +165,7 @@ def test_text_noise_widens_the_interval() -> None:
 
 
 def test_what_the_text_does_to_replicates_is_in_their_spread_already() -> None:
-    """A run's own noise on windows adds 0.03² / windows to the variance of its loss, and is not counted twice."""
+    """A run's own noise on windows adds 0.03² / windows to the variance of its loss; the interval counts it once."""
     arms = [window_losses(0, runs=10, seed=seed, windows=2000) for seed in range(1, 6)]
     found = [arm.variance_by_text for arm in arms]
     assert np.mean([each for each in found if each is not None]) == pytest.approx(0.03**2 / 2000, rel=0.1)
@@ -296,7 +296,7 @@ def few_or_many(quick: object, *others: object) -> list[Any]:
 
 
 def three_errors(experiments: int) -> float:
-    """Return three standard errors, in percent, of a share of 95 % in that many experiments."""
+    """Return three standard errors, in percent, of a share of 95 % that is measured in `experiments` experiments."""
     return 300 * math.sqrt(0.05 * 0.95 / experiments)
 
 

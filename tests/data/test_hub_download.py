@@ -238,7 +238,7 @@ def test_corruption_once_recovers_and_lasting_corruption_is_refused(
 
 
 def test_a_mistyped_dataset_leaves_nothing(downloader: Downloader) -> None:
-    """The owner's folder is not left behind either, unless it holds another dataset."""
+    """The owner's folder is not left behind, unless it holds another dataset."""
     for kept in ([], ["someone", "someone/other"]):
         for name in kept:
             (downloader.datasets / name).mkdir(parents=True)

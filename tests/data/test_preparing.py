@@ -110,8 +110,8 @@ def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
 
 
 def test_of_many_documents_few_are_set_aside_for_the_splits(preparer: Preparer) -> None:
-    """All other documents are written directly to the train split in their order. The splits still get the shares asked
-    for, and the size of batches changes nothing."""
+    """All documents that are not set aside are written directly to the train split in their order. The splits still get
+    the shares asked for, and the size of batches changes nothing."""
     many = "import harness.data.preparation.splits as splits; splits.POOL_DOCUMENTS = 64\n"
     hurried = many + "import harness.data.preparation.encode as encode; encode.BATCH_CHARACTERS = 2000"
     options = ["--validation-fraction", "0.02", "--test-fraction", "0.01"]
@@ -531,7 +531,7 @@ def test_an_output_that_exists_is_kept_unless_overwritten(preparer: Preparer, tm
 
 @pytest.mark.parametrize("place", ["photos", "photos/raw"])
 def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, place: str) -> None:
-    """The text that the dataset would be made from is not deleted, either."""
+    """The text that the dataset would be made from is not deleted."""
     write_json_lines(tmp_path / place / "a.jsonl", DOCUMENTS[:100])
     before = (tmp_path / place / "a.jsonl").read_bytes()
     line = Preparer(tmp_path).run(place, "photos", *SMALL, "--overwrite", status=2)

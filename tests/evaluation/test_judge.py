@@ -209,7 +209,7 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
 def test_a_judge_that_never_answers_or_refuses(
     bench: Bench, fault: Fault, error: type[Exception], words: str, requests: int
 ) -> None:
-    """A failure that may pass is tried three times; a long Retry-After, or any other failure, is an error at once."""
+    """A request whose failure may pass is sent three times; after a long Retry-After or another failure, only once."""
     bench.judge.always = {None: fault}
     with pytest.raises(error) as caught:
         bench.run(parallel=1, timeout=0.3)

@@ -71,7 +71,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_transformers_loads_what_is_exported_as_the_same_model(exported: tuple[Path, GPTModel]) -> None:
-    """It also samples the text that test_smoke.py prints."""
+    """transformers also samples the text that test_smoke.py prints."""
     path, model = exported
     automatic: Any = transformers.AutoModelForCausalLM
     loaded, report = automatic.from_pretrained(path / "out", output_loading_info=True)

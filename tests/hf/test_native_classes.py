@@ -88,7 +88,7 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
 
 @pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, {**QWEN, "n_kv_heads": 2}], ids=["llama", "qwen3"])
 def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """They also sample the text that test_smoke.py prints; both use a cache, with rotary positions and shared heads."""
+    """The native class also samples what test_smoke.py prints: both with a cache, rotary positions and shared heads."""
     config = shape(vocab_size=300, **changes)
     model = write_checkpoint(tmp_path / "c", config)
     convert(tmp_path, "export", "c", "out")

@@ -69,7 +69,7 @@ def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> N
 
 
 def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> None:
-    """A summary of an earlier version with fewer keys finishes the run, too; one with other values does not."""
+    """A summary of an earlier version, with fewer keys, finishes the run; a summary with other values does not."""
     sweep = load(shop, vary={"random_seed": [1]})
     (run,) = sweep.runs
     write_runs(sweep.runs)

@@ -233,7 +233,7 @@ def test_a_pruned_run_is_done(shop: Workshop, capsys: pytest.CaptureFixture[str]
 
 
 def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
-    """Every command shows the same dollars, too, which are those of the summary."""
+    """Every command also shows the same dollars, those of the summary."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
     folders = [each.run.path for each in sweep.runs]
     add_summary(sweep.runs[0], dollars={"total": 0.0049}, seconds={"total": 176.0})
