@@ -140,7 +140,7 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
 
 @pytest.mark.parametrize("measured", ["validation", "test"])
 def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
-    """An arm with a diverged seed is inconclusive. Otherwise it could be better only because that seed is not counted."""
+    """An arm with a diverged seed is inconclusive. It must not be better only because that seed is not counted."""
     settings = [
         (0.001, 1, 2.50),
         (0.001, 2, 2.52),
