@@ -1,4 +1,4 @@
-"""Verdicts from folders of runs: which runs are an arm, what is compared, and what is left out."""
+"""Verdicts from folders of runs: which runs form an arm, which losses are compared, and which runs are left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arm(tmp_path: Path, rate: float, losses: tuple[float, ...]) -> list[RunFolde
 
 
 def scatter_windows(run: RunFolder, own: int) -> None:
-    """Windows that differ as texts do, alike in all runs, and a little in each."""
+    """Write window losses around the run's test loss: noise shared by all runs, and a little from the seed `own`."""
     (result,) = read_results(run.directory).of(LossResult)
     text, chance = np.random.default_rng(1), np.random.default_rng(own)
     windows = result.text.windows
@@ -71,7 +71,7 @@ def test_an_arm_is_called_as_its_runs_without_their_seeds_or_as_one_of_them(
 
 
 def test_an_arms_name_is_that_of_no_run_outside_it(tmp_path: Path) -> None:
-    """One that has not finished is a curve of its own in the chart."""
+    """An unfinished run called base has a curve of its own in the chart, so an arm must not be called base as well."""
     runs = [*replicates(tmp_path, 1, "base-seed1", "base-seed2"), RunFolder(tmp_path, "base").train_to(0)]
     assert [*find_arms(records(*runs)).runs] == ["base-seed1"]
 
@@ -140,7 +140,7 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
 
 @pytest.mark.parametrize("measured", ["validation", "test"])
 def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
-    """An arm would otherwise be better for its survivors."""
+    """An arm with a diverged seed is inconclusive. It must not be better only because that seed is not counted."""
     settings = [
         (0.001, 1, 2.50),
         (0.001, 2, 2.52),
@@ -208,7 +208,7 @@ def test_windows_that_are_lost_or_not_those_of_the_loss_are_told(tmp_path: Path)
     assert [bool(record.problems) for record in read] == [True, False, False, True]
     for record in (read[0], read[3]):
         assert "its loss is 2.5, but the mean of its windows' losses (" in record.problems[0]
-        assert not record.results.found, "it stands in no column"
+        assert not record.results.found, "the result is in no column"
     found = compare_with("lr-0.001-seed-1", read)
     assert [verdict.word for verdict in found.verdicts] == ["inconclusive"]
     for path in runs[1].directory.results.glob("*.safetensors"):

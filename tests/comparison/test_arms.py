@@ -1,4 +1,4 @@
-"""The runs that count as replicates, and what is said of those that do not."""
+"""Runs that count as replicates, and the notes on runs that do not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 def arms_of(**runs: dict[str, Any]) -> Arms:
-    """The arms of finished runs, by what differs from TRAIN, or in "model", or in what the summary has recorded."""
+    """Return the arms of finished runs, each given by its changes to TRAIN, to MODEL ("model") or to RECORDED.
+
+    "content" replaces the dataset that the summary records; "left_out" names keys that train.json lacks.
+    """
     records = []
     for name, changes in runs.items():
         recorded = RECORDED | {key: changes.pop(key) for key in [*changes] if key in RECORDED and key != "dataset"}
@@ -84,7 +87,7 @@ def test_keys_of_earlier_versions_count_where_they_were_on() -> None:
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_keys_without_effect_on_the_outcome(key: str) -> None:
-    assert TRAIN[key] != OTHER_VALUES[key], "the value is another"
+    assert TRAIN[key] != OTHER_VALUES[key], "the value differs from the one in TRAIN"
     assert groups_of(a={}, b={SEED: 1, key: OTHER_VALUES[key]}) == [("a", "b")]
 
 
@@ -145,8 +148,8 @@ def test_a_seed_of_dropout_makes_replicates_of_given_weights() -> None:
     assert groups_of(a={SEED: 1, **given}, b={SEED: 2, **given}) == [("a", "b")]
 
 
-def test_two_ways_of_saying_the_same() -> None:
-    """Two spellings of a batch or of the checkpoints' interval are replicates; so are runs without newer keys."""
+def test_two_spellings_of_the_same_settings_are_replicates() -> None:
+    """Two spellings of a batch size or of a checkpoint interval are replicates; so are runs that lack newer keys."""
     by_batch = {SEED: 1, "gradient_accumulation_steps": 1, "global_batch_size": 32}
     assert groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 4}) == [("a", "b")]
     assert len(groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 2})) == 2

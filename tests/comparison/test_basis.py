@@ -1,4 +1,4 @@
-"""Only what was measured on the same basis stands in one column, and each run's number is its best checkpoint's."""
+"""Columns of the table: each holds only values with the same basis, and a run's value is its best checkpoint's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_losses_on_the_same_text_stand_in_one_column(tmp_path: Path) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_text_slice_tokenizer_or_precision_does_not(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_losses_on_another_text_or_in_another_precision_are_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
     a, b, c = finished(tmp_path, "a", "b", "c")
     table = table_of(a.test_loss(2.5), b.test_loss(2.25, **change), c.test_loss(2.3))
     assert values(table, "test_loss") == [2.5, None, 2.3]
@@ -81,7 +81,7 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
-    """Bits per byte compare over one whole split: 40 x 16 tokens of 2 / ln 2 bytes, or 20 x 16 of twice as many."""
+    """Bits per byte compare over as many bytes of a split: 40 x 16 tokens of 2 / ln 2 bytes, 20 x 16 of 4 / ln 2."""
     a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
     other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20, "bits_per_byte": 1.1}
     a.test_loss(2.4), b.test_loss(4.4, **other)
@@ -89,7 +89,7 @@ def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
     d.test_loss(4.4, **(other | {"sha256": "99" * 32, "bits_are_exact": False}))
     table = table_of(a, b, c, d)
     assert values(table, "test_loss") == [2.4, None, None, None]
-    assert values(table, "bits_per_byte") == [1.2, 1.1, None, None], "of half as many bytes again, and approximate"
+    assert values(table, "bits_per_byte") == [1.2, 1.1, None, None], "c covers more bytes; d is approximate"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_the_best_checkpoints_result_is_taken_or_else_the_latests(
     assert (cell.value, cell.remark) == (value, remark)
 
 
-def test_where_the_links_lead_today_counts(tmp_path: Path) -> None:
-    """Not where they led when it was measured; without the checkpoints, that."""
+def test_the_best_checkpoint_is_the_one_that_the_link_names_today(tmp_path: Path) -> None:
+    """If the run's checkpoints are missing, the link's target at the time of the measurement counts."""
     run = RunFolder(tmp_path, "a").finish().test_loss(2.6, LATEST).test_loss(2.5, BEST)
     assert values(table_of(run), "test_loss") == [2.5]
     run.add_checkpoint(LATEST, "best", "latest")
@@ -201,7 +201,7 @@ IN_TRAINING = "piqa_acc_while_training"
 
 
 def test_benchmarks_while_training_are_in_a_column_of_their_own(tmp_path: Path) -> None:
-    """The last evaluation of the last training counts, whatever is reported behind it."""
+    """The last evaluation of the last training counts, even if other lines follow it in metrics.jsonl."""
     a, b, c, d = (RunFolder(tmp_path, name, {"precision": "fp32"}).finish() for name in "abcd")
     a.benchmark_at(120, 200, piqa=0.9).benchmark_at(50, 200, piqa=0.4, sciq=0.8).benchmark_at(99, 200, piqa=0.5)
     a.train_to(100)
@@ -211,7 +211,7 @@ def test_benchmarks_while_training_are_in_a_column_of_their_own(tmp_path: Path) 
     table = table_of(a, b, c, d)
     assert values(table, IN_TRAINING) == [0.5, 0.625, 0.75, None]
     assert values(table, "piqa_acc") == [0.45, None, None, 0.55]
-    assert columns(table, "sciq_acc_while_training") == [], "not of the last evaluation"
+    assert columns(table, "sciq_acc_while_training") == [], "the last evaluation has no sciq"
     (column,) = columns(table, IN_TRAINING)
     assert (column.title, column.lower_is_better) == ("piqa acc while training", False)
     assert column.about == "200 examples, in fp32, lm-eval's version not recorded"
@@ -240,7 +240,7 @@ def test_benchmarks_while_training_compare_on_as_many_examples_in_the_same_preci
     assert "in bf16" in column.cells[4].remark
 
 
-def test_the_precision_that_auto_came_to_is_the_checkpoints(tmp_path: Path) -> None:
+def test_the_precision_that_auto_resolved_to_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     names = ("a", "b", "c")
     runs = [RunFolder(tmp_path, name, {"precision": "auto"}).finish() for name in names]
     for run, precision in zip(runs, ("bf16", "fp32", None), strict=True):

@@ -1,4 +1,4 @@
-"""Runs with other budgets than tokens in the commands that read many runs."""
+"""Runs whose budget is not in tokens, in the commands that read many runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.forked_command import run_forked
 from tests.support.launch import Workshop
 
 
-def test_how_far_a_run_is_by_what_its_budget_came_to(tmp_path: Path) -> None:
-    """The status of a sweep and the table of runs give it; a finished run is unfinished once its budget grows."""
+def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
+    """A sweep's status and the table of runs show the share; a finished run counts as stopped once its budget grows."""
     RunFolder(tmp_path, "base")
     derived = derive(Base.load(tmp_path, "base"), "r", {"train_steps": 8})
     write_runs([derived])
@@ -34,11 +34,12 @@ def test_how_far_a_run_is_by_what_its_budget_came_to(tmp_path: Path) -> None:
     longer = derive(Base.load(tmp_path, "base"), "r", {"train_steps": 9})
     longer.run.train_json.write_text(json.dumps(longer.train))
     assert status_of(longer).state == "stopped"
-    assert RunRecord.read(longer.run).state.word == "stopped", "the same word"
+    assert RunRecord.read(longer.run).state.word == "stopped", "compare_runs says the same as the sweep"
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
-    """Steps that see as many tokens as another run's budget in tokens are a replicate of it; longer ones are not."""
+    """A run with a budget in steps is a replicate of one with a budget in tokens if both see as many tokens,
+    and not if it sees more."""
     runs = []
     for seed, (name, key, value, tokens) in enumerate(
         [("longer", "train_steps", 6, 768), ("steps", "train_steps", 5, 640), ("tokens", "min_train_tokens", 640, 640)]

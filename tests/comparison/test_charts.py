@@ -1,4 +1,4 @@
-"""Curves of runs over each axis, and the picture: only losses of one text, with a reason for each run left out."""
+"""Curves of runs over each axis, and the image: it shows losses on one text only, and says why a run is left out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_pat
     assert (second.low[0], second.high[0]) == (4.1, 4.3)
     lines = b.directory.metrics.read_text().splitlines(keepends=True)
     b.directory.metrics.write_text("".join(line for line in lines if '"global_step": 10,' not in line))
-    assert chart_of(a, b, axis="steps").curves[0].x == [0, 20], "at other steps there is no mean of both"
+    assert chart_of(a, b, axis="steps").curves[0].x == [0, 20], "only steps that both runs have give a mean"
 
 
 def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_training_losses_where_no_run_has_validated_twice(tmp_path: Path) -> Non
         assert chart.curves[0].y == pytest.approx(losses)
 
 
-def test_losses_that_are_not_finite_and_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_and_broken_lines_are_left_out(tmp_path: Path) -> None:
     run = trained(tmp_path, "a")
     lines = run.directory.metrics.read_bytes().splitlines(keepends=True)
     for lost in (b'null, "x": 1', b'1e308, "x": 1', b'-1e308, "x": 1', b"\xff"):
@@ -141,7 +141,7 @@ def test_losses_that_are_not_finite_and_lines_that_are_none_are_left_out(tmp_pat
     ("losses", "references", "low", "high"),
     [
         ([11.0, 9.0, 4.0, 3.0], {"near": 2.0}, 1.9, 4.1),  # the steep beginning is cut off
-        ([4.9, 4.5, 4.0, 3.0], {}, 2.9, 5.0),  # one that leaves the rest half of the height is not
+        ([4.9, 4.5, 4.0, 3.0], {}, 2.9, 5.0),  # not cut off, if the rest has half of the height
         ([5.0, 4.9, 4.5, 4.0], {"far": 2.0, "farther": 9.0}, 3.94, 5.06),
         ([5.0, 4.9, 4.5, 4.0], {"near": 3.2, "far": 2.0}, 3.1, 5.1),
     ],
@@ -164,8 +164,8 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
 
 
 def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs for the cut top and a far reference, a note, and labels that are no formulas."""
-    import matplotlib.pyplot as plt  # here, since every process that runs tests loads this file
+    """The image has arrows for the cut top and a far reference, a note, and labels that are not read as formulas."""
+    import matplotlib.pyplot as plt  # imported here because every process that runs tests loads this file
 
     figures: list[Any] = []
     monkeypatch.setattr(plt, "close", figures.append)

@@ -55,7 +55,7 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
         "8x H100 80 GiB 23.92 568,186 1.59 38.13 reported",
         "8x B200 160 GiB 39.92 923,668 0.98 39.14 reported",
         "8x A100 80 GiB 14.32 327,739 2.76 39.57 reported",
-    ], "the cheapest first"
+    ], "the cheapest machine first"
     text = text_of(run, *SHIPPED)
     assert "Training alone: validation, checkpoints and set-up come on top" in text
     assert "8x H100 80 GiB: reported of 8xh100m80, microbatch 27" in text
@@ -156,4 +156,4 @@ def test_the_shipped_prices_are_the_notebooks() -> None:
     prices = {each.machine: each.price_per_hour for each in read_machines()}
     assert {OWN[name]: MACHINES[name][1] for name in MACHINES}.items() <= prices.items()
     assert prices["2x H100 80 GiB"] == 6.38
-    assert all(each.date == "2025-12-05" for each in read_machines()), "the day of its first cloud train"
+    assert all(each.date == "2025-12-05" for each in read_machines()), "the day of the notebook's first cloud training"

@@ -1,4 +1,4 @@
-"""Noise of text and of seeds: against scipy, closed forms, and simulated texts whose mean is known."""
+"""Noise of text and of seeds, checked against scipy, closed forms, and simulated texts whose mean is known."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FIRST, SECOND = [3.41, 3.44, 3.40], [3.47, 3.455, 3.46, 3.5, 3.44]
 
 
 def correlated(by: float, *, is_skewed: bool = False) -> Text:
-    """Losses of windows with mean 0, each keeping the fraction `by` of the one before."""
+    """Return a sampler of window losses with mean 0: each loss is `by` times the previous one plus a shock."""
 
     def draw(generator: np.random.Generator, windows: int) -> np.ndarray:
-        size = windows + 100  # by then nothing is left of the beginning
+        size = windows + 100  # the first 100, which still depend on where the chain began, are dropped
         shocks = generator.exponential(size=size) - 1 if is_skewed else generator.normal(size=size)
         return scipy.signal.lfilter([1], [1, -by], shocks)[100:]
 
@@ -38,7 +38,10 @@ def correlated(by: float, *, is_skewed: bool = False) -> Text:
 
 
 def documents(windows_each: float) -> Text:
-    """Documents of random length, each with a mean of its own; the same variance between them and within."""
+    """Return a sampler of window losses from documents of random length, each with its own mean.
+
+    The variance between documents equals the variance within a document.
+    """
 
     def draw(generator: np.random.Generator, windows: int) -> np.ndarray:
         lengths = generator.geometric(1 / windows_each, size=windows)
@@ -59,7 +62,7 @@ SIMULATED = {
 
 
 def coverage(text: Text, windows: int, experiments: int) -> float:
-    """Percentage of the intervals that hold the true mean, 0."""
+    """Return the percentage of intervals that contain the true mean, 0."""
     generator, hits = np.random.default_rng(windows), 0
     for _ in range(experiments):
         found = text_noise(text(generator, windows))
@@ -81,16 +84,16 @@ def test_intervals_cover_their_share_of_simulated_texts(name: str, windows: int,
 
 @pytest.mark.parametrize("by", [0.0, 0.3, 0.6])
 def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
-    """The variance for a stationary chain is 1 / (1 − by)² / windows, with shocks of variance 1."""
+    """The mean of a stationary chain with shocks of variance 1 has the variance 1 / (1 − by)² / windows."""
     generator, windows = np.random.default_rng(5), 4000
     found = [text_noise(correlated(by)(generator, windows)) for _ in range(400)]
     variances = [each.error**2 for each in found if isinstance(each, Estimate)]
-    # The mean's own standard deviation is √(2 / 7 / 400) of it, 2.7 %.
+    # The mean of 400 variances, each with 7 degrees of freedom, has a relative error of √(2 / 7 / 400), 2.7 %.
     assert np.mean(variances) == pytest.approx(1 / (1 - by) ** 2 / windows, rel=0.1)
 
 
 def test_differences_are_paired_by_window() -> None:
-    """Hard windows are hard for both models: the difference is known far better than either loss."""
+    """Hard windows are hard for both models, so the difference is known far better than either loss."""
     generator = np.random.default_rng(8)
     text = generator.gamma(4, size=3000)
     first = text + 0.02 + 0.05 * generator.normal(size=3000)
@@ -101,7 +104,7 @@ def test_differences_are_paired_by_window() -> None:
     assert alone.error > 20 * paired.error
 
 
-def test_a_model_and_itself() -> None:
+def test_a_model_does_not_differ_from_itself() -> None:
     found = text_noise(np.zeros(100, np.float32))
     assert found == Estimate(0, 0, 7)
     assert found.interval() == (0, 0)
@@ -147,7 +150,7 @@ def test_the_pooled_spread_is_around_each_arms_own_mean() -> None:
 def test_holm_is_stepwise() -> None:
     adjusted, alphas = holm([0.03, 0.001, 0.02, 0.4])
     assert adjusted == pytest.approx([0.06, 0.004, 0.06, 0.4])
-    # 0.001 passes at 5 % / 4; 0.02 is above 5 % / 3, and no later one is looked at.
+    # 0.001 passes at 5 % / 4; 0.02 is above 5 % / 3, so the larger p-values are not tested.
     assert alphas == pytest.approx([0.05 / 3, 0.05 / 4, 0.05 / 3, 0.05 / 3])
     assert holm([0.01, 0.02]) == ([0.02, 0.02], [0.025, 0.05])
     assert holm([0.04]) == ([0.04], [0.05])
@@ -164,7 +167,7 @@ def test_under_holm_an_interval_excludes_zero_where_a_difference_is_significant(
             low, high = difference.interval(alpha)
             assert (p < ALPHA) == (not low <= 0 <= high)
             significant += p < ALPHA
-    assert 100 < significant < 1100, "both happen"
+    assert 100 < significant < 1100, "some differences are significant and some are not"
 
 
 def test_a_difference_without_noise() -> None:
@@ -174,7 +177,7 @@ def test_a_difference_without_noise() -> None:
 
 
 def test_seeds_needed_are_the_fewest_with_that_power() -> None:
-    """The number agrees with scipy's noncentral t. Cohen (1988) has 17 for a difference of one standard deviation."""
+    """The number agrees with scipy's noncentral t. Cohen (1988) gives 17 for a difference of one standard deviation."""
     assert seeds_needed(Variance(0.01**2, 10), 0.01)[0] == 17
 
     def power(runs: int) -> float:
@@ -186,7 +189,7 @@ def test_seeds_needed_are_the_fewest_with_that_power() -> None:
 
 
 def test_seeds_needed_have_the_range_of_the_spreads_own_interval() -> None:
-    """The ends are those of the chi-squared interval of the spread: with 2 degrees of freedom 0.52 and 6.28 of it."""
+    """The range is that of the spread's chi-squared interval: 0.52 to 6.28 times the spread at 2 degrees of freedom."""
     needed = seeds_needed(Variance(0.01**2, 2))
     ends = (0.01**2 * 2 / scipy.stats.chi2.ppf(p, 2) for p in (0.975, 0.025))
     assert needed == (17, *(seeds_needed(Variance(value, 2))[0] for value in ends))
@@ -195,6 +198,6 @@ def test_seeds_needed_have_the_range_of_the_spreads_own_interval() -> None:
     assert needed[1] < 10 < 400 < needed[2]
 
 
-def test_seeds_that_nobody_trains() -> None:
+def test_seeds_needed_have_a_lower_and_an_upper_limit() -> None:
     assert seeds_needed(Variance(100.0, 5)) == (None, None, None)
     assert seeds_needed(Variance(1e-18, 5))[0] == 2

@@ -1,4 +1,4 @@
-"""The page of a comparison: escaped, self-contained, and in the order in which it is read."""
+"""The HTML page of a comparison: its text is escaped, it needs no other file, and its parts are in reading order."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_it_is_read_from_the_verdict_to_the_provenance(page: str) -> None:
 def test_the_table_begins_with_the_losses_and_what_differs(page: str) -> None:
     headings = re.findall('<th scope="col"[^>]*>(.*?)</th>', page)
     losses = [at for at, heading in enumerate(headings) if "loss" in heading and "best" not in heading]
-    assert headings[:2] == ["run", "test loss, nats/token"], "what it is sorted by"
+    assert headings[:2] == ["run", "test loss, nats/token"], "the column that it is sorted by"
     assert losses == [1, 2, 4], "validation loss, bits per byte, train loss"
     assert headings[5:7] == ["state", "learning_rate"]
-    assert not any("parameters" in heading for heading in headings), "alike in all runs"
+    assert not any("parameters" in heading for heading in headings), "the same in all runs"
     assert '<td class="number">2.400</td>' in page
     assert '<td title="not measured by test_loss.py">-</td>' in page or '<td title="never trained">-</td>' in page
 

@@ -1,4 +1,4 @@
-"""A run's folder as a comparison reads it: how far it is, what it says, and what is wrong with it."""
+"""A run's folder as a comparison reads it: its state, its figures, and its damaged files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_finished_run_is_what_its_summary_says(tmp_path: Path) -> None:
     run.directory.train_json.write_text(run.directory.train_json.read_text().replace("36.0", "99.0"))
     record = RunRecord.read(run.directory)
     assert record.state.word == "finished"
-    assert record.train["price_per_hour"] == 36.0, "as it was trained, not as the file says today"
+    assert record.train["price_per_hour"] == 36.0, "the value it was trained with, not today's in train.json"
     assert (record.tokens_seen, record.global_batch, record.world_size) == (12_800, 8, 2)
     assert record.shape is not None
     assert record.shape.n_layers == 2
@@ -46,7 +46,7 @@ def test_a_run_that_stopped(tmp_path: Path) -> None:
     assert record.progress.train_loss == pytest.approx(3.8)
     assert record.progress.validation_loss == pytest.approx(3.9)
     assert record.tokens_seen == 21 * 128
-    assert record.world_size == 2, "by its latest checkpoint"
+    assert record.world_size == 2, "read from its latest checkpoint"
 
 
 def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
     assert is_held(run.path / ".lock")
     assert RunRecord.read(run.directory).state.word == "going on"
     os.close(lock.descriptor)
-    assert is_held(run.path / ".lock") is False, "this process lives, but it has given the lock back"
+    assert is_held(run.path / ".lock") is False, "this process is alive, but has released the lock"
     assert RunRecord.read(run.directory).state.word == "stopped"
 
 
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
     assert record.state.word == "damaged"
     assert record.state.detail.startswith(f"{run.directory.summary}:1: not valid JSON")
     assert record.state.detail.endswith("move it away and train again: it is written anew from the last checkpoint")
-    assert record.progress is not None, "what else is there is still told"
+    assert record.progress is not None, "the other files are still read"
     wrong.directory.train_json.write_text('{"learning_rat": 1}')
     state = RunRecord.read(wrong.directory).state
     assert state.word == "damaged"
@@ -92,11 +92,11 @@ def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> No
     progress = read_progress(run.directory.metrics)
     assert progress is not None
     assert (progress.global_step, progress.train_loss) == (0, 4.0)
-    assert progress.validation_loss is None, "that of step 20 was another training's"
+    assert progress.validation_loss is None, "the loss at step 20 is from an earlier training"
 
 
 def test_the_files_end_is_what_the_whole_file_says(tmp_path: Path) -> None:
-    """With a line that a crash cut off."""
+    """The end of metrics.jsonl gives the same progress as the whole file, even if a crash cut off the last line."""
     run = RunFolder(tmp_path, "a").train_to(*range(400))
     path = run.directory.metrics
     with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""The table of runs: what differs, in which order, and the text for a terminal."""
+"""The table of runs: its columns, its order, and its text for a terminal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_of_many_settings_those_of_most_runs_are_named_once(tmp_path: Path) -> N
 
 
 def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
-    """Two of four experts of the same width as the dense layer, and a router of 4 x 32, in two blocks."""
+    """Each of the two blocks has a router of 4 x 32 and four experts as wide as the dense layer, two of them active."""
     dense = RunFolder(tmp_path, "dense").finish()
     experts = RunFolder(tmp_path, "experts", moe={"num_experts": 4, "num_active_experts": 2}).finish()
     table, expert = table_of(dense, experts), 8 * 32**2 + 5 * 32
@@ -86,7 +86,7 @@ def test_a_key_that_an_earlier_version_did_not_write_makes_no_difference(tmp_pat
 
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:
-    """360 s at 36 dollars an hour, of which 60 s were validation; 29,888 parameters by hand."""
+    """The run takes 360 s, 60 s of them for validation, at 36 dollars an hour. Its parameters are counted by hand."""
     table = table_of(RunFolder(tmp_path, "a").finish())
     values = row_of(table, "a")
     by_hand = 2 * (12 * 32**2 + 10 * 32) + 2 * 32 + (64 + 16) * 32 + 64 * 32
@@ -95,7 +95,7 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
     assert (values["hours"], values["hours_without_validation"]) == pytest.approx((0.1, 300 / 3600))
     assert (values["dollars"], values["dollars_without_validation"]) == pytest.approx((3.6, 3.0))
     assert values["mfu"] == 25
-    assert "state" not in values, "nothing to tell where all have finished"
+    assert "state" not in values, "there is no such column if all runs have finished"
     assert table.absent == ("test loss", "bits per byte", "instruction score")
 
 
@@ -165,7 +165,7 @@ def test_the_best_loss_comes_first_and_what_has_none_last(tmp_path: Path) -> Non
     runs.append(RunFolder(tmp_path, "d"))
     table = table_of(*runs)
     assert [record.name for record in table.sorted(None).records] == ["b", "a", "c", "d"]
-    assert column(table.sorted(None), "test_loss").cells[0].value == 2.4, "cells go with their runs"
+    assert column(table.sorted(None), "test_loss").cells[0].value == 2.4, "cells are sorted with their runs"
     assert [record.name for record in table.sorted("name").records] == ["a", "b", "c", "d"]
 
 
@@ -186,7 +186,7 @@ def test_sorted_by_what_is_asked(tmp_path: Path) -> None:
         table.sorted("xyz")
 
 
-# The notebook's: train seconds, dollars, dollars without validation, and test loss.
+# The notebook's figures: train seconds, dollars, dollars without validation, and test loss.
 BILLS = {
     "8xa100m40": (13_904, 39.86, 35.56, 3.674),
     "8xh100m80": (6_650, 44.19, 38.13, 3.725),
@@ -197,7 +197,7 @@ BILLS = {
 
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills_to_the_cent(name: str) -> None:
-    """Bills are as reported, and equal seconds times price but for a cent: the source cuts seconds off."""
+    """Bills are as reported. They equal seconds times price to within a cent, because the source truncates seconds."""
     seconds, dollars, without_validation, loss = BILLS[name]
     values = row_of(notebook(), name)
     price = json.loads((SHIPPED_RUNS / name / "train.json").read_text())["price_per_hour"]
@@ -229,11 +229,11 @@ def test_figures_reported_by_different_sources_do_not_compare(tmp_path: Path) ->
     table = RunsTable.of([RunRecord.read(RunDirectory(tmp_path / name)) for name in "ab"])
     assert [cell.value for cell in column(table, "test_loss").cells] == [3.674, None]
     assert [cell.value for cell in column(table, "test_loss:2").cells] == [None, 3.674]
-    assert [cell.value for cell in column(table, "dollars").cells] == [39.86, 39.86], "dollars are dollars"
+    assert [cell.value for cell in column(table, "dollars").cells] == [39.86, 39.86], "dollars compare across sources"
 
 
 def test_the_notebooks_two_fits() -> None:
-    """Its coefficients, as it printed them: 0.032313, -0.295715 and 4.368746 in the natural logarithm of the batch."""
+    """The notebook prints the coefficients 0.032313, -0.295715 and 4.368746 for the natural logarithm of the batch."""
     assert [*fits(notebook())] == [
         "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687, x = ln(sequences); lowest near 97 sequences "
         "(5 points, each within 0.018 of it)",
@@ -283,7 +283,7 @@ def test_one_block_has_the_most_important_columns_and_a_line_the_others(tmp_path
     assert "The same for all runs: parameters 29.89k, active parameters 29.89k, global batch 8 sequences." in text
     assert "More columns in --json and --html: training FLOPs, train loss, " in text
     by_memory = list(table_lines(table_of(a, b).sorted("peak_memory")))
-    assert "peak" in " ".join(by_memory[: by_memory.index("")]), "what it is sorted by is shown"
+    assert "peak" in " ".join(by_memory[: by_memory.index("")]), "the column that it is sorted by is shown"
 
 
 def test_numbers_end_at_one_place_and_marks_follow(tmp_path: Path) -> None:

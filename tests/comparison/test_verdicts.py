@@ -1,4 +1,4 @@
-"""Verdicts: their words, and by simulation how often they are wrong."""
+"""Verdicts: their wording, and simulations of how often they are wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def compare(*arms: Arm, baseline: Arm = BASELINE) -> list[Verdict]:
 
 
 def window_losses(difference: float, *, runs: int, seed: int, windows: int = 400, by_seed: float = 0.004) -> Arm:
-    """Runs on one text, whose windows are hard or easy for all of them, each a little otherwise."""
+    """Return an arm of runs on one text whose windows are equally hard for all arms, with noise per run and window.
+
+    `seed` draws the noise; `by_seed` is the standard deviation of the noise per run.
+    """
     text = 3 + np.random.default_rng(0).gamma(4, 0.1, windows)
     generator = np.random.default_rng(seed)
     losses = [
@@ -92,7 +95,7 @@ def test_single_runs_on_both_sides() -> None:
 
 
 def test_the_level_that_is_printed_is_that_of_the_interval() -> None:
-    """The level under Holm is not 95 %: it is by the quantile that makes an interval of this width."""
+    """Under Holm, the level is not 95 % but the one whose quantile gives an interval of this width."""
     arms = [Arm(f"b{number}", [3.5 + loss, 3.51 + loss, 3.49 + loss]) for number, loss in enumerate((0.09, 0.2, 0.0))]
     for verdict in [*compare(*arms), *compare(arms[0])]:
         assert verdict.difference is not None
@@ -149,7 +152,7 @@ def test_which_noise_a_difference_is_within(by_seed: float, difference: float, w
 
 
 def test_text_noise_widens_the_interval() -> None:
-    """A text that is harder for one arm only widens the interval."""
+    """Windows that are harder for one arm than for the other widen the interval."""
     baseline, arm = window_losses(0, runs=3, seed=1), window_losses(-0.02, runs=3, seed=2)
     to_arm = np.random.default_rng(5).normal(0, 0.1, 400)
     to_arm -= to_arm.mean()
@@ -162,7 +165,7 @@ def test_text_noise_widens_the_interval() -> None:
 
 
 def test_what_the_text_does_to_replicates_is_in_their_spread_already() -> None:
-    """The text's part of a run's variance is that of its windows around the arm's mean: 0.03² / windows."""
+    """A run's own noise on windows adds 0.03² / windows to the variance of its loss; the interval counts it once."""
     arms = [window_losses(0, runs=10, seed=seed, windows=2000) for seed in range(1, 6)]
     found = [arm.variance_by_text for arm in arms]
     assert np.mean([each for each in found if each is not None]) == pytest.approx(0.03**2 / 2000, rel=0.1)
@@ -186,7 +189,7 @@ def test_what_replicates_say_of_seeds() -> None:
 
 
 def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
-    """The number is the least that reaches 80 % by another implementation of the test's power."""
+    """The number is the smallest for which an independent implementation of the test's power gives 80 % or more."""
     arms = [
         Arm("lr-0.003", [3.48, 3.49, 3.50]),
         Arm("lr-0.01", [3.60, 3.61, 3.62]),
@@ -202,11 +205,11 @@ def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
 
     assert f"to detect a difference as large as the one seen: {least(0.01)} for lr-0.003 (0.010 nats; " in said
     assert f", {least(0.01)} for lr-0.002 (0.010 nats; " in said
-    assert "lr-0.01 " not in said, "that one is told"
+    assert "lr-0.01 " not in said, "it has a verdict already"
 
 
 def welch_power(shift: float, runs: int) -> float:
-    """Power of a two-sided t test at 5 % of two arms of `runs` runs each, whose means lie `shift` deviations apart."""
+    """Return the power of a two-sided t test at 5 % for two arms of `runs` runs with means `shift` deviations apart."""
     df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
     reach = scipy.stats.t.ppf(0.975, df)
     return float(scipy.stats.nct.sf(reach, df, noncentrality) + scipy.stats.nct.cdf(-reach, df, noncentrality))
@@ -219,7 +222,7 @@ def test_without_training_noise_there_is_no_number_of_seeds_for_a_difference() -
     assert "came out exactly alike" in seeds_sentences(compare(other, baseline=alike), [alike, other])
 
 
-# How often they are wrong ---------------------------------------------------------------------------------------------
+# How often verdicts are wrong -----------------------------------------------------------------------------------------
 
 
 def told(verdicts: Sequence[Verdict]) -> bool:
@@ -227,8 +230,10 @@ def told(verdicts: Sequence[Verdict]) -> bool:
 
 
 def coverage(runs: tuple[int, int], ratio: float, experiments: int) -> float:
-    """Percentage of the intervals for a difference that hold the true one; the first arm's losses are spread by `ratio`
-    times as much as the second's."""
+    """Return the percentage of intervals for a difference that contain the true one.
+
+    The standard deviation of the first arm's losses is `ratio` times that of the second arm's.
+    """
     generator = np.random.default_rng(7)
     truth, hits = 0.02, 0
     for _ in range(experiments):
@@ -240,7 +245,7 @@ def coverage(runs: tuple[int, int], ratio: float, experiments: int) -> float:
 
 
 def false_alarms(arms: int, runs: int, experiments: int) -> float:
-    """Percentage of comparisons of alike arms with a baseline that tell any difference."""
+    """Return the percentage of comparisons that call any arm better or worse, although all arms are alike."""
     losses = np.random.default_rng(8).normal(3.5, 0.01, (experiments, arms + 1, runs)).tolist()
     return 100 * float(
         np.mean([told(compare_arms(Arm("a", each[0]), [Arm("b", arm) for arm in each[1:]])) for each in losses])
@@ -248,7 +253,11 @@ def false_alarms(arms: int, runs: int, experiments: int) -> float:
 
 
 def both_kinds_coverage(runs: tuple[int, int], experiments: int) -> float:
-    """Chance in seeds, in the text, in what the text is to an arm, and in what it is to a run, all of like size."""
+    """Return the percentage of intervals that contain the true difference, 0, when seeds and text both add noise.
+
+    The text adds noise to all runs alike, to each arm, and to each run. The noise of seeds, of the text per arm and of
+    the text per run is of similar size.
+    """
     generator = np.random.default_rng(9)
     windows, hits = 500, 0
     for _ in range(experiments):
@@ -266,12 +275,12 @@ def both_kinds_coverage(runs: tuple[int, int], experiments: int) -> float:
 
 @pytest.mark.parametrize(("ratio", "share"), [(1, 95), (4, 65)])
 def test_a_pooled_spread_holds_if_the_arms_spread_alike(ratio: float, share: float) -> None:
-    """docs/comparing.md has these shares."""
+    """docs/comparing.md states these shares."""
     assert coverage((1, 3), ratio, 1000) == pytest.approx(share, abs=5)
 
 
 def test_intervals_of_arms_that_differ_do_not_hold_all_together() -> None:
-    """Holm is for false alarms. docs/comparing.md says how often: 91 %."""
+    """Holm's method limits false alarms only: all intervals hold in 91 % of cases, as docs/comparing.md states."""
     generator, differences = np.random.default_rng(10), [0.05, 0.1, 0.2, 0.4, 0.8]
     hits = 0
     for _ in range(300):
@@ -282,12 +291,12 @@ def test_intervals_of_arms_that_differ_do_not_hold_all_together() -> None:
 
 
 def few_or_many(quick: object, *others: object) -> list[Any]:
-    """The first case in every test run, the others with `-m slow`."""
+    """Return pytest parameters of which the first runs always and the others only with `-m slow`."""
     return [pytest.param(quick), *(pytest.param(each, marks=pytest.mark.slow) for each in others)]
 
 
 def three_errors(experiments: int) -> float:
-    """Three standard errors of a share of 95 % among so many, in per cent. With --exhaustive there are many more."""
+    """Return three standard errors, in percent, of a share of 95 % that is measured in `experiments` experiments."""
     return 300 * math.sqrt(0.05 * 0.95 / experiments)
 
 
@@ -295,7 +304,7 @@ def three_errors(experiments: int) -> float:
     "case", few_or_many(((3, 5), 1), *product([(3, 3), (3, 5), (5, 5)], [1, 2, 0.5, 4, 0.25])), ids=str
 )
 def test_welchs_intervals_cover_their_share(case: tuple[tuple[int, int], float], exhaustive: bool) -> None:
-    """By formula 93.44 (3 runs four times as noisy as 5) to 96.49 (3 and 3 alike)."""
+    """The exact shares, by formula, are 93.44 % (3 runs four times as noisy as 5) to 96.49 % (3 and 3 runs alike)."""
     experiments = 20_000 if exhaustive else 1500
     covered = coverage(*case, experiments)
     print(f"runs, and ratio of standard deviations {case}: {covered:.2f} %")

@@ -1,4 +1,4 @@
-"""The embedded dataset holds the library's text, all of it, once, and appears whole or not at all."""
+"""The embedded dataset holds all source text of Python's library exactly once; its folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def documents(folder: Path, tokenizer: Tokenizer) -> dict[str, list[str]]:
 
 @cache
 def library_sources() -> dict[bytes, Path]:
-    """Every text in the library's folder → its path."""
+    """Return the path of each source file of the library, keyed by the file's content."""
     paths = Path(sysconfig.get_path("stdlib")).rglob("*.py")
     return {path.read_bytes(): path for path in paths if "site-packages" not in path.parts}
 
@@ -131,7 +131,7 @@ def test_an_incomplete_folder_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library of its own, with everything in it that does not belong."""
+    """Replace Python's library with a small one that also has every kind of file to leave out; return its folder."""
     library = tmp_path / "library"
     for at in range(40):
         write(library / "json" / f"part{at:02}.py", f"def function_{at}(value):\n    return value + {at}\n" * 9)
@@ -156,7 +156,8 @@ def test_what_belongs_to_the_library(small_library: Path) -> None:
     assert documents["argparse.py"] == "x = '日本'\r\n"
 
 
-# The same build in a process of another hash seed, which has this library; it may be killed when it has a tokenizer.
+# The same build with the small library, in a process with another hash seed. With the argument "killed", the process
+# kills itself when it has trained its tokenizer.
 BUILD = """
 import os, sys, sysconfig
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_
     assert killed.wait(timeout=60) == -signal.SIGKILL
     leftover = again.with_name(f".{again.name}.partial-{killed.pid}")
     assert [path.name for path in again.parent.iterdir()] == [leftover.name]
-    other = again.with_name(f".{again.name}.partial-{os.getpid()}")  # of a process that is alive
+    other = again.with_name(f".{again.name}.partial-{os.getpid()}")  # belongs to a process that is alive
     other.mkdir()
     assert build("whole").wait(timeout=60) == 0
     assert {path.name for path in again.parent.iterdir()} == {again.name, other.name}

@@ -1,4 +1,4 @@
-"""Datasets from the Hub's text and to the Hub, against a Hub on this machine; checks, cards and other tools' shards."""
+"""Datasets made from text on the Hub and uploaded to it, with a fake Hub on this machine; --verify and --describe."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_files_of_a_hub_dataset(preparer: Preparer, hub: FakeHub, options: list[
 
 @pytest.mark.usefixtures("corpus")
 def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer, hub: FakeHub) -> None:
-    """The second file arrives damaged, and is fetched again. The last one cannot be had: the others are read and gone
-    by then, and the next call does not ask for the first again."""
+    """The second file arrives damaged and is downloaded again. The third is refused; by then, the first two have been
+    read and deleted. The same command then completes the dataset."""
     files = hub.datasets["someone/web"].files
     files["sample/10BT/1.parquet"].corrupt, files["sample/10BT/1.parquet"].faulty_downloads = True, 1
     files["sample/10BT/2.parquet"].resolve_status = 403
@@ -127,11 +127,11 @@ def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeH
     preparer.run("--verify", preparer.path / "elsewhere" / "datasets" / "me" / "mine")
     puts = len(hub.seen("PUT", "uploads"))
     preparer.run("--verify", folder, "--push-to-hub", "me/mine")
-    assert len(hub.seen("PUT", "uploads")) == puts  # the Hub has it all
+    assert len(hub.seen("PUT", "uploads")) == puts  # the Hub has every file already
 
 
 def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, hub: FakeHub) -> None:
-    """Its test split is trained on now."""
+    """A push deletes files of the old dataset that the new one lacks, here the test split, and no others."""
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
     push = [*IN_ORDER, "--push-to-hub", "me/mine", "--public"]
     preparer.prepare("a.jsonl", "mine", *push, "--test-fraction", "0.1")
@@ -155,7 +155,7 @@ def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Prep
     assert "train.safetensors" in hub.datasets["me/mine"].files
 
 
-# Looking ---------------------------------------------------------------------------------------------------------
+# Describing and verifying ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_a_meta_json_that_does_not_fit(folder: Path, changes: dict, message: str
 
 
 def test_training_and_its_tests_work_on_it_without_a_network(tmp_path: Path) -> None:
-    """HF_HUB_OFFLINE is set, and no tiktoken vocabulary is there."""
+    """HF_HUB_OFFLINE is set, and TIKTOKEN_CACHE_DIR has no vocabulary."""
     shop = Workshop(tmp_path, {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"})
     write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)
     folder = Preparer(tmp_path).prepare("a.jsonl", "mine", "--validation-fraction", "0.1")

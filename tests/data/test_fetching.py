@@ -1,4 +1,4 @@
-"""A dataset on its way to a training run: downloaded once per node, however long it takes."""
+"""The download of a training run's dataset: once per node, however long it takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def corpus() -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_download_longer_than_the_collective_timeout(tmp_path: Path) -> None:
-    """Local rank 0 alone downloads; the others wait longer than any gradient exchange may take."""
+    """Only local rank 0 downloads, and the other ranks wait longer than the timeout of a collective."""
     with FakeHub() as hub:
         dataset = hub.add_dataset(NAME, corpus())
         dataset.files["train.safetensors"].delay_seconds = 3 * COLLECTIVE_TIMEOUT_SECONDS
@@ -40,6 +40,6 @@ def test_a_download_longer_than_the_collective_timeout(tmp_path: Path) -> None:
         assert [event["event"] for event in metrics(run)].count("validation") == 2
         assert len(hub.seen("GET", "train.safetensors")) <= 2  # the Hub's own address and the storage it points to
         asked = len(hub.requests)
-        # Complete, and so used as it is: without one more request.
+        # The dataset is complete, so the second training sends no request.
         shop.train("r", "--restart", ranks=1)
         assert len(hub.requests) == asked

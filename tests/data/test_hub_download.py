@@ -1,6 +1,6 @@
-"""Downloading a dataset: the real code in a process of its own against a Hub that misbehaves.
+"""Downloading a dataset: the real code in its own process, against a Hub that misbehaves.
 
-A process, because huggingface_hub reads HF_ENDPOINT and its like when it is imported.
+Each download needs its own process because huggingface_hub reads HF_ENDPOINT and similar variables when it is imported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.warm import WarmProcess, warm_server
 NAME = "someone/corpus"
 TOKEN = "hf_averysecrettokenindeed"
 MIB = 2**20
-CHUNK = 10 * MIB  # what huggingface_hub holds back before it writes
-IMPATIENT = "import time; time.sleep = lambda seconds: None\n"  # retries without the waiting in between
+CHUNK = 10 * MIB  # huggingface_hub writes a file in chunks of this size
+IMPATIENT = "import time; time.sleep = lambda seconds: None\n"  # retry without waiting
 DRIVER = """
 import sys
 from pathlib import Path
@@ -79,7 +79,7 @@ class Downloader:
         return line
 
     def assert_whole(self, dataset: FakeDataset) -> None:
-        """Exactly the repository's files are in the folder, and nothing is beside it."""
+        """Check that the folder has exactly the repository's files and that nothing else was left beside the folder."""
         found = {
             str(path.relative_to(self.folder)): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()
         }
@@ -87,7 +87,7 @@ class Downloader:
         assert [path.name for path in self.folder.parent.iterdir()] == [self.folder.name]
 
     def start_and_hold(self, dataset: FakeDataset) -> WarmProcess:
-        """Start a download that has all files but the train file, which hangs before its body."""
+        """Start a download whose train file hangs before its body, and wait until all other files have arrived."""
         dataset.files["train.safetensors"].delay_seconds = 60
         dataset.files["train.safetensors"].faulty_downloads = 1
         process = self.start()
@@ -133,17 +133,17 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset: FakeDataset) -> None:
-    """An empty folder is no obstacle; files are readable as the umask says; the storage does not see the token."""
+    """An empty folder is no obstacle, files have the umask's permissions, and the storage never receives the token."""
     downloader.folder.mkdir(parents=True)
     downloader.environment["HF_TOKEN"] = TOKEN
     text = downloader.succeed(IMPATIENT + "import os; os.umask(0o027)")
-    assert text == ""  # no bars, where nobody watches
+    assert text == ""  # no progress bars without a terminal
     downloader.assert_whole(dataset)
     assert (downloader.folder / "train.safetensors").stat().st_mode & 0o777 == 0o640
     assert downloader.folder.stat().st_mode & 0o777 == 0o750
     hub = downloader.hub
     assert all(dataset.commit in request.path for request in hub.seen("HEAD", "/resolve/"))
-    assert not any("/main" in request.path for request in hub.requests)  # a push would mix versions
+    assert not any("/main" in request.path for request in hub.requests)  # "main" could move meanwhile
     assert not hub.seen("GET", ".gitattributes")
     to_the_hub = hub.seen("HEAD", "/resolve/") + hub.seen("GET", "/api/datasets/")
     assert {request.authorization for request in to_the_hub} == {f"Bearer {TOKEN}"}
@@ -157,7 +157,7 @@ def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset
 def test_killed_download_resumes_with_the_remaining_files(
     downloader: Downloader, dataset: FakeDataset, is_pushed: bool
 ) -> None:
-    """After a push meanwhile, it takes the new version alone."""
+    """If the repository has changed meanwhile, the folder has only files of the new version."""
     process = downloader.start_and_hold(dataset)
     process.kill()
     downloader.finish(process, status=-signal.SIGKILL)
@@ -203,7 +203,7 @@ def test_broken_connection_recovers(downloader: Downloader, dataset: FakeDataset
     train.truncate_at, train.reset, train.faulty_downloads = CHUNK + MIB, reset, 1
     downloader.succeed()
     downloader.assert_whole(dataset)
-    # A closed connection is continued by huggingface_hub itself; after a reset this project tries again.
+    # huggingface_hub itself resumes after a closed connection; after a reset, this project downloads the file again.
     ranges = [request.range for request in downloader.hub.seen("GET", "train.safetensors")]
     assert ranges == [None, None if reset else f"bytes={CHUNK}-"]
 
@@ -238,7 +238,7 @@ def test_corruption_once_recovers_and_lasting_corruption_is_refused(
 
 
 def test_a_mistyped_dataset_leaves_nothing(downloader: Downloader) -> None:
-    """The owner's folder is not left either; another dataset of that owner stays."""
+    """The owner's folder is not left behind, unless it holds another dataset."""
     for kept in ([], ["someone", "someone/other"]):
         for name in kept:
             (downloader.datasets / name).mkdir(parents=True)
@@ -274,7 +274,7 @@ AGAIN = "running the same command again resumes"
         ({"gated": True}, {"HF_TOKEN": TOKEN}, [f"gated on {HUB} (status 403)", "set HF_TOKEN"]),
         ({}, NOWHERE, [f"the connection to {HUB} failed (ConnectError: ", "check the network and HF_ENDPOINT"]),
         ({}, {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE is set", "put the dataset's files into"]),
-        ({}, {"HF_TOKEN": f"{TOKEN}\vtail"}, ["Illegal header value", "***"]),  # which no header can hold
+        ({}, {"HF_TOKEN": f"{TOKEN}\vtail"}, ["Illegal header value", "***"]),  # no header can hold this token
     ],
 )
 def test_hub_that_refuses(

@@ -1,4 +1,4 @@
-"""Dataset folders made from text by the real command: their contents, and that nothing else decides those."""
+"""Dataset folders made from text by the real command: their contents depend on nothing but the text and the options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.preparing import (
 )
 
 WORDY = texts(3000)
-# The special token's name is ordinary text.
+# In a document, the special token's name is ordinary text.
 DOCUMENTS = [*WORDY[:1500], "a <|endoftext|> b", "<|endoftext|>", *WORDY[1502:]]
 MIB = 2**20
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes in /proc")
@@ -46,7 +46,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 
 @pytest.fixture(scope="module")
 def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
-    """Preparer with eight files of documents, one empty document in each, and the file of a small tokenizer."""
+    """Preparer with the file of a small tokenizer and eight files of documents, each with one empty document."""
     preparer = Preparer(tmp_path_factory.mktemp("preparing"))
     for number in range(8):
         documents = DOCUMENTS[number * 375 : (number + 1) * 375]
@@ -68,7 +68,7 @@ def in_bytes(documents: list[str]) -> int:
 
 
 def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
-    """The validation split is of whole documents, from all over the text; meta.json counts what is there."""
+    """The validation split has whole documents from all over the text; meta.json counts documents, tokens and bytes."""
     train, validation = (documents_of(plain, split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert in_bytes(validation) == pytest.approx(0.01 * in_bytes(DOCUMENTS), abs=max(map(len, DOCUMENTS)) / 2)
@@ -87,7 +87,7 @@ def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
 
 
 def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
-    """A folder whose last file is a quarter of the text: it is trained on, unless documents keep their order."""
+    """The last file, a quarter of the text, is in the train split unless documents keep their order."""
     preparer = Preparer(tmp_path)
     (tmp_path / "texts").mkdir()
     long = "\n".join(texts(45))
@@ -110,8 +110,8 @@ def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
 
 
 def test_of_many_documents_few_are_set_aside_for_the_splits(preparer: Preparer) -> None:
-    """The others go straight into the training file, in their order; the shares are met all the same, and where batches
-    end changes nothing."""
+    """All documents that are not set aside are written directly to the train split in their order. The splits still get
+    the shares asked for, and the size of batches changes nothing."""
     many = "import harness.data.preparation.splits as splits; splits.POOL_DOCUMENTS = 64\n"
     hurried = many + "import harness.data.preparation.encode as encode; encode.BATCH_CHARACTERS = 2000"
     options = ["--validation-fraction", "0.02", "--test-fraction", "0.01"]
@@ -134,7 +134,7 @@ def test_of_many_documents_few_are_set_aside_for_the_splits(preparer: Preparer) 
 def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) -> None:
     options = ["--validation-fraction", "0.1", "--test-fraction", "0.05"]
     folder = preparer.prepare("texts", "three", *IN_ORDER, *options)
-    assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as of earlier versions"
+    assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as in earlier versions"
     assert documents_of(folder, "train") == DOCUMENTS[:2550]
     assert documents_of(folder, "test") == DOCUMENTS[2550:2700]
     assert documents_of(folder, "validation") == DOCUMENTS[2700:]
@@ -181,7 +181,7 @@ def test_a_tokenizer_file_travels_with_the_dataset(preparer: Preparer, plain: Pa
 
 
 def test_a_tokenizer_is_trained_on_what_is_not_held_out(preparer: Preparer) -> None:
-    """Each document is one character, of two bytes: those of held-out documents get no token."""
+    """Each document repeats one character of two bytes; characters of held-out documents get no token of their own."""
     write_json_lines(preparer.path / "odd.jsonl", [chr(0x410 + number) * 300 for number in range(20)])
     folder = preparer.prepare("odd.jsonl", "odd", "--validation-fraction", "0.5")
     tokenizer = tokenizer_of(folder)
@@ -193,12 +193,12 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(preparer: Preparer) -> N
 
 @pytest.mark.parametrize(("eot", "dtype"), [(400, np.uint16), (70_000, np.uint32)])
 def test_another_encoding_of_tiktoken(tmp_path: Path, eot: int, dtype: type) -> None:
-    """One that a plugin of tiktoken adds; its ids have a gap before end-of-text, as cl100k's have."""
+    """The encoding is added by a plugin of tiktoken; its ids have a gap before end-of-text, as those of cl100k."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [" quick", " brown"], eot))
     write_json_lines(tmp_path / "a.jsonl", DOCUMENTS[:300])
     folder = preparer.prepare("a.jsonl", "small", "--tokenizer", "small", "--workers", 2)
     assert splits_of(folder)["train"].dtype == dtype
-    assert sorted(held_documents(folder)) == sorted(DOCUMENTS[:300])  # without the plugin: from the file alone
+    assert sorted(held_documents(folder)) == sorted(DOCUMENTS[:300])  # decoded without the plugin
     assert json.loads((folder / "meta.json").read_text())["vocab_size"] == eot + 1
     preparer.run("--verify", folder)
 
@@ -224,7 +224,7 @@ def test_gpt2_is_what_tiktoken_says(preparer: Preparer) -> None:
     assert [*splits["train"], *splits["validation"]] == [*encoding.encode_ordinary(long), 50256]
 
 
-# What it says ----------------------------------------------------------------------------------------------------
+# Output and errors -----------------------------------------------------------------------------------------------
 
 
 def test_progress_in_a_log_is_lines(preparer: Preparer, tmp_path: Path) -> None:
@@ -245,9 +245,11 @@ MOVE = "mkdir -p datasets/me && mv x datasets/me/x"
         ("../../x", ["--set dataset=there/x --datasets-dir {above}", "uv run ddp_train.py mine {above}"]),
     ],
 )
-def test_what_it_says_at_the_end_trains(tmp_path: Path, preparer: Preparer, target: str, steps: list[str]) -> None:
-    """The commands that it prints make a run that fits the data set: far fewer tokens than the quickstart's, of another
-    vocabulary."""
+def test_the_commands_printed_at_the_end_train(
+    tmp_path: Path, preparer: Preparer, target: str, steps: list[str]
+) -> None:
+    """The printed commands make a run that fits the dataset, although it has far fewer tokens than the quickstart's and
+    another vocabulary."""
     here = tmp_path / "there" / "a folder" / "here"
     shutil.copytree(SHIPPED_RUNS / "quickstart", here / "runs" / "quickstart")
     out = Preparer(here).run(preparer.path / "texts", target, "--tokenizer", preparer.path / "tokenizer.json")
@@ -298,7 +300,7 @@ def test_what_it_says_at_the_end_trains(tmp_path: Path, preparer: Preparer, targ
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, arguments: list[str], message: str) -> None:
-    """Nor does it leave the folder of an owner where none was, or take away an empty one that was there."""
+    """An owner's folder is not left behind if there was none, and not deleted if it was there already and empty."""
     (preparer.path / "datasets" / "there").mkdir(parents=True, exist_ok=True)
     for name, content in {"empty": "", "nulls": '{"text": ""}\n{"text": null}\n'}.items():
         (preparer.path / f"{name}.jsonl").write_text(content)
@@ -318,8 +320,8 @@ def test_a_text_too_short_for_its_splits_is_one_line(preparer: Preparer, tmp_pat
 
 
 KILLS = 6
-# Commits after each batch of a few documents, and a shuffle in several buckets, so that every phase is met; and the
-# command ends by itself at a file operation: when it is about to do the n-th of them, counted in `done`.
+# The command commits after each batch of a few documents and shuffles in several buckets, so that every phase occurs.
+# It kills itself just before its file operation number {last}; `done` counts the operations. With 0 it runs to its end.
 HURRIED_TO_ITS_END = """
 import atexit, os, sys
 import harness.data.preparation.encode as encode, harness.data.preparation.pipeline as pipeline
@@ -348,7 +350,7 @@ def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Prepa
     straight = small.result(*arguments, prelude=HURRIED_TO_ITS_END.format(last=0))
     assert straight.status == 0, straight.stderr
     operations = int(straight.stderr.rpartition("operations: ")[2])
-    assert operations > 100, "every phase has some"
+    assert operations > 100, "every phase has file operations"
     content = content_of(target)
     shutil.rmtree(target)
     partial, dice = target.parent / ".x.partial", random.Random(0)
@@ -362,13 +364,13 @@ def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Prepa
     else:
         small.run(*arguments, prelude=HURRIED_TO_ITS_END.format(last=0))
     assert content_of(target) == content
-    if partial.exists():  # killed when all was done
+    if partial.exists():  # killed when the dataset was in its place already
         small.run(*arguments, status=2)
     assert not partial.exists()
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that tokenize for it, as soon as there are two."""
+    """Wait until the command has two tokenizing processes, and return their ids."""
     found: list[int] = []
     while len(found) < 2:
         assert process.poll() is None
@@ -393,7 +395,7 @@ def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer,
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: Path, workers: int) -> None:
-    """The encoding's pattern tries all ways of reading a long word of a's; the library gives up after a million."""
+    """The encoding's pattern tries all ways to match a long word of a's, and the library gives up after a million."""
     mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))
     write_json_lines(tmp_path / "texts" / "0.jsonl", DOCUMENTS[:100])
     write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 60])
@@ -409,14 +411,14 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 @needs_proc
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_number: signal.Signals) -> None:
-    """SIGINT goes to the whole group, as Ctrl-C does, and is one line all the same."""
+    """SIGINT is sent to the whole process group, as by Ctrl-C, and one line is printed nevertheless."""
     process = Preparer(tmp_path).start(preparer.path / "texts", "out", *SMALL, "--workers", 2, start_new_session=True)
     workers = workers_of(process)
     if signal_number == signal.SIGINT:
         os.killpg(process.pid, signal_number)
     else:
         process.send_signal(signal_number)
-    _, error = process.communicate(timeout=120)  # until nobody holds standard error any more
+    _, error = process.communicate(timeout=120)  # returns when no process has standard error open
     assert process.returncode in {-signal_number, 130}
     if signal_number == signal.SIGINT:
         assert error == "stopped by SIGINT; to continue, run the same command again\n"
@@ -431,7 +433,7 @@ def is_zombie(pid: int) -> bool:
 
 @pytest.fixture
 def begun(preparer: Preparer, tmp_path: Path) -> Preparer:
-    """Preparer of a folder whose second file is broken."""
+    """Preparer for a folder of texts whose second file is broken."""
     write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
     (tmp_path / "texts" / "b.jsonl").write_text("broken\n")
     shutil.copy(preparer.path / "tokenizer.json", tmp_path)
@@ -469,7 +471,7 @@ JOURNAL_OF_AN_EARLIER_VERSION = (
 
 
 def test_interrupted_work_of_an_earlier_version_goes_on(begun: Preparer) -> None:
-    """The work continues in the given order, which was the only one."""
+    """The work continues in the given order of documents, the only order of that version."""
     options = ["--shuffle-seed", 5, "--test-fraction", 0.1, "--document-separator", r"\n\n", "--replace-invalid"]
     begun.run(*BEGIN, *IN_ORDER, *options, status=1)
     for leftover in (begun.path / ".out.partial").glob("pool.*"):
@@ -496,7 +498,7 @@ def test_two_at_once_on_one_target(preparer: Preparer, tmp_path: Path) -> None:
 
 
 def test_what_has_changed_before_any_work_was_kept_is_taken_anew(tmp_path: Path) -> None:
-    """The trained vocabulary too."""
+    """A command that was killed before it encoded anything reads the text again and trains its tokenizer again."""
     mine = Preparer(tmp_path)
     write_json_lines(tmp_path / "a.jsonl", ["aaa " * 99, *DOCUMENTS[:99]])
     killed = "import os, harness.data.preparation.command as command\n"
@@ -529,7 +531,7 @@ def test_an_output_that_exists_is_kept_unless_overwritten(preparer: Preparer, tm
 
 @pytest.mark.parametrize("place", ["photos", "photos/raw"])
 def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, place: str) -> None:
-    """The text that the dataset is to be made of is not deleted, either."""
+    """The text that the dataset would be made from is not deleted."""
     write_json_lines(tmp_path / place / "a.jsonl", DOCUMENTS[:100])
     before = (tmp_path / place / "a.jsonl").read_bytes()
     line = Preparer(tmp_path).run(place, "photos", *SMALL, "--overwrite", status=2)
@@ -551,7 +553,7 @@ def test_a_hidden_folder_of_somebody_else_is_kept(preparer: Preparer, tmp_path: 
     assert (tmp_path / name / "precious.txt").read_text() == "mine"
 
 
-# Stops the command where a dataset takes its place: before the n-th renaming or deletion of a folder.
+# Kills the command while it moves the dataset into its place, before the n-th rename or deletion of a folder.
 STOP_AT = """
 import os, sys
 left = [{stop}]
@@ -567,7 +569,7 @@ sys.addaudithook(watch)
 
 
 def test_killed_while_it_takes_its_place(preparer: Preparer, tmp_path: Path) -> None:
-    """At each step of replacing an older dataset: one of the two is there or comes back, and nothing else stays."""
+    """Killed at any step of replacing a dataset, the command keeps the old or the new one; the next run cleans up."""
     mine, tokenizer = Preparer(tmp_path), ["--tokenizer", preparer.path / "tokenizer.json"]
     for name, documents in (("old", DOCUMENTS[:100]), ("new", DOCUMENTS[100:200])):
         write_json_lines(tmp_path / f"{name}.jsonl", documents)
@@ -579,7 +581,7 @@ def test_killed_while_it_takes_its_place(preparer: Preparer, tmp_path: Path) -> 
         done = mine.result(*arguments, prelude=STOP_AT.format(stop=stop, folder=str(target.parent)))
         if done.status == 0:
             break
-        mine.run("nowhere", target, "--restart", status=2)  # loses nothing
+        mine.run("nowhere", target, "--restart", status=2)  # restores the dataset, old or new
         assert content_of(target) in (old, new)
         mine.run(*arguments)
         assert content_of(target) == new
@@ -612,7 +614,7 @@ def test_a_full_disk_is_one_line_and_the_work_goes_on_with_room(preparer: Prepar
 
 
 def peaks(preparer: Preparer, *arguments: object) -> tuple[int, int]:
-    """The largest resident sets, in MiB, of the command's process and of a worker of its."""
+    """Return the peak resident set, in MiB, of the command's process and the largest peak of its workers."""
     process = preparer.start(*arguments)
     own, workers = 0, 0
     while process.poll() is None:
@@ -634,7 +636,7 @@ def _high_water_mark(pid: int) -> int:
 @pytest.mark.slow
 @needs_proc
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Peaks of 1x, 8x and a single document of 50 MiB are all far below 1 GiB."""
+    """Peaks for a text, for eight times the text, and for one document of 50 MiB are all far below 1 GiB."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [f" {word}" for word in WORDS if word.isalpha()]))
     documents = texts(6000, longest=400)
     for copies in (1, 8):

@@ -1,4 +1,4 @@
-"""Every way text can lie on disk, read through the real command, and every way it can be wrong."""
+"""Text files of every kind that can be read, and of every kind that is refused, some through the real command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {".txt": bytes, ".txt.gz": gzip.c
 
 
 def joined(pieces: Iterable[Piece]) -> list[str]:
-    """The documents that come in pieces."""
+    """Return the documents that the pieces form."""
     documents = [""]
     for piece in pieces:
         documents[-1] += piece.text
@@ -79,7 +79,7 @@ def read(path: Path, form: TextFormat | None = None) -> list[str]:
 
 
 def found(*patterns: object) -> list[str]:
-    """The documents of all files that folders, files and globs stand for."""
+    """Return the documents of all files named by folders, files and globs."""
     return joined(find_text([str(pattern) for pattern in patterns]).read(TextFormat()))
 
 
@@ -90,7 +90,7 @@ def test_the_documents_come_out_as_they_went_in(tmp_path: Path, name: str) -> No
 
 
 def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
-    """Files come in the order of their names, from any depth; those that are not read are named."""
+    """Files at any depth are read in the order of their names; the command names the files that it does not read."""
     folder = preparer.path / "texts"
     (folder / "more").mkdir(parents=True)
     for number, text in enumerate(DOCUMENTS[:10]):
@@ -116,7 +116,7 @@ def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
 
 
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
-    """The files that the shell expands it to are as good."""
+    """The paths that a shell expands the glob to are read as text, too."""
     source = preparer.path / "src"
     source.mkdir()
     for number, text in enumerate(DOCUMENTS):
@@ -141,7 +141,7 @@ def test_a_separator_may_lie_across_blocks(
     assert read(path, TextFormat(separator=separator)) == text.split(separator)
     assert read(path) == [text]
     path.write_text(f"one{separator}{separator}two{separator}", newline="")
-    assert read(path, TextFormat(separator=separator)) == ["one", "", "two"], "the last one makes no document"
+    assert read(path, TextFormat(separator=separator)) == ["one", "", "two"], "no document follows the last separator"
 
 
 TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
@@ -156,7 +156,7 @@ def test_every_text_type_of_parquet(tmp_path: Path, kind: pa.DataType) -> None:
 
 
 def test_a_column_of_structures_before_the_text(tmp_path: Path) -> None:
-    """Parquet counts its leaves as columns."""
+    """Parquet counts each leaf of a structure as a column, which must not shift the text's column."""
     path = tmp_path / "a.parquet"
     pq.write_table(
         pa.table({"meta": [{"a": 1, "b": {"text": 2}}] * 3, "text": ["x", "", "日"]}), path, row_group_size=2
@@ -231,7 +231,7 @@ def test_invalid_text_is_an_error_or_replaced(tmp_path: Path, name: str, content
 
 @pytest.mark.parametrize("block", [1, 2, 64])
 def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Wherever the blocks that it is read in end, and where the file ends within a character."""
+    """The error names the byte, whatever the size of the blocks that are read, and if the file ends in a character."""
     monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
     for content, place in ((b"\xc3\xa9 ol\xe9!", 5), ("日本".encode()[:-1], 3)):
         (tmp_path / "a.txt").write_bytes(content)
@@ -240,8 +240,9 @@ def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
-    """The bytes are those of a preparation that had the option from the beginning; without it no work continues."""
-    write_json_lines(preparer.path / "texts" / "0.jsonl", texts(1000))  # enough to be kept
+    """The dataset is that of a command with --replace-invalid from the beginning. Work done with that option does not
+    continue without it."""
+    write_json_lines(preparer.path / "texts" / "0.jsonl", texts(1000))  # enough for unfinished work to be kept
     tokenizer = preparer.prepare(preparer.path / "texts" / "0.jsonl", "for-its-tokenizer") / "tokenizer.json"
     (preparer.path / "texts" / "1.txt").write_bytes(b"\xe9t\xe9")
     arguments = ["texts", "out", "--tokenizer", tokenizer, "--workers", 1]

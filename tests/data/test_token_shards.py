@@ -1,4 +1,4 @@
-"""Files of tokens as other programs write them: every one goes in, or is told what it is."""
+"""Files of tokens as other programs write them: each is imported, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -
 
 
 def stream(tokenizer: Path, documents: list[str], *, first: bool) -> list[int]:
-    """Documents with end-of-text (0) before each, or after it."""
+    """Return the tokens of the documents, with end-of-text (0) before each document if `first`, else after it."""
     known = load_tokenizer(tokenizer)
     tokens = [[0, *known.encode(text)] if first else [*known.encode(text), 0] for text in documents]
     return [token for document in tokens for token in document]
@@ -106,7 +106,7 @@ def test_build_nanogpts_arrays(tmp_path: Path, tokenizer: Path, dtype: Any) -> N
 
 
 def test_llm_cs_wide_shards(tmp_path: Path) -> None:
-    """Shards of a vocabulary that uint16 does not hold are kept as uint32; narrow ones cannot be of it."""
+    """Shards of a vocabulary too large for uint16 stay uint32; shards of uint16 are refused for such a vocabulary."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [], eot=70_000))
     write_shard(tmp_path / "x_train_000000.bin", [70_000, 104, 105], magic=20240801, version=7)
     write_shard(tmp_path / "x_val_000000.bin", [70_000, 97], magic=20240801, version=7)
@@ -121,7 +121,7 @@ def test_llm_cs_wide_shards(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tokenizer: Path) -> None:
-    """The shards are of both widths, one after the other; the user tells that of the one without a header."""
+    """Shards of both widths become one split; --token-dtype gives the width of the shard that has no header."""
     renamed = preparer.path / "tokenizer.json"
     renamed.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end_of_text|>"))
     write_shard(preparer.path / "x_train_000000.bin", [0, 299, 5], magic=20240801, version=7)
@@ -162,7 +162,7 @@ def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> N
         ("train.npy", b"\x93NUMPY", "no NumPy array of tokens, or damaged"),
         ("tokens.bin", shard([1]), "the name tells of no split"),
         ("val.bin", shard([1]), "no shard for training"),
-        ("train_\udce9.bin", shard([1]), "the name is not valid UTF-8; rename it"),  # meta.json could not have it
+        ("train_\udce9.bin", shard([1]), "the name is not valid UTF-8; rename it"),  # meta.json cannot hold it
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, tokenizer: Path, name: str, content: Any, message: str) -> None:
@@ -178,7 +178,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, tokenizer: Path, name: str, conte
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
 
 
-# Kills the command before it gives a split of shards its name.
+# Kills the command before it renames the draft of the train split.
 KILL = """
 import os, sys
 def watch(event, arguments):
@@ -189,7 +189,7 @@ sys.addaudithook(watch)
 
 
 def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path, tokenizer: Path) -> None:
-    """One is replaced, and the test split, which was whole by then, is no more."""
+    """One shard is replaced, and the shard of the test split, which had been imported completely, is deleted."""
     for name in ("a_test_1", "a_train_1", "a_train_2"):
         write_shard(tmp_path / "shards" / f"{name}.bin", [1, 2, 0])
     arguments = ["--from-bin", "--tokenizer", tokenizer]

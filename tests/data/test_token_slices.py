@@ -1,4 +1,4 @@
-"""Tokens that a rank sees: the arithmetic of slices, exactly, and dataset folders as they are found."""
+"""Tokens that a rank trains on: the exact arithmetic of slices, and how dataset folders are opened and checked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_notebooks_token_counts(name: str) -> None:
 def test_every_token_is_trained_on_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, ranks: int, accumulation: int, microbatch: int, context: int, start: int
 ) -> None:
-    """Over all steps, accumulation steps and ranks, inputs and targets are the slice and the slice moved by one."""
+    """The inputs of all steps, accumulation steps and ranks join to a slice, and the targets to the slice one later."""
     path = tmp_path_factory.getbasetemp() / "counting.safetensors"
     if not path.exists():
         save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
@@ -73,7 +73,8 @@ def test_every_token_is_trained_on_once_and_in_order(
     assert targets == list(range(start + 1, start + count + 1))
 
 
-# Global batches that grow: BatchSchedule against counting step by step; without a ramp, batches are constant.
+# Global batches that grow: BatchSchedule is checked against counting step by step. With an empty ramp, batches are
+# constant.
 
 
 LAYOUT = BatchLayout(world_size=2, accumulation_steps=1, microbatch_size=1, context_length=3)
@@ -90,7 +91,7 @@ def layouts(ramp: list[tuple[int, int]]) -> list[tuple[int, BatchLayout]]:
 
 
 def counted(ramp: list[tuple[int, BatchLayout]], tokens_seen: int, steps: int) -> list[tuple[int, BatchLayout]]:
-    """(tokens before, batch) of each step, one after the other."""
+    """Return (tokens before the step, layout) for each step, by counting."""
     before, found = 0, []
     for _ in range(steps):
         layout = [each for start, each in ramp if start <= tokens_seen + before][-1]
@@ -100,7 +101,7 @@ def counted(ramp: list[tuple[int, BatchLayout]], tokens_seen: int, steps: int) -
 
 
 @given(ramp=RAMPS.map(layouts), tokens_seen=st.integers(0, 200))
-def test_as_counted_step_by_step(ramp: list[tuple[int, BatchLayout]], tokens_seen: int) -> None:
+def test_a_schedule_is_as_counted_step_by_step(ramp: list[tuple[int, BatchLayout]], tokens_seen: int) -> None:
     schedule = BatchSchedule.ramp(ramp, tokens_seen)
     steps = counted(ramp, tokens_seen, 60)
     assert [(schedule.tokens_before(step), schedule.at(step)) for step in range(60)] == steps
@@ -112,7 +113,7 @@ def test_as_counted_step_by_step(ramp: list[tuple[int, BatchLayout]], tokens_see
 
 @given(ramp=RAMPS.map(layouts), first=st.integers(0, 30))
 def test_what_is_left_after_any_step_is_the_same(ramp: list[tuple[int, BatchLayout]], first: int) -> None:
-    """A run that continues there has the batches of one that never stopped."""
+    """A run that resumes after any step has the same batches as a run that never stopped."""
     whole = BatchSchedule.ramp(ramp, 0)
     seen = whole.tokens_before(first)
     rest = BatchSchedule.ramp(ramp, seen)
@@ -150,7 +151,7 @@ def test_a_ramp_reads_every_token_once_and_in_order(tmp_path: Path) -> None:
     assert read == list(range(5, 5 + schedule.tokens_before(12)))
 
 
-# Folders as they are found --------------------------------------------------------------------------------
+# Dataset folders ------------------------------------------------------------------------------------------
 
 
 def test_twenty_gibibytes_open_at_once_and_take_no_memory(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_twenty_gibibytes_open_at_once_and_take_no_memory(tmp_path: Path) -> Non
     path = tmp_path / "train.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + 2 * count)  # a sparse file: no disk either
+        file.truncate(8 + len(header) + 2 * count)  # a sparse file, which takes no disk space
     before, began = _writable_memory(), time.perf_counter()
     tokens = TokenFile(path)
     last = tokens.read(count - 5, 5)
@@ -187,7 +188,7 @@ def test_the_vocabulary_scan_is_exact_and_remembered(tmp_path: Path) -> None:
         check_token_ids(dataset, "train", 40)
     assert sorted(folder.iterdir()) == before  # a user's folder is not written to
     memory = next((shop.datasets / ".scans").glob("*--train.json"))
-    # What is remembered is used, and forgotten when the file changes.
+    # The remembered result is used until the file changes.
     memory.write_text(memory.read_text().replace('"largest_token": 40', '"largest_token": 99'))
     with pytest.raises(UserError, match="token id 99"):
         check_token_ids(dataset, "train", 41)
@@ -210,7 +211,7 @@ def test_the_fingerprint_sees_another_dataset(tmp_path: Path) -> None:
 
 
 def test_the_notebooks_meta_json_is_understood(tmp_path: Path) -> None:
-    """Its `files` is an object, and it says nothing of tokenizer or counts: GPT-2's, unknown."""
+    """`files` may be an object; without a tokenizer it is GPT-2's, and without counts the bytes are unknown."""
     shop = Workshop(tmp_path)
     folder = shop.add_dataset()
     files = {"train": "train.safetensors", "validation": "validation.safetensors"}

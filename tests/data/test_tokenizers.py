@@ -1,4 +1,4 @@
-"""Tokenizers lose nothing, count bytes truly, and fail with one line."""
+"""Tokenizers lose no text, count bytes exactly, and fail with one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 600
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "harness" / "data").rglob("*.py"))]
-# Any text, and above all the pieces that tokenizers stumble over.
+# Any text, with many pieces that tokenizers are likely to get wrong.
 TEXTS = st.lists(
     st.one_of(st.text(), st.sampled_from([END_OF_TEXT, "<|", "  ", "\r\n", "E\u0301", "日本", "def f():"]))
 ).map("".join)

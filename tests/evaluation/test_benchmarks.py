@@ -1,4 +1,4 @@
-"""Benchmarks: the numbers are those of lm-eval's own `hf` model on the exported weights, and failures are one line."""
+"""Benchmarks: scores equal those of lm-eval's own `hf` model on the exported weights, and failures print one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FP32 = Precision("fp32", "cpu")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that has learnt a little, its tokenizer, and the files of both."""
+    """A briefly trained model, its tokenizer, and the folder with the files of both."""
 
     folder: Path
     model: GPTModel
@@ -65,7 +65,7 @@ class Subject:
         from lm_eval.models.huggingface import HFLM
 
         export_model(self.model, TrainedModel.read(self.folder), self.folder / "exported", "fp32")
-        # Its cache of logits takes those of other places where two windows have the same tokens and unequal targets.
+        # With its cache, HFLM uses logits of other positions if two windows have equal tokens but unequal targets.
         options: dict[str, Any] = {"device": "cpu", "batch_size": 8, "dtype": "float32", "logits_cache": False}
         return HFLM(pretrained=str(self.folder / "exported"), **options)
 
@@ -121,7 +121,7 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
-# The same as lm-eval's own
+# Equal to lm-eval's own model
 
 
 @pytest.mark.parametrize("fewshot", [None, 2])
@@ -151,7 +151,7 @@ def test_scores_are_those_of_lm_evals_own_model(subject: Subject, tmp_path: Path
             assert (our.task, our.metric, our.examples) == (their.task, their.metric, 20)
             seen.add((name, our.metric))
             if fewshot is None and name in {"choice", "last_word", "generate"} and our.metric != "perplexity":
-                assert 0 < our.value < 1, f"{our}: a score that all models have shows nothing"
+                assert 0 < our.value < 1, f"{our}: the score must depend on the model"
     assert len(seen) == 8
     assert ours["n-shot"] == theirs["n-shot"]
     assert ours["versions"] == theirs["versions"]
@@ -188,7 +188,7 @@ def test_generated_texts_are_those_of_lm_evals_own_model(subject: Subject) -> No
 
 
 def test_a_continuation_longer_than_the_context_counts_each_token_once(subject: Subject) -> None:
-    """The truth is the chain rule: each token's log-probability in a pass of its own."""
+    """The expected value is by the chain rule: each token's log-probability is from a forward pass of its own."""
     draw = random.Random(3)
     context, continuation = sentence(draw, 8), " " + sentence(draw, 3 * CONTEXT)
     [(total, greedy)] = subject.under_test().loglikelihood(instances("loglikelihood", [(context, continuation)]))
@@ -236,7 +236,7 @@ def test_padding_of_the_vocabulary_is_never_chosen(subject: Subject) -> None:
 
 
 def test_a_text_as_long_as_the_context_can_be_asked_for(subject: Subject) -> None:
-    """lm-eval's own model ends there with an assertion."""
+    """lm-eval's own model fails with an assertion in this case."""
     prompt = sentence(random.Random(4), 40)
     requests = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": CONTEXT + 8})])
     [text] = subject.under_test().generate_until(requests)
@@ -313,7 +313,7 @@ def test_scores_of_a_checkpoint_stay_in_its_run(subject: Subject, tmp_path: Path
 
 
 def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are not as many solved examples as are asked for; and there is no memory."""
+    """A task with too few examples for its few-shot prompts raises RunError with one line. So does a lack of memory."""
     loaded = benchmarks.load([str(write_task(tmp_path, "choice"))], 99)
     with (
         pytest.raises(RunError, match="lm-eval failed: ValueError") as caught,
@@ -404,8 +404,8 @@ def test_tasks_that_cannot_be_run_are_one_line(
 
 
 @pytest.mark.slow
-def test_names_that_are_none() -> None:
-    """Unknown names are refused by the index of all of lm-eval's tasks, which takes seconds to make."""
+def test_unknown_task_names_are_refused() -> None:
+    """Names are looked up in lm-eval's index of all its tasks, which takes seconds to build."""
     with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
         benchmarks.load(["helaswag"])
     with pytest.raises(UserError, match=r"humaneval.*are programs, which this command does not run"):
@@ -425,7 +425,8 @@ def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_libraries_keep_their_retries_to_themselves(tmp_path: Path) -> None:
-    """A process of its own is needed: libraries set their levels when they are imported first."""
+    """No library logs warnings. The test needs its own process because libraries set their log levels when they are
+    first imported."""
     (tmp_path / "script.py").write_text(
         "import logging\n"
         "from harness.evaluation.benchmarks.run import quieten\n"

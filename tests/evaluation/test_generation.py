@@ -1,4 +1,4 @@
-"""Sampling: the cached way against whole passes, batches against single rows, and what test_smoke.py prints."""
+"""Sampling: with a cache against whole forward passes, batches against single rows, and the output of test_smoke.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.in_process import call
 
 
 def logits_without_cache(model: GPTModel, row: Sequence[int]) -> Tensor:
-    """Logits after a row, from one whole pass over the part of it within the context length."""
+    """Return the logits after a row's last token, from one forward pass over as much of its end as fits the context."""
     window = torch.tensor([list(row)[-model.config.context_length :]])
     with torch.no_grad():
         return model(window)[0, -1]
@@ -48,7 +48,7 @@ def sample_without_cache(model: GPTModel, prompt: Sequence[int], sampling: Sampl
 
 @pytest.mark.parametrize(("tied", "qkv_bias"), [(False, True), (True, False)])
 def test_rows_of_unequal_lengths_are_what_each_is_alone(tied: bool, qkv_bias: bool) -> None:
-    """Short, as long as the context, and beyond it; rows leave at different times."""
+    """Rows are shorter than the context, as long, and longer, and they leave the batch at different times."""
     model = random_model(shape(tie_weights=tied, qkv_bias=qkv_bias)).eval()
     text = random_tokens(model.config, 2).flatten().tolist()
     prompts = [text[:length] for length in (1, 7, 24, 30, 20)]
@@ -81,7 +81,7 @@ def test_a_batch_samples_what_whole_passes_sample(sampling: Sampling) -> None:
     for row, prompt in enumerate(prompts):
         own = Sampling(sampling.temperature, sampling.top_k, sampling.seed + row)
         assert together[row] == sample_without_cache(model, prompt, own, 30)
-    assert together[0] == list(islice(sample_tokens(model, prompts[0], sampling), 30)), "and one by one"
+    assert together[0] == list(islice(sample_tokens(model, prompts[0], sampling), 30)), "and token by token"
 
 
 def test_each_row_ends_by_itself() -> None:
@@ -100,7 +100,7 @@ def test_sampling_leaves_the_model_and_the_random_state_as_they_were() -> None:
     new = continue_batch(model, [[1, 2]], GREEDY, is_done=lambda new: len(new) == 5)
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
-    assert new == [sample_without_cache(model.eval(), [1, 2], GREEDY, 5)], "no dropout"
+    assert new == [sample_without_cache(model.eval(), [1, 2], GREEDY, 5)], "sampled without dropout"
 
 
 # The command --------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_sampling_leaves_the_model_and_the_random_state_as_they_were() -> None:
 
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """model.json and model.safetensors of a model that says just "dog", with its own tokenizer beside them."""
+    """model.json and model.safetensors of a random model, with its own tokenizer beside them."""
     folder = tmp_path_factory.mktemp("model")
     train_bpe(iter(["the quick brown fox jumps over the lazy dog é " * 20]), 280, folder / "tokenizer.json")
     config = shape(vocab_size=280)
@@ -149,7 +149,10 @@ def test_prompts_from_a_file_and_several_samples(model_files: tuple[Path, Path],
 
 
 def changed(model_files: tuple[Path, Path], folder: Path, **values: float) -> tuple[Path, Path]:
-    """A copy of the model with these tensors (`__` for a dot) filled with a value; its head prefers end-of-text."""
+    """Return the files of a copy of the model with each named tensor (`__` for a dot) filled with a value.
+
+    The copy's head prefers end-of-text.
+    """
     shutil.copytree(model_files[0].parent, folder)
     tensors = load_file(model_files[1])
     for name, value in values.items():
@@ -160,7 +163,7 @@ def changed(model_files: tuple[Path, Path], folder: Path, **values: float) -> tu
 
 
 def test_end_of_text_ends_a_sample(model_files: tuple[Path, Path], tmp_path: Path) -> None:
-    """A model whose head prefers end-of-text after anything says nothing."""
+    """A model that prefers end-of-text after any token adds nothing to the prompt."""
     silent: dict[str, float] = {"final_norm__scale": 0, "final_norm__shift": 1, "out_head__weight": 0}
     files = changed(model_files, tmp_path / "silent", **silent)
     assert smoke(files, "--prompt", "the fox", "--temperature", "0") == "the fox\n"
@@ -189,7 +192,7 @@ def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: P
         ("none.txt", b"", "No such file"),
     ],
 )
-def test_files_of_prompts_that_are_none(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
+def test_files_without_valid_prompts_are_refused(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
     path = tmp_path / name
     (tmp_path / name.replace("none", "other")).write_bytes(content)
     with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*{fault}"):

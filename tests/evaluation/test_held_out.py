@@ -1,5 +1,4 @@
-"""test_loss.py: the loss against plain torch, bits per byte against a count by hand, tables, and what stays in the
-run."""
+"""test_loss.py: the loss against plain torch, bits per byte against a count by hand, tables, and results in the run."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def unwrapped(result: Result) -> str:
     ("split", "start", "batches"), [("test", 0, 5), ("test", 7, 5), ("validation", 300, 2), ("validation", 403, 1)]
 )
 def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop, split: str, start: int, batches: int) -> None:
-    """All whole batches there are from a token on, each 6 x 16 tokens; expected by torch's own cross-entropy."""
+    """The loss is over all whole batches of 6 x 16 tokens from the start token on, and equals torch's cross-entropy."""
     run = shop.runs / "r"
     model = load_model(load_model_config(run / "model.json"), Path(files_of(run)[1]), CPU)
     tokens = load_file(shop.datasets / DATASET / f"{split}.safetensors")["tokens"].astype(np.int64)
@@ -94,7 +93,7 @@ def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop, split: str,
 
 
 def test_a_bar_on_a_terminal(trained: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terminal does not tell its size: tqdm by itself would show nothing there."""
+    """A progress bar is shown even on a terminal that does not report its size, where tqdm by itself shows nothing."""
     run = trained.runs / "r"
     model = load_model(load_model_config(run / "model.json"), Path(files_of(run)[1]), CPU)
     master, slave = os.openpty()
@@ -123,7 +122,7 @@ def test_a_best_checkpoint_of_step_0_is_named_in_a_warning(shop: Workshop) -> No
 
 
 def add_text(shop: Workshop, name: str, tokenizer: str, tokens: list[int], text_bytes: int, vocab_size: int) -> None:
-    """A dataset of these tokens, and a fresh model for its vocabulary in the run `fresh`."""
+    """Write a dataset of these tokens, and an untrained model for its vocabulary in the run `fresh`."""
     folder = shop.datasets / "me" / name
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "validation"):
@@ -137,7 +136,7 @@ def add_text(shop: Workshop, name: str, tokenizer: str, tokens: list[int], text_
 
 
 def measured_bits(shop: Workshop, name: str, *options: object) -> tuple[float, float, str]:
-    """Loss, bits per byte, and whatever is said of them."""
+    """Return the loss, the bits per byte, and the text that is printed after them."""
     folder = shop.runs / "fresh"
     done = measure(shop, folder / "model.json", folder / "model.safetensors", "--dataset", f"me/{name}", *options)
     found = re.match(r"Loss on the \w+ split: (\S+) Bits per byte: (\S+) (.*)", unwrapped(done))
@@ -153,8 +152,10 @@ def measured_bits(shop: Workshop, name: str, *options: object) -> tuple[float, f
     ],
 )
 def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str) -> None:
-    """The text begins with long words and ends with short ones, so that slices differ from the whole. Ends of documents
-    stand for no text."""
+    """The text begins with long words and ends with short ones, so that slices differ from the whole.
+
+    End-of-text tokens count as no bytes.
+    """
     draw = random.Random(0)
     words = [["antidisestablishmentarianism", "日本"], ["a", "horse"]]
     texts = [" ".join(draw.choices(words[part >= 20], k=40)) for part in range(60)]
@@ -192,7 +193,7 @@ def test_without_the_vocabulary_the_mean_is_called_approximate(shop: Workshop, m
 
 
 def labels(result: Result) -> list[str]:
-    """The first words of the rows of the first table."""
+    """Return the first word of each row of the first table."""
     return [line.split()[0] for line in result.stdout.split("Measured on")[0].splitlines()[1:]]
 
 
@@ -201,7 +202,7 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
     first = f"r:{checkpoint_of_step(run, 0)}"
     done = measure(shop, *files_of(run, checkpoint_of_step(run, 10)), first, "--run", "r")
     assert (done.status, done.stderr) == (0, "")
-    assert not done.stdout.endswith("\n\n"), "no empty line below a table with nothing behind it"
+    assert not done.stdout.endswith("\n\n"), "no empty line at the end"
     table, _, place = done.stdout.partition("Measured on ")
     head, *rows = table.splitlines()
     assert head.split() == ["model", "loss", "bits/byte", "global", "batch", "parameters"]
@@ -219,13 +220,13 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
 def test_the_same_weights_are_measured_once(shop: Workshop) -> None:
     run = shop.runs / "r"
     alone = measure(shop, "--run", "r")
-    assert measure(shop, "--run", "r", "--run", "r").stdout == alone.stdout, "named the same: one model, no table"
+    assert measure(shop, "--run", "r", "--run", "r").stdout == alone.stdout, "one model, and so no table"
     assert labels(measure(shop, "--run", "r", "--run", "r", "--run", "r:best", *files_of(run))) == ["r:best", "r"]
     assert len(losses_in(run)) == 1
 
 
 def test_models_of_many_names(shop: Workshop, tmp_path: Path) -> None:
-    """A pattern names all such runs, a long name stands above its numbers, and equal names give way to paths."""
+    """A pattern names all runs that match, a long name is on a line above its numbers, and equal names become paths."""
     long = "lr-of-a-run-with-a-name-of-its-own"
     for name in ("lr-1", long, "other"):
         shutil.copytree(shop.runs / "r", shop.runs / name, symlinks=True)
@@ -307,7 +308,7 @@ def test_the_result_says_what_was_measured(shop: Workshop) -> None:
     assert (result.device, result.precision, result.torch) == (device_name(CPU), "fp32", torch.__version__)
 
 
-def test_the_same_again_replaces_it_and_another_batch_size_is_the_same(shop: Workshop) -> None:
+def test_measuring_the_same_again_with_any_batch_size_replaces_the_result(shop: Workshop) -> None:
     for options in (["--batches", 4], ["--batches", 4], ["--batches", 8, "--batch-size", 3]):
         assert measure(shop, "r", *options).status == 0
     assert len(losses_in(shop.runs / "r")) == 1
@@ -316,8 +317,8 @@ def test_the_same_again_replaces_it_and_another_batch_size_is_the_same(shop: Wor
 
 
 def test_every_way_to_the_weights_leads_to_the_same_file(shop: Workshop, tmp_path: Path) -> None:
-    """Through best and the folder's own name, a link to the run, a link to a checkpoint, and a checkpoints folder on
-    another disk."""
+    """The ways are the link best, the checkpoint's own name, links to the run and to the checkpoint, and a checkpoints
+    folder that is a link to another disk."""
     run = shop.runs / "r"
     own = (run / "checkpoints" / "best").resolve().name
     (tmp_path / "mine").symlink_to(run)
@@ -343,7 +344,7 @@ def test_weights_elsewhere_leave_nothing(shop: Workshop, tmp_path: Path) -> None
 
 
 def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
-    """A link is replaced and not followed; a folder that cannot be written is a warning."""
+    """A link in a result's place is replaced and not followed; a file in the place of the folder gives a warning."""
     run = shop.runs / "r"
     measure(shop, "r", "--batches", 1)
     outside = tmp_path / "outside"
@@ -364,7 +365,7 @@ def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
 
 
 def test_results_go_aside_with_their_weights(shop: Workshop) -> None:
-    """Results of later checkpoints go when training goes back, and all when it starts again."""
+    """Results of later checkpoints move if training resumes from an earlier one; all results move if it restarts."""
     run = shop.runs / "r"
     earlier, last = checkpoint_of_step(run, 10), (run / "checkpoints" / "latest").resolve().name
     for checkpoint in (earlier, last):
@@ -384,7 +385,7 @@ def test_results_go_aside_with_their_weights(shop: Workshop) -> None:
 def test_moving_aside_that_ends_early_leaves_no_results_without_their_weights(
     shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each thing that is moved; the next attempt moves the rest."""
+    """The first attempt ends before each file or folder that it moves, in turn; the next attempt moves the rest."""
     measure(shop, "r", "--batches", 1)
     things = {path.name for path in (shop.runs / "r").iterdir()} - {"model.json", "train.json", ".lock", "checkpoints"}
     checkpoints = {path.name for path in (shop.runs / "r" / "checkpoints").iterdir()}

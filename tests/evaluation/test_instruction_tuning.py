@@ -1,4 +1,4 @@
-"""test_ift.py: instruction data, what is learnt of it, when fine-tuning stops, and the whole way to a judge's score."""
+"""test_ift.py: instruction data, the tokens that are learnt, when fine-tuning stops, and the command with a judge."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_padding_is_ignored_but_for_the_end_of_text(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("answers_only", [False, True])
 def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer, answers_only: bool) -> None:
-    """However they are batched; rows in which nothing is to be learnt count for nothing, and never for a NaN."""
+    """The batch size does not matter. Rows without any token to learn are ignored, and never make the loss NaN."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
     entries = [Instruction(f"Say {word}.", "", f"{word} " * number) for number, word in enumerate(WORDS, start=1)]
     examples = [encode(entry, tokenizer, 64) for entry in entries]
@@ -182,7 +182,7 @@ def test_long_entries_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
     batch = collate([example], tokenizer.eot_token, answers_only=False)
     assert batch.inputs.shape == batch.targets.shape == (1, 64)
     assert batch.targets[0, -1] != IGNORED
-    assert tokenizer.eot_token not in batch.targets, "the answer goes on: there is no end to learn"
+    assert tokenizer.eot_token not in batch.targets, "the answer is cut off, so there is no end to learn"
     long_question = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
     assert not long_question.has_answer
     assert len(long_question.tokens) == 65
@@ -210,7 +210,7 @@ def parts_of(data: Path, tokenizer: Tokenizer) -> tuple[list[Example], list[Exam
 
 
 def test_the_weights_kept_are_those_from_before_the_rise(data: Path, tokenizer: Tokenizer) -> None:
-    """A fine-tuning that is told to stop one epoch earlier ends with the very same weights."""
+    """A fine-tuning with max_epochs set to the kept epoch ends with exactly the same weights."""
     parts = parts_of(data, tokenizer)
     settings = FineTuneSettings(learning_rate=0.01, max_epochs=60)
     lines: list[str] = []
@@ -236,7 +236,7 @@ def test_the_weights_kept_are_those_from_before_the_rise(data: Path, tokenizer: 
 def test_a_first_epoch_that_spoils_the_model_leaves_it_as_it_came(data: Path, tokenizer: Tokenizer) -> None:
     model = tiny()
     before = [parameter.clone() for parameter in model.parameters()]
-    for learning_rate in (50.0, 1e30):  # a rise, and then a loss that is no number
+    for learning_rate in (50.0, 1e30):  # the loss rises, and then is not finite
         settings = FineTuneSettings(learning_rate=learning_rate)
         result = fine_tune(model, parts_of(data, tokenizer), tokenizer.eot_token, settings, lambda line: None)
         assert result.rose
@@ -259,7 +259,7 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
-    """Answers agree where a question is longer than the context, too."""
+    """Answers also agree if a question is longer than the context."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
     entries = [Instruction(f"Say {word} {number}.", "", word) for number in range(3) for word in WORDS]
     entries.append(Instruction("red " * 100, "", "blue"))
@@ -276,7 +276,7 @@ JUDGED = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
 
 @pytest.fixture
 def shop(tmp_path: Path, data: Path, tokenizer: Tokenizer) -> Workshop:
-    """A run's folder with a checkpoint of a fresh model."""
+    """A workshop whose run r has a checkpoint of an untrained model."""
     shop = Workshop(tmp_path)
     folder = shop.runs / "r" / "checkpoints" / "20260101Z000000-iteration-9"
     folder.mkdir(parents=True)
@@ -291,7 +291,7 @@ def shop(tmp_path: Path, data: Path, tokenizer: Tokenizer) -> Workshop:
 
 
 def ift(shop: Workshop, options: str, model: str = "r", **environment: str) -> Result:
-    """Run test_ift.py in the workshop's folder, with few words in an answer."""
+    """Run test_ift.py in the workshop's folder, with at most 5 tokens in an answer unless `options` say otherwise."""
     arguments = f"{model} --max-new-tokens 5 {options}".split()
     return call("test_ift", *arguments, folder=shop.path, environment={"OPENAI_API_KEY": "", **environment})
 
@@ -319,7 +319,7 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path) -> None:
     saved = shop.path / "tuned"
     tuned = load_model(load_model_config(saved / "model.json"), saved / "model.safetensors", CPU)
     assert answer(tuned, load_tokenizer(saved / "tokenizer.json"), splits.test, 20) == responses.responses
-    # A second time: refused before anything is trained; elsewhere: the same answers.
+    # The same command again is refused before anything is trained. With another file, it writes the same answers.
     assert "--overwrite" in ift(shop, options).error_lines[0]
     assert ift(shop, f"{options} --responses again.json").status == 0
     assert read_responses(shop.path / "again.json").responses == responses.responses
@@ -379,7 +379,7 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
         ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
         ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
         ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
-        # Before anything is downloaded:
+        # Refused before anything is downloaded:
         ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
         ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),
     ],
@@ -398,7 +398,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(
 
 
 class _Web(http.server.BaseHTTPRequestHandler):
-    """/good.json has ENTRIES, /short.json less than it promises, /login.json a page."""
+    """Handler that serves ENTRIES as /good.json, fewer bytes than announced as /short.json, and HTML as /login.json."""
 
     asked: list[str]
 
@@ -411,7 +411,7 @@ class _Web(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Tests look at `asked`."""
+        """Log nothing; tests read `asked`."""
 
 
 def test_instructions_are_downloaded_once_and_whole_into_the_users_cache(shop: Workshop) -> None:

@@ -1,4 +1,4 @@
-"""Judging against a judge on this machine that is slow, busy, confused or gone."""
+"""Judging by a fake judge on this machine that is slow, busy or unreachable, or gives invalid answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_model_gets_its_own_scores(bench: Bench) -> None:
 def test_nothing_is_asked_again_whatever_the_order_of_the_files(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.run()
     bench.models.reverse()
-    monkeypatch.delenv("OPENAI_API_KEY")  # there is nothing to pay for
+    monkeypatch.delenv("OPENAI_API_KEY")  # no request is sent, so no key is needed
     judgement = bench.run()
     bench.assert_true(judgement)
     assert judgement.labels == tuple(reversed(LABELS))
@@ -85,11 +85,11 @@ def test_a_question_that_is_there_twice_is_asked_once(bench: Bench) -> None:
     assert len(bench.judge.requests) == 2
     bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
     bench.assert_true(bench.run(prompt="book"))
-    assert len(bench.judge.requests) == 3, "equal answers alone"
+    assert len(bench.judge.requests) == 3, "equal answers, each judged alone, have equal prompts"
 
 
 def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> None:
-    """Judgements of the same answers by three prompts do not count for one another; each is asked once."""
+    """The same answers are judged again for each of the three prompts, and only once for each."""
     together = bench.run()
     for number, prompt in enumerate(("book", "notebook"), start=1):
         alone = bench.run(prompt=prompt, repeats=2)
@@ -143,7 +143,7 @@ def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Ben
     bench.assert_true(judgement)
     assert len(bench.judge.requests) == judgement.spent.answers == QUESTIONS + 1
     assert reason in bench.invalid()[0]
-    counted = bench.judge.requests[fault.body is not None :]  # the reply of no chat has no count
+    counted = bench.judge.requests[fault.body is not None :]  # a reply that is not a chat's has no token count
     assert judgement.spent.prompt == sum(request.prompt_tokens for request in counted)
     assert judgement.spent.completion == sum(request.completion_tokens for request in counted)
     assert KEY not in bench.cache.read_text()
@@ -169,7 +169,7 @@ def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
 
 @pytest.mark.parametrize("is_date", [False, True])
 def test_retry_after_is_waited_for(bench: Bench, is_date: bool) -> None:
-    """In seconds, or until a date, which is of a whole second."""
+    """Retry-After gives seconds, or a date to the second."""
     bench.models = make_models(1)
     bench.judge.faults = [status(429, retry_after=formatdate(time.time() + 2, usegmt=True) if is_date else "0.7")]
     bench.assert_true(bench.run())
@@ -209,7 +209,7 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
 def test_a_judge_that_never_answers_or_refuses(
     bench: Bench, fault: Fault, error: type[Exception], words: str, requests: int
 ) -> None:
-    """Failures that may pass are tried three times; a long wait, and any other failure, is said at once."""
+    """A request whose failure may pass is sent three times; after a long Retry-After or another failure, only once."""
     bench.judge.always = {None: fault}
     with pytest.raises(error) as caught:
         bench.run(parallel=1, timeout=0.3)
@@ -231,7 +231,7 @@ def test_a_judge_that_goes_away_leaves_what_it_answered(bench: Bench) -> None:
 
 
 def test_questions_without_a_valid_answer_are_left_out_and_asked_again_next_time(bench: Bench) -> None:
-    """A reply that is none, a question that is too long for the judge, and one that it may not answer."""
+    """One question gets an invalid reply, one is too long for the judge, and one is a prompt that the judge refuses."""
     codes = ("context_length_exceeded", "invalid_prompt")
     faults = [text("no"), *(status(400, code=code) for code in codes)]
     bench.judge.always = {f"Question {number}": fault for number, fault in enumerate(faults, start=2)}
@@ -279,7 +279,7 @@ def test_without_a_key(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str |
 
 
 def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option, the environment's or OpenAI's."""
+    """The endpoint is that of the option, else that of OPENAI_BASE_URL, else OpenAI's."""
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     assert JudgeSettings.choose("m", None).base_url == "https://api.openai.com/v1"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
@@ -299,7 +299,7 @@ def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpt-\udcff", None, "the judge: "),
     ],
 )
-def test_endpoints_and_names_that_are_none(model: str, url: str | None, words: str) -> None:
+def test_invalid_endpoints_and_names_are_refused(model: str, url: str | None, words: str) -> None:
     with pytest.raises(UserError) as caught:
         JudgeSettings.choose(model, url)
     assert str(caught.value).startswith(words)
@@ -323,7 +323,7 @@ def test_a_line_cut_off_anywhere_costs_that_line_alone(tmp_path: Path) -> None:
     for cut in range(1, last + 1):
         path.write_bytes(whole[:-cut])
         with JudgeCache(path) as cache:
-            # Without its newline alone, the line is whole.
+            # A line that lacks only its newline is whole.
             assert cache.records == ([record(1), record(2)] if cut == 1 else [record(1)])
             cache.append(record(3))
         with JudgeCache(path) as cache:
@@ -371,7 +371,7 @@ def test_scores_of_other_names_in_the_cache_are_no_answer(bench: Bench) -> None:
 def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
     done = bench.command("--repeats", "2", "--price-in", "2", "--price-out", "10")
     stdout = done.stdout
-    assert done.stderr == ""  # no bar, where nobody watches
+    assert done.stderr == ""  # no progress bar without a terminal
     assert all(len(line) <= 80 for line in stdout.splitlines())
     means = true_scores(bench.models).mean(axis=0)
     table = [line.split() for line in stdout.splitlines()]
@@ -401,7 +401,7 @@ def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
 
 
 def fork(bench: Bench, *options: str, prelude: str = "") -> Process:
-    """judge_ift.py on all models, in a process of its own."""
+    """Start judge_ift.py on all models in its own process."""
     environment = {"NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": KEY}
     judged = [*bench.write(), "--model", "referee", "--base-url", bench.judge.url, *options]
     return Workshop(bench.folder).fork([str(ROOT / "judge_ift.py"), *judged], environment, prelude)
@@ -438,7 +438,7 @@ def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None
 @pytest.mark.slow
 def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> None:
     bench.models = make_models(12)
-    # A file of bytecode would be cut short, too, for every later process.
+    # A bytecode file must not be written, because it would be cut short, too, and break every later process.
     prelude = "import resource, sys\nsys.dont_write_bytecode = True\n"
     prelude += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))\n"
     stderr = finish([fork(bench, prelude=prelude)], expect=1, timeout=60).stderr
@@ -482,7 +482,7 @@ def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, variable: str, va
 
 
 def test_the_guides_example_needs_no_account(bench: Bench) -> None:
-    """The server as it is started by hand, the files that it writes, and the command that it prints."""
+    """The guide's command starts a fake judge, which writes files of answers and prints a command that judges them."""
     write_responses(bench.folder / "ift-responses.json", bench.models[0])
     (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py\s[^`]*)`", GUIDE)
     script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()

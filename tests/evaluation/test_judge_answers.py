@@ -1,4 +1,4 @@
-"""Prompts that a judge is shown, and which of its answers count."""
+"""Prompts for a judge, and the answers of a judge that are valid."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def model(label: str, *answers: str) -> Responses:
 
 @given(st.dictionaries(TEXTS, TEXTS | st.just(HOSTILE), min_size=1, max_size=30), st.integers(0, 2**63), st.randoms())
 def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, random: object) -> None:
-    """Scores that name each answer's own text come back to the model that gave it, in any order of files."""
+    """Each score is assigned to the model whose answer it is for, whatever the order of the files."""
     labels = list(answers)
     place = {"question": 3, "repeat": 1, "seed": seed}
     prompt = together_prompt({label: answer(answers[label]) for label in labels}, **place)
@@ -64,7 +64,7 @@ def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, ran
     assert scores == {number: number_of[answers[label]] for number, label in enumerate(labels)}
     assert together_prompt({label: answer(answers[label]) for label in reversed(labels)}, **place).text == prompt.text
     renamed = {f"{number} {label}": answer(answers[label]) for number, label in enumerate(labels)}
-    assert together_prompt(renamed, **place).text == prompt.text, "what the models are called is nobody's business"
+    assert together_prompt(renamed, **place).text == prompt.text, "the prompt does not depend on the models' names"
 
 
 def test_every_order_is_as_likely() -> None:
@@ -139,14 +139,14 @@ def test_invalid_answers(text: str, reason: str) -> None:
     str(caught.value).encode()
 
 
-# Each alone, by other people's words ----------------------------------------------------------------------------------
+# Each answer alone, by the prompt of the book or of the notebook ------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["", "1 + 1"])
 @pytest.mark.parametrize(("wording", "colon", "scale"), [("book", ":", "from"), ("notebook", "", "of")])
 def test_a_borrowed_prompt_is_word_for_word(wording: str, colon: str, scale: str, given: str) -> None:
-    """Put together as the two programs do it (the book's `format_input`), of an answer that looks like a place to be
-    filled."""
+    """The expected text is built as the book's and the notebook's programs build it (the book's `format_input`). The
+    instruction and the answer look like placeholders of a template, and are not filled in."""
     entry = {"instruction": "Add {asked}.", "input": given, "output": "2", "response": HOSTILE + "{output}"}
     asked = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -171,7 +171,7 @@ def test_an_integer_is_an_answer(text: str, score: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", " ", "101", "1000", "-1", "85.", "85.0", "85/100", "1e2", "٣", "Score: 85", "[85]"]
 )
-def test_anything_else_is_none(text: str) -> None:
+def test_anything_but_an_integer_is_invalid(text: str) -> None:
     with pytest.raises(InvalidAnswerError, match=r"an empty answer|is not an integer from 0 to 100"):
         alone_prompt("notebook", answer("2"), 0, question=0, repeat=0).parse(text)
 
@@ -187,7 +187,8 @@ def test_responses_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_the_books_and_the_notebooks_files_are_read_too(tmp_path: Path) -> None:
-    """The test entries with the model's answer in each, as a list: instruction-data-with-response.json of the book."""
+    """Such a file is a list of the test entries with a model's answer in each: the book's
+    instruction-data-with-response.json."""
     entries = [{"instruction": "Add.", "input": "1", "output": "2", "model_response": text} for text in ("2", "")]
     for name, label in (("small-ift-test-results", "small"), ("instruction-data-with-response",) * 2):
         path = tmp_path / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Means, intervals and win rates: against closed forms and scipy."""
+"""Means, intervals and win rates of judged models, checked against closed forms and scipy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_intervals_are_those_of_scipy() -> None:
 
 
 def test_win_rate_counts_ties_as_half() -> None:
-    """A win, a defeat, a tie, and a tie but for rounding."""
+    """One question is won, one is lost, one is a tie, and one is a tie except for rounding."""
     scores = np.array([[3.0, 2.0], [1.0, 2.0], [2.0, 2.0], [0.1 + 0.2, 0.3]])
     comparison = compare(scores[:, None, :], seed=0)
     assert comparison is not None

@@ -1,4 +1,4 @@
-"""Scores that judge_ift.py leaves in the runs whose weights answered."""
+"""Scores that judge_ift.py writes into the runs whose weights gave the answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ONE_BY_ONE = ("--attempts", "1", "--parallel", "1")
 
 @pytest.fixture
 def bench(bench: Bench) -> Bench:
-    """A run for each model, with the checkpoint that gave its answers."""
+    """The bench with a run for each model, which has the checkpoint that gave the model's answers."""
     for number, model in enumerate(bench.models):
         folder = bench.folder / model.model / "checkpoints" / CHECKPOINT
         folder.mkdir(parents=True)
         (folder.parents[1] / "model.json").write_text("{}")
-        (folder / "model.safetensors").write_text(model.model)  # judging needs no more of it than its hash
+        (folder / "model.safetensors").write_text(model.model)  # judging needs only its hash
         (folder.parent / "latest").symlink_to(CHECKPOINT)
         digest = sha256(folder / "model.safetensors")
         weights = AnsweringModel(checkpoint=CHECKPOINT, sha256=digest, device="a CPU", torch="2.15.0")
@@ -87,7 +87,7 @@ def test_another_models_missing_answer_leaves_no_question_out(bench: Bench) -> N
 
 
 def test_answers_that_belong_to_no_known_weights(bench: Bench) -> None:
-    """They leave a line; those outside a run leave nothing and say nothing."""
+    """A line says that scores of answers in a run's folder are not kept. For answers elsewhere, nothing is printed."""
     bench.models[0] = make_models()[0]
     (bench.folder / "medium").rename(bench.folder / "elsewhere")
     (bench.folder / "large" / "checkpoints" / CHECKPOINT / "model.safetensors").write_bytes(b"trained anew")

@@ -1,4 +1,4 @@
-"""convert_hf.py against transformers itself, and against a Hub on this machine."""
+"""convert_hf.py, checked against transformers itself and against a fake Hub on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel:
-    """A folder as training leaves it, as far as exporting is concerned, with a tokenizer of its own."""
+    """Write the files of a checkpoint that exporting reads, with a tokenizer of its own, and return the model."""
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(iter([TEXT]), 290, folder / "tokenizer.json")
     model = random_model(config)
@@ -62,7 +62,7 @@ def small(**changes: Any) -> ModelConfig:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPTModel]:
-    """A checkpoint "c" and its exported folder "out". Tests read them."""
+    """The folder that has a checkpoint "c" and its export "out", and the model. Tests only read the files."""
     path = tmp_path_factory.mktemp("exported")
     others: dict[str, Any] = {"qkv_bias": True, "mlp": "relu2", "mlp_dim": 100} if request.param else {}
     model = write_checkpoint(path / "c", small(tie_weights=request.param, **others))
@@ -71,7 +71,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_transformers_loads_what_is_exported_as_the_same_model(exported: tuple[Path, GPTModel]) -> None:
-    """And samples what test_smoke.py prints."""
+    """transformers also samples the text that test_smoke.py prints."""
     path, model = exported
     automatic: Any = transformers.AutoModelForCausalLM
     loaded, report = automatic.from_pretrained(path / "out", output_loading_info=True)
@@ -112,7 +112,7 @@ def test_there_and_back_gives_the_same_files(exported: tuple[Path, GPTModel], tm
 
 
 def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
-    """RUN is its best checkpoint, RUN:CHECKPOINT another one, and a path leads to the same as a name."""
+    """RUN means its best checkpoint, RUN:CHECKPOINT another one, and a path to a run the same as the run's name."""
     checkpoints = tmp_path / "runs" / "r" / "checkpoints"
     for name, link in (("20260101Z000000-iteration-3", "best"), ("20260101Z000000-iteration-5", "latest")):
         model = write_checkpoint(checkpoints / name, small(tie_weights=link == "best"))
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
 
 
 def hugging_face_model(folder: Path, **changes: Any) -> Any:
-    """A native GPT-2 with random weights everywhere, saved by transformers."""
+    """Return a native GPT-2 of transformers with random weights everywhere, and save it in `folder`."""
     sizes = {"vocab_size": 290, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
     torch.manual_seed(5)
     model = transformers.GPT2LMHeadModel(
@@ -307,7 +307,8 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Path) -> None:
-    """A mistyped path is not blamed on the Hub alone; our own model, or a part of one, is not called another format."""
+    """A source that could be a Hub name is also called a missing folder. A model in this project's own format, and a
+    part of a model, are recognized."""
     folder = tmp_path / "c"
     write_checkpoint(folder, small())
     (folder / "model.json").write_text(small().model_dump_json())
@@ -337,7 +338,7 @@ def hub() -> Any:
 
 
 def trained_run(shop: Workshop) -> Path:
-    """A run of some steps with its own tokenizer, a price, and a test split."""
+    """Train a run of some steps, with a price and a test split, and return its folder."""
     shop.add_dataset()
     shop.add_run("r", price_per_hour=36.0)
     shop.train("r", ranks=1)
@@ -345,7 +346,8 @@ def trained_run(shop: Workshop) -> Path:
 
 
 def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
-    """Its dataset names no tokenizer: GPT-2's, which a model of 64 tokens cannot have; it gets one of its own."""
+    """The dataset names no tokenizer, which means GPT-2's, but the model has 64 tokens. A checkpoint with its own
+    tokenizer therefore replaces the run's best one."""
     shop = Workshop(tmp_path, draws=True)
     run = trained_run(shop)
     best = Path((run / "checkpoints" / "best").resolve())
@@ -373,7 +375,7 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
         "training/summary.json",
     } <= repository.files.keys()
     check_card(repository.files["README.md"].content.decode(), run)
-    # Somebody else's machine: transformers, and our own import.
+    # As on another machine, transformers and this project's import load it.
     home = hub.environment(tmp_path / "other") | {"HF_TOKEN": "hf_secret"}
     program = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -430,7 +432,7 @@ def check_card(card: str, run: Path) -> None:
     assert f"| test | {loss:.3f} | `local/letters`, test split |" in body
     assert f"${summary['dollars']['total']:,.2f}" in body
     rows = {row[1].strip(): row[3].strip() for line in body.splitlines() if len(row := line.split("|")) == 5}
-    # Of 4,000 tokens all 1,280 that training wanted were seen; three batches of 2 x 16 tokens are validated on.
+    # Training saw all 1,280 tokens that it asked for, of 4,000; validation uses three batches of 2 x 16 tokens.
     assert rows["training"] == "`local/letters`, train split, the last steps of tokens 0 to 1,280"
     assert rows["validation"] == "`local/letters`, validation split, tokens 0 to 96, at the last validation"
     assert f"{summary['tokens_per_second']:,.0f} tokens per second" in body
@@ -439,8 +441,8 @@ def check_card(card: str, run: Path) -> None:
     assert '"learning_rate": 0.0004' in body
 
 
-def test_a_card_of_little_is_a_card(tmp_path: Path) -> None:
-    """A checkpoint of the notebook's knows its losses; its text is printed without a Hub."""
+def test_a_checkpoint_that_records_little_has_a_card(tmp_path: Path) -> None:
+    """A checkpoint of the notebook's program records its losses; --card prints the card without a Hub."""
     write_checkpoint(tmp_path / "c", small(), train_loss=3.5, val_loss="x", global_step=7, is_best=True)
     card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
     front = yaml.safe_load(card.split("---\n", 2)[1])

@@ -1,4 +1,4 @@
-"""Models with levers as transformers' native classes, which compute the same; or a refusal by the lever's name."""
+"""Models with levers: exported as transformers' native classes or with gpt.py's code, or refused by a lever's name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ QUICKSTART: dict[str, Any] = {
 
 
 def peer_of(model: GPTModel) -> Any:
-    """The native class with the weights of `model`."""
+    """Return a model of the native class with the weights of `model`."""
     is_gpt2 = native_class(model.config) == "gpt2"
     settings = (formats.gpt2_config if is_gpt2 else formats.llama_config)(model.config)
     settings |= formats.common_config(model.config, 0, "float32")
@@ -88,7 +88,7 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
 
 @pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, {**QWEN, "n_kv_heads": 2}], ids=["llama", "qwen3"])
 def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """And sample what test_smoke.py prints: with the caches of both, rotary positions and shared heads."""
+    """The native class also samples what test_smoke.py prints: both with a cache, rotary positions and shared heads."""
     config = shape(vocab_size=300, **changes)
     model = write_checkpoint(tmp_path / "c", config)
     convert(tmp_path, "export", "c", "out")
@@ -139,7 +139,7 @@ def test_what_no_native_class_computes_is_told_by_the_keys_name(changes: dict[st
 
 
 def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
-    """By the notebook's export of a model like the quickstart's; by its plan for the nearest native class."""
+    """The refusal names every key that the notebook's format needs; --plan names those of the nearest native class."""
     levers: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "qk_norm": True, "mlp": "relu2"}
     config = shape(vocab_size=300, **levers, value_embeddings=1, linear_bias=False)
     write_checkpoint(tmp_path / "c", config)
@@ -163,7 +163,7 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_widths_that_heads_do_not_divide() -> None:
-    """transformers refuses such a Llama, and computes such a Qwen 3."""
+    """transformers refuses a Llama of such a width, and computes a Qwen 3 of that width."""
     odd: dict[str, Any] = {"emb_dim": 50, "head_dim": 12}
     sizes: dict[str, Any] = {"hidden_size": 50, "num_attention_heads": 4, "head_dim": 12}
     with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
@@ -186,7 +186,7 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
         check_for_notebook(config, SOURCE)
 
 
-# Without a native class: with the code of gpt.py
+# Models without a native class are exported with the code of gpt.py
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -194,7 +194,7 @@ OWN: dict[str, dict[str, Any]] = {
     "experts": {"moe": {"num_experts": 4, "num_active_experts": 2}, "mlp": "swiglu", "tie_weights": True},
     "the quickstart's": {**QUICKSTART, "drop_rate": {"embedding": 0.1}},
 }
-# Somebody else's machine: this project is not in the path.
+# Runs as on another machine: this project is not in the path.
 PROGRAM = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -222,7 +222,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTModel, dict[str, Any]]]:
-    """Each of OWN, and what one process of somebody else's machine found of their exported folders."""
+    """Each model of OWN, and what a process without this project in its path computed from the exported folder."""
     path = tmp_path_factory.mktemp("elsewhere")
     models = {name: write_checkpoint(path / "c" / name, shape(vocab_size=300, **OWN[name])) for name in OWN}
     for name, model in models.items():
@@ -243,7 +243,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTMo
 
 @pytest.mark.parametrize("name", OWN)
 def test_any_model_goes_out_with_its_code(elsewhere: dict[str, tuple[GPTModel, dict[str, Any]]], name: str) -> None:
-    """Logits, loss and generation with and without a cache, padded or not, are ours."""
+    """Logits, loss and generated tokens, with and without a cache, padded or not, equal those of our model."""
     model, found = elsewhere[name]
     tokens = random_tokens(model.config)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The notebook author's published models come in, and its own scripts' way of loading takes what goes out."""
+"""Import of the notebook author's published models, and export to files that the notebook's own scripts load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIR = ("model.tok_emb.weight", "model.out_head.weight")
 
 
 def published(folder: Path, **changes: Any) -> NotebookModel:
-    """A folder like the author's repositories, with code in it that must not run."""
+    """Write a folder like the author's repositories, with code that must not run, and return its model."""
     cfg = shape(vocab_size=300, drop_rate=0.1, **changes).model_dump(exclude_unset=True)
     torch.manual_seed(4)
     from tests.support.published_model import PublishedConfig, PublishedModel  # loads transformers
@@ -58,7 +58,7 @@ def loss_on_letters(model: NotebookModel, shop: Workshop) -> str:
         return f"{F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()):.3f}"
 
 
-# In -----------------------------------------------------------------------------------------------------------------
+# Import -------------------------------------------------------------------------------------------------------------
 
 
 def imported(path: Path) -> gpt.GPTModel:
@@ -83,7 +83,7 @@ def test_a_published_model_becomes_a_run(tmp_path: Path, changes: dict[str, Any]
     assert load_file(tmp_path / "runs" / "r" / "model.safetensors").keys() == ours.to_checkpoint_names().keys()
     assert_same_logits(ours, theirs)
     assert not (tmp_path / "ran").exists()
-    if "moe" in changes:  # commands read it as they read any run
+    if "moe" in changes:  # the commands can use the run, too
         shop = Workshop(tmp_path)
         shop.add_dataset()
         assert shop.script("test_smoke.py", "r", "--prompt", "def f(").stdout.startswith("def f(")
@@ -93,7 +93,7 @@ def test_a_published_model_becomes_a_run(tmp_path: Path, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("kept", [["model.tok_emb.weight"], ["model.out_head.weight"], list(PAIR)], ids=str)
-def test_a_tied_pair_may_lie_there_once_or_twice(tmp_path: Path, kept: list[str]) -> None:
+def test_a_tied_pair_may_be_in_the_file_once_or_twice(tmp_path: Path, kept: list[str]) -> None:
     theirs = published(tmp_path / "hf", tie_weights=True)
     weights = tmp_path / "hf" / "model.safetensors"
     rest = {name: tensor for name, tensor in load_file(weights).items() if name not in PAIR}
@@ -165,12 +165,12 @@ def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says='config.json: key "drop_rate"')
 
 
-# Out ----------------------------------------------------------------------------------------------------------------
+# Export -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Both of its scripts' ways load an export: load_state_dict(load_file(...)), then safetensors' load_model."""
+    """An export loads in both ways of the scripts: load_state_dict(load_file(...)) and safetensors' load_model."""
     config = shape(vocab_size=300, **changes)
     ours = write_checkpoint(tmp_path / "c", config)
     result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--format", "notebook")
@@ -188,11 +188,11 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
             assert (theirs(tokens) - ours(tokens)).abs().max() < 1e-5
         assert loss.item() == pytest.approx(expected.item(), abs=2e-6)
     check_buffers(load_file(file), notebook_model(config).state_dict())
-    notebook_model(config).load_state_dict(load_file(file), strict=True)  # a tied model.json of the user's own
+    notebook_model(config).load_state_dict(load_file(file), strict=True)  # also with a model.json that ties the weights
 
 
 def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path) -> None:
-    """The vocabulary may be on the network, and the notebook's scripts bring it themselves."""
+    """The export does not need the vocabulary, which might have to be downloaded; the notebook's scripts load it."""
     write_checkpoint(tmp_path / "c", shape(vocab_size=300), tokenizer="gpt2")
     nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
     options = ("--format", "notebook")

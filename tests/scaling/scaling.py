@@ -1,4 +1,4 @@
-"""Runs whose scaling law is known: what the tests of scaling laws share."""
+"""Points of a known scaling law, shared by the tests of scaling laws."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from harness.scaling.laws import Law
 A, B = 450.0, 2100.0
 LAW = Law(*np.array([1.8, np.log(A), np.log(B), 0.35, 0.37]))
 BUDGETS = (1e18, 4e18, 1.6e19, 6.4e19)
-SPREAD = (0.25, 0.5, 1.0, 2.0, 4.0)  # sizes, as parts of the best one
+SPREAD = (0.25, 0.5, 1.0, 2.0, 4.0)  # sizes, as multiples of the best one
 
 
 def best_size(flops: float) -> float:
-    """Equation 4 of Hoffmann et al. (arXiv:2203.15556)."""
+    """Return the best number of parameters for `flops`, by equation 4 of Hoffmann et al. (arXiv:2203.15556)."""
     ratio = float(LAW.alpha * A / (LAW.beta * B))
     return float(ratio ** (1 / (LAW.alpha + LAW.beta)) * (flops / 6) ** (LAW.beta / (LAW.alpha + LAW.beta)))
 
 
 def ladder(noise: float = 0.0, *, seed: int = 0, budgets: tuple[float, ...] = BUDGETS) -> Points:
-    """Five sizes at each budget, with the law's losses times exp(normal noise)."""
+    """Return points of five sizes at each budget, with the law's losses times exp(normal noise)."""
     random = np.random.default_rng(seed)
     points = []
     for flops in budgets:
@@ -33,7 +33,7 @@ def ladder(noise: float = 0.0, *, seed: int = 0, budgets: tuple[float, ...] = BU
 
 
 def points_of(parameters: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> Points:
-    """Points by the rule C = 6ND."""
+    """Return points whose FLOPs are by the rule C = 6ND."""
     return points_with_flops(parameters, tokens, 6 * parameters * tokens, loss)
 
 

@@ -1,4 +1,4 @@
-"""Profiles of equal FLOPs: optima and exponents that are known come back, with intervals that hold them."""
+"""Profiles of equal FLOPs: fits find known optima and exponents, and their intervals contain them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def best_of(flops: float) -> float:
 
 
 def parabolas(noise: float = 0.0, *, seed: int = 0, sizes: tuple[float, ...] = SIZES, curve: float = 0.06) -> Points:
-    """Losses that are parabolas in ln N, with the best size 0.1 C^0.49."""
+    """Return points whose losses are parabolas in ln N, with the best size 0.1 C^0.49."""
     random = np.random.default_rng(seed)
     points = []
     for flops in BUDGETS:
@@ -66,7 +66,8 @@ def test_parabolas_without_noise_come_back_exactly() -> None:
 
 
 def test_the_best_sizes_of_a_known_law_come_back() -> None:
-    """Not exactly: the law's profiles are no parabolas. Within 6 %, for sizes from a quarter to four times the best."""
+    """The fit is within 6 % for sizes from a quarter to four times the best. It is not exact because the law's profiles
+    are not parabolas."""
     isoflop = fitted(ladder())
     for profile in isoflop.profiles:
         assert optimum_of(profile).parameters.value == pytest.approx(best_size(profile.flops), rel=0.06)
@@ -76,7 +77,7 @@ def test_the_best_sizes_of_a_known_law_come_back() -> None:
 
 
 def test_the_intervals_hold_what_they_promise() -> None:
-    """95 % of the intervals of 300 noisy experiments hold the best size, and 95 % the exponent."""
+    """In 300 noisy experiments, 95 % of the intervals contain the best size, and 95 % the exponent."""
     held, experiments = np.zeros(2), 300
     for seed in range(experiments):
         isoflop = fitted(parabolas(0.004, seed=seed), 200, seed=seed)
@@ -84,7 +85,7 @@ def test_the_intervals_hold_what_they_promise() -> None:
         assert not isinstance(isoflop.laws, Inconclusive)
         exponent = isoflop.laws["parameters"].exponent
         held += [size.low <= best_of(BUDGETS[1]) <= size.high, exponent.low <= 0.49 <= exponent.high]
-    # Three standard deviations of a binomial about 95 %, and one percent for intervals of 200 draws.
+    # Three standard deviations of a binomial share of 95 %, and one percent because intervals are of 200 resamples.
     assert held / experiments == pytest.approx(0.95, abs=0.048)
 
 
@@ -104,7 +105,7 @@ def test_points_are_grouped_by_compute_within_the_tolerance() -> None:
 
 
 def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
-    """A lower loss of larger models that got more FLOPs is ascribed to the FLOPs, not to the size."""
+    """If larger models got more FLOPs, their lower loss is ascribed to the FLOPs, not to the size."""
     sizes = best_of(1e19) * np.geomspace(0.25, 4, 12)
     random = np.random.default_rng(0)
     flops = 1e19 * (1 + 0.04 * np.clip(np.log(sizes / best_of(1e19)) + random.normal(0, 0.5, 12), -1, 1))
@@ -114,7 +115,7 @@ def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
     assert optimum_of(profile).parameters.value == pytest.approx(best_of(1e19), rel=1e-3)
 
 
-# Points that fix no optimum
+# Points that determine no optimum
 
 
 def test_a_profile_whose_lowest_loss_is_at_its_edge_is_refused() -> None:
@@ -127,7 +128,7 @@ def test_a_profile_that_does_not_curve_upwards_is_refused() -> None:
 
 
 def test_profiles_of_mere_noise_are_refused() -> None:
-    """All but the 2.5 % that look curved by chance."""
+    """All are refused except about 2.5 %, which look curved by chance."""
     told = 0
     for seed in range(60):
         profiles = fitted(parabolas(0.05, seed=seed, curve=0.0001)).profiles

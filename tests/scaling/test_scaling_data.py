@@ -1,4 +1,4 @@
-"""Points of scaling laws: what runs and CSV files give, what is left out and why, and what is refused."""
+"""Points for scaling laws, from runs and CSV files: the values read, the points left out with a reason, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def run_in(folder: Path, name: str, **changed: Any) -> RunDirectory:
-    """A finished run whose summary says something else."""
+    """Write a finished run with some values of its summary.json changed, and return it."""
     run = RunDirectory(folder / name)
     run.path.mkdir()
     summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())

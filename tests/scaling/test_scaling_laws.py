@@ -1,4 +1,4 @@
-"""L(N, D) = E + A/N^alpha + B/D^beta: known laws come back, published ones too, and what points cannot tell is not."""
+"""L(N, D) = E + A/N^alpha + B/D^beta: fits find known and published laws, and refuse points that determine no law."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fitted(points: Points, resamples: int = 100) -> LawFit:
 
 @cache
 def of_ladder(seed: int) -> tuple[Points, LawFit]:
-    """Twenty points with a noise of 0.4 %, and their law."""
+    """Return twenty points with a noise of 0.4 %, and the law fitted to them."""
     points = ladder(0.004, seed=seed)
     return points, fitted(points, 120)
 
@@ -61,7 +61,7 @@ def test_the_fit_has_the_least_huber_loss_of_all_that_another_search_finds() -> 
     fitted_law = fitted(points).coefficients()
 
     def error(x: np.ndarray) -> float:
-        """The sum of the Huber losses of ln L, of coefficients (E, ln A, ln B, alpha, beta)."""
+        """Return the sum of the Huber losses of ln L for the coefficients x = (E, ln A, ln B, alpha, beta)."""
         loss = x[0] + np.exp(x[1] - x[3] * np.log(points.parameters)) + np.exp(x[2] - x[4] * np.log(points.tokens))
         residuals = np.log(loss) - np.log(points.loss)
         return float(scipy.special.huber(HUBER_DELTA, residuals).sum())
@@ -135,7 +135,7 @@ def test_a_best_split_has_intervals_that_belong_together() -> None:
     assert 6 * split.parameters.low * split.tokens.high == pytest.approx(2e19, rel=1e-3)
 
 
-# Points that fix no law
+# Points that determine no law
 
 
 def grid(sizes: int = 4, tokens: int = 4) -> tuple[np.ndarray, np.ndarray]:

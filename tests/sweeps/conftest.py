@@ -13,7 +13,7 @@ from harness.sweeps import run as sweep_run
 
 @pytest.fixture(autouse=True)
 def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A runner listens to signals from then on. It looks often: these runs take no time."""
+    """Make runners poll often, because these runs take no time, and restore the signal handlers that they replace."""
     monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.01)
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     yield

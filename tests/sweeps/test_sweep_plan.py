@@ -1,4 +1,4 @@
-"""Plan of a sweep: sums that can be worked out by hand, and what is said where a number is not known."""
+"""The plan of a sweep: sums that can be calculated by hand, and the output when a number is unknown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from harness.sweeps.run import device_groups
 from tests.support.launch import Workshop
 from tests.support.sweeping import add_summary, load, states, sweep_command
 
-# 20 steps of 64 tokens (2 sequences x 2 accumulation steps x 16), and validations after steps 0, 5, 10, 15 and 19, of 3
-# microbatches of 32 tokens at a third of the work.
+# A run has 20 steps of 64 tokens (2 sequences x 2 accumulation steps x 16), and validations after steps 0, 5, 10, 15
+# and 19. Each validation has 3 microbatches of 32 tokens, and a token takes a third of the work of one in training.
 TRAINING, VALIDATION = 1280, 5 * 3 * 32 / 3
 
 
@@ -44,11 +44,11 @@ def test_hours_dollars_and_disk_are_those_of_the_runs_plans(shop: Workshop) -> N
     assert f"time: {sum(seconds):,.0f} s" in said
     assert f"cost: ${sum(seconds) / 100:,.2f}" in said
     small = plan(shop, 2880.0, vary={"random_seed": [1]})
-    assert "cost: $0.0050" in describe_sweep_plan(small, shop.runs), "0.5 s are not nothing"
+    assert "cost: $0.0050" in describe_sweep_plan(small, shop.runs), "0.5 s do not cost $0.00"
 
 
 def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
-    """Three runs alike on two groups: the second group is free while the first trains its second."""
+    """Three equal runs on two groups take the time of two, and each group's run has half of the price."""
     found = plan(shop, 10.0, groups=2, vary={"random_seed": [1, 2, 3]})
     one = (TRAINING + VALIDATION) / 10
     assert found.seconds() == pytest.approx(2 * one)
@@ -69,7 +69,7 @@ def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> N
 
 
 def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> None:
-    """Also one of an earlier version, which had fewer keys."""
+    """A summary of an earlier version, with fewer keys, finishes the run; a summary with other values does not."""
     sweep = load(shop, vary={"random_seed": [1]})
     (run,) = sweep.runs
     write_runs(sweep.runs)
@@ -116,7 +116,7 @@ def test_every_line_fits_a_terminal(shop: Workshop) -> None:
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
-    """A sweep that is to be run is refused."""
+    """`plan` prints a note; `run` refuses the sweep."""
     load(shop, set={"min_train_tokens": 10**13, "checkpoint_interval": 1}, vary={"random_seed": [1, 2]})
     planned = sweep_command(shop, "plan", str(shop.datasets))
     assert (planned.status, planned.stderr) == (0, "")
@@ -130,7 +130,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
 
 
 def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
-    """Estimated speeds, which a model of that width has, give dollars only for the machine with the price."""
+    """A model of this width has an estimated speed, which gives dollars only on the machine that has the price."""
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):

@@ -1,5 +1,5 @@
-"""Running a sweep: real runs, and, for what would take long, a program in ddp_train.py's place that does as its
-settings say.
+"""Running a sweep: with real runs, and, where those would take long, with a program in the place of ddp_train.py that
+behaves as its settings say.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.support.warm import WarmProcess
 
 PATIENCE_SECONDS = 100
 
-# By `eps`: 1 fails; 2 goes on until it is asked to stop, a second of training with every line; 3 waits for its
-# neighbour; others are finished at once.
+# `eps` decides what a run does: 1 fails; 2 writes lines of metrics, each a second of training later, until SIGTERM; 3
+# waits until a second run has begun; others finish at once.
 IN_PLACE_OF_TRAINING = """
 import json, pathlib, signal, sys, time
 run = pathlib.Path(sys.argv[4], sys.argv[1])
@@ -87,7 +87,7 @@ def runner_of(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: fl
 def run(
     shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None
 ) -> tuple[SweepRunner, list[str]]:
-    """Run the sweep; return its runner, and the lines said meanwhile."""
+    """Run the sweep, and return its runner and the lines that it printed."""
     said: list[str] = []
     runner = runner_of(shop, sweep, groups, max_dollars)
     runner.run(said.append)
@@ -95,7 +95,7 @@ def run(
 
 
 def end_of(runner: SweepRunner, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
-    """The lines printed at the end, and the error."""
+    """Return the lines that the runner prints at the end, and the text of its error ("" without one)."""
     capsys.readouterr()
     error = ""
     try:
@@ -142,7 +142,7 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop, capsys: 
 
 
 def test_groups_run_at_the_same_time(shop: Workshop) -> None:
-    """Each of the two waits for the other; alone it would wait forever. One that fetches a dataset runs alone."""
+    """Two runs that wait for each other both finish. Runs whose dataset is still to be downloaded take turns."""
     _, said = run(shop, make(shop, vary={"random_seed": [1, 2]}), groups=2)
     assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
     shop.add_dataset()
@@ -159,7 +159,7 @@ def test_groups_run_at_the_same_time(shop: Workshop) -> None:
 
 
 def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> None:
-    """The plan is (1280 + 160) tokens at 96 a second: 15 s, and 150 dollars."""
+    """The plan of a run is (1280 + 160) tokens at 96 a second: 15 s and 150 dollars."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
@@ -173,7 +173,7 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
 
 
 def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
-    """The budget holds two of three runs at a time; no third is begun although next to nothing is spent yet."""
+    """The budget is enough for the plans of two runs at a time. No third is started, although little is spent yet."""
     shop.add_dataset()
     sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
     add_summary(sweep.runs[0], dollars={"total": 0.0})
@@ -184,7 +184,7 @@ def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget counts by the run's own clock, as compare_runs.py does, and what was spent before."""
+    """Spending is counted by the run's own clock, as in compare_runs.py, and includes what was spent before."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     runner, said = run(shop, sweep, max_dollars=25.0)
@@ -200,7 +200,7 @@ def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
         run(shop, make(shop, vary={"random_seed": [1]}), max_dollars=5.0)
 
 
-# Signals, and others at work
+# Signals, and other processes
 
 
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)
@@ -233,7 +233,7 @@ def test_a_pruned_run_is_done(shop: Workshop, capsys: pytest.CaptureFixture[str]
 
 
 def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
-    """Every command has the same dollars, too: those of the summary."""
+    """Every command also shows the same dollars, those of the summary."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
     folders = [each.run.path for each in sweep.runs]
     add_summary(sweep.runs[0], dollars={"total": 0.0049}, seconds={"total": 176.0})
@@ -265,7 +265,7 @@ def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
 
 
 def test_a_run_under_way_is_shown_with_the_time_left(shop: Workshop) -> None:
-    """26.9 % of the tokens are 26 %."""
+    """The percentage is rounded down: 26.9 % of the tokens are shown as 26 %."""
     (made,) = make(shop, vary={"random_seed": [1]}).runs
     event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
     MetricsFile(made.run.metrics).append(event)
@@ -277,7 +277,7 @@ def test_a_run_under_way_is_shown_with_the_time_left(shop: Workshop) -> None:
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
-    """On a terminal in one line that is replaced, elsewhere in a line now and then."""
+    """On a terminal, one line is replaced again and again; elsewhere, a new line is printed from time to time."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     monkeypatch.setattr("harness.sweeps.run.REPORT_SECONDS", 0.1)
     shop.add_dataset()
@@ -320,7 +320,7 @@ def begin(shop: Workshop, *options: str) -> WarmProcess:
 
 
 def wait_for_steps(shop: Workshop, name: str, process: Process, lines: int) -> None:
-    """Wait until its metrics have so many lines."""
+    """Wait until the run's metrics.jsonl has that many lines."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     path = shop.runs / name / "metrics.jsonl"
     while not path.exists() or len(metrics(path.parent)) < lines:
@@ -334,7 +334,8 @@ def weights(shop: Workshop, name: str) -> str:
 
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
-    """Missing runs are made; the last lines name the next commands, by a pattern where it names no others."""
+    """Missing runs are made. The last lines are the next commands; they name the runs by a pattern if it matches no
+    other run."""
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"initial_weights": "missing.safetensors"}, {"min_train_tokens": 10**9}]
     sweep = make(shop, together=entries[:1])
@@ -365,7 +366,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -> None:
-    """Ctrl-C stops the run with a checkpoint; so does the end of a killed sweep. The sweep goes on from there."""
+    """Ctrl-C stops the run with a checkpoint, and so does a kill of the sweep's process. The next sweep resumes it."""
     long = {"min_train_tokens": 64 * 150, "validation_interval": 50}
     shop.add_dataset(tokens=20_000)
     shop.add_run("base", **long)

@@ -1,4 +1,4 @@
-"""The runs that a SWEEP.json makes, their names, and the answers to impossible requests."""
+"""The runs that a SWEEP.json makes, their names, and the errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def grid(*lists: Any) -> list[tuple[Any, ...]]:
     return list(itertools.product(*lists))
 
 
-# What it makes
+# The runs that a file makes
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def grid(*lists: Any) -> list[tuple[Any, ...]]:
             {("precision",): [("auto",), ("fp32",)]},
             ["s-base", "s-precision_fp32"],
         ),
-        (  # null leaves a key out, and another word for a key takes its place
+        (  # null removes a key, and another spelling of a key replaces it
             {"set": {"learning_rate": None}, "vary": {"global_batch_size": [8, 16]}},
             {("learning_rate", "gradient_accumulation_steps", "global_batch_size"): [(0.0004, 1, 8), (0.0004, 1, 16)]},
             ["s-batch8", "s-batch16"],
         ),
         ({"vary": {"depth": [3]}}, {("n_layers", "emb_dim", "n_heads"): [(3, 192, 3)]}, ["s-depth3"]),
-        (  # entries have names, and change what all get
+        (  # entries may have names, and their values override "set"
             {
                 "set": {"eps": 1e-7},
                 "together": [{"name": "plain"}, {"name": "own", "eps": 1e-6}, {"learning_rate": 0.25}],
@@ -104,12 +104,12 @@ def grid(*lists: Any) -> list[tuple[Any, ...]]:
             {("eps", "learning_rate"): [(1e-7, 0.0015), (1e-6, 0.0015), (1e-7, 0.25)]},
             ["s-plain-seed1", "s-own-seed1", "s-lr0.25-seed1"],
         ),
-        (  # what an editor needs
+        (  # "$schema", which is for editors, is ignored
             {"$schema": "sweep.schema.json", "vary": {"betas": [[0.9, 0.95]]}},
             {("betas",): [([0.9, 0.95],)]},
             ["s-betas_0.9_0.95"],
         ),
-        *(  # a budget takes another's place
+        *(  # a budget replaces the base's budget
             ({"vary": {key: values}}, {(key, "min_train_tokens"): [(each, None) for each in values]}, named)
             for key, values, named in (
                 ("train_steps", [10, 20], ["s-steps10", "s-steps20"]),
@@ -160,7 +160,7 @@ def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -
 
 
 def test_no_key_is_in_both_files() -> None:
-    """A sweep need not say which file it means."""
+    """A sweep need not say whether a key is of model.json or of train.json."""
     assert not set(MODEL_KEYS) & set(TRAIN_KEYS)
 
 
@@ -174,7 +174,7 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
     assert counts == [6, 4]
 
 
-# What it refuses
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str
 
 
 def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -> None:
-    """Making again makes what is missing, and touches nothing else."""
+    """Making the runs of a grown sweep makes only the missing runs, and changes no file of the others."""
     sweep = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [32], "random_seed": [7, 8]})
     write_runs(sweep.missing())
     for run in sweep.runs:
@@ -294,7 +294,7 @@ def test_what_is_not_the_sweeps_run_is_refused(shop: Workshop, put: Callable[[Pa
         sweep.missing()
     assert str(caught.value).startswith(f"{shop.runs / 's-seed2'}: {said}")
     assert str(caught.value).endswith('move it away, or give the sweep another "name"')
-    assert not (shop.runs / "s-seed1").exists(), "all, or none"
+    assert not (shop.runs / "s-seed1").exists(), "all runs are made, or none"
 
 
 def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_derive_run(shop: Workshop) -> None:
 
 
 def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
-    """Unless it is told otherwise. The base asks for 1,280 tokens of a vocabulary of 64, and 3 validation batches."""
+    """Values given with --set stay. The base has 1,280 tokens, a vocabulary of 64, and 3 validation batches."""
     folder = shop.add_dataset("local/small", tokens=400)
     folder.joinpath("meta.json").write_text(json.dumps({"vocab_size": 300}))
     save_file({"tokens": np.zeros(70, np.uint16)}, folder / "validation.safetensors")
@@ -385,7 +385,7 @@ def test_derive_run_refuses(shop: Workshop, setting: str, said: str) -> None:
 
 
 def test_initial_weights_are_still_found(shop: Workshop) -> None:
-    """They are named as seen from the run's own folder."""
+    """A derived run names its base's file of weights by a path that is relative to its own folder."""
     weights = shop.add_run("base", initial_weights="weights.safetensors") / "weights.safetensors"
     weights.touch()
     run = derive(Base.load(shop.runs, "base"), "new", {"random_seed": 1})
