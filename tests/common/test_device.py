@@ -188,8 +188,8 @@ def test_kernels_that_round_the_dropout_rate_are_not_used(
 
 
 def test_a_rounded_dropout_is_remarked_upon() -> None:
-    """The remark gives the share that FlashAttention drops. It draws a random byte for each weight and drops those
-    above a limit, so the share is counted over all bytes."""
+    """The remark gives the share that FlashAttention drops. FlashAttention draws a random byte for each weight and
+    drops those above a limit, so the share is counted over all bytes."""
     dropped = sum(byte > math.floor(255 * (1 - 0.1)) for byte in range(256)) / 256
     assert round(dropped, 4) == 0.1016
     remark = str(kernels.rounded_dropout(0.1, CUDA))

@@ -23,7 +23,7 @@ FIRST = Heartbeat(1, ELSEWHERE, "global step 4", [4, 0], 3.0, stopping=False)
 
 def at(order: int, part: int, stalled: float | None) -> Heartbeat:
     """Return the heartbeat of a rank on another machine that has done `part` parts of the place number `order` and has
-    been at work in it for `stalled` seconds (None if it is idle)."""
+    made no progress for `stalled` seconds (None if it is idle)."""
     return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
 
 
 @pytest.mark.parametrize(("known", "now", "fault"), CASES.values(), ids=CASES)
-def test_what_is_wrong(known: Heartbeats, now: float, fault: Fault | None) -> None:
+def test_the_fault_found_in_each_case(known: Heartbeats, now: float, fault: Fault | None) -> None:
     assert diagnose(known, now, **TIMEOUTS) == fault
 
 

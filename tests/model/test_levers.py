@@ -85,7 +85,9 @@ def test_buckets_of_bigrams() -> None:
         [1000 if at == 0 else ((36_313 * row[at]) ^ (27_191 * row[at - 1])) % 1000 for at in range(4)] for row in rows
     ]
     assert buckets.tolist() == expected
-    assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), "int64"
+    assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), (
+        "the products need int64"
+    )
 
 
 def test_logits_are_capped_everywhere_they_are_made() -> None:

@@ -386,7 +386,8 @@ for loss in (linear_cross_entropy, reference):  # the larger peak is the second'
 def test_peak_memory_is_far_below_the_references() -> None:
     """The peak memory is less than a third of the reference's. 2,048 x 50,257 logits in fp32 have 393 MiB. torch's own
     loss keeps at least two such tensors, while a chunk has 64 MiB. Both losses run in one process, ours first. The
-    second number is how much the reference raises the peak above ours, which is less than the memory that it uses."""
+    second number that MEASURE prints is how much the reference raises the peak above ours, which is less than the
+    memory that it uses."""
     command = [sys.executable, "-c", MEASURE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=250)
     ours, added = map(float, done.stdout.split())

@@ -30,8 +30,8 @@ def forget_what_is_new(checkpoint: Path) -> None:
 
 
 def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
-    """After five steps on two ranks, a run resumed on one rank measures its speed over its own ten steps. A summary
-    that was deleted is written again with the settings of the rank that trained last."""
+    """After five steps on two ranks, a run resumed on one rank measures its speed over its own ten steps. A deleted
+    summary is written again with the number of ranks and the device that trained last."""
     run = shop.add_run(min_train_tokens=640)
     shop.train(ranks=2)
     first = summary_of(run)

@@ -324,7 +324,8 @@ def test_a_speed_that_is_not_believed(shop: Workshop, values: dict[str, Any], sa
 
 
 def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
-    """A plan uses the speed of the longest earlier run, but of the run's own summary if that has a usable one."""
+    """A plan uses the speed in the run's own summary if it is usable, and else that of the longest earlier run of this
+    shape."""
     shop.add_run("early")
     add_summary(shop, "early")
     shop.add_run(price_per_hour=36.0)
@@ -408,8 +409,8 @@ def test_a_reported_speed_is_its_machines(
 
 
 def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
-    """A reported speed is used only for the reported model and kernels, and only if no speed was measured. An
-    impossible model in reported.json is an error that names the key."""
+    """A reported speed is used only for the reported model, without activation checkpointing, and only if no speed was
+    measured. An impossible model in reported.json is an error that names the key."""
     where = shipped(tmp_path, "8xa100m40", activation_checkpointing=True)
     run = where.runs / "8xa100m40"
     time_and_cost = rows(where, run.name, **EIGHT)["time and cost"]
@@ -429,8 +430,8 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
 
 
 def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path) -> None:
-    """On a computer without GPUs, a plan is for the machine in the run's name, or else for the machine whose price is
-    in train.json."""
+    """On a computer without GPUs, a plan by one process is for all ranks of the machine in the run's name, or else of
+    the machine whose price is in train.json."""
     where = shipped(tmp_path, "8xh100m80-fast")
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")

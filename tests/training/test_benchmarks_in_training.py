@@ -259,7 +259,7 @@ def small_model() -> GPTModel:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_shares_make_the_same_whole(size: int) -> None:
+def test_scores_shared_among_ranks_equal_those_of_one(size: int) -> None:
     """Each rank returns the scores of one process, even with more ranks (nine) than batches."""
     draw = random.Random(size)
     pairs = [(draw.choices(range(VOCAB_SIZE), k=draw.randint(1, 40)), [draw.randrange(300)] * 3) for _ in range(20)]

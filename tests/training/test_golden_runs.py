@@ -174,7 +174,7 @@ def put_off(numbers: Tensor, sizes: Tensor, signs: torch.Generator) -> None:
 
 def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int = 0) -> list[float]:
     """Train the run and return the losses of the steps in SHOWN. Each token of the text determines the next one, but
-    for some noise. With a `roundoff`, weights and gradients are changed by it relatively, with signs drawn from
+    for some noise. With a `roundoff`, weights and gradients get errors of this relative size, with signs drawn from
     `seed`."""
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **RUNS[name][1], **(FP64 if fp64 else {})})
     model = built(name, config) if fp64 else built(name, config).float()

@@ -1,4 +1,4 @@
-"""What training measures and prints is right: losses between reports, validation on one rank and on all, speed,
+"""Numbers that training measures and prints: losses between reports, validation on one rank and on all, speed,
 dollars, charts and samples."""
 
 from __future__ import annotations

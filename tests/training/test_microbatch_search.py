@@ -88,7 +88,7 @@ def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int, guesse
     gaps=st.floats(0.0, 0.5),
     hidden=st.integers(0, 30),
 )
-def test_guesses_by_a_line_that_is_none_cost_little(
+def test_guesses_from_memory_that_is_not_linear_cost_little(
     answer: int, slope: float, fixed: float, power: float, gaps: float, hidden: int
 ) -> None:
     """Guesses from a line cost at most three more tries than no guesses where memory does not follow a line: where it

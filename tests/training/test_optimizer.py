@@ -158,7 +158,7 @@ def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfi
     the "step" tensors."""
     model = fresh_model()
     step = build_step(model, model, config)
-    assert step.optimizer.named_state(ALONE) == {}, "before the first step"
+    assert step.optimizer.named_state(ALONE) == {}, "there is no state before the first step"
     for batch in BATCHES[:3]:
         step.run(batch, 1.0)
     state = step.optimizer.named_state(ALONE)

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "report_interval": 1,
     "precision": "fp32",
 }
-# Sequences of 16 tokens in each step's global batch. The batch grows after 160 and 352 tokens, and the run has 1,120.
+# Number of 16-token sequences in each step's global batch. The batch grows after 160 and 352 of the 1,120 tokens.
 SEQUENCES = [2] * 5 + [4] * 3 + [8] * 6
 MUON: dict[str, Any] = {
     "optimizer": "muon",

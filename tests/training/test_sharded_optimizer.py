@@ -156,7 +156,7 @@ def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(trained: 
         assert max(shared) < whole / ranks * 1.1
 
 
-def test_slices_are_equal_cover_everything_and_keep_vectors_whole() -> None:
+def test_shards_are_equal_aligned_and_cover_everything() -> None:
     sizes = {"a": 1000, "b": 7, "c": 64, "d": 12345, "e": 1}
     for ranks in (1, 2, 3, 4, 8, 100):
         shards = StatePartition(0, ranks).cut(sizes)
@@ -176,7 +176,7 @@ def test_works_that_cannot_be_cut_are_spread_by_what_they_cost() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_process_that_rehearses_for_others_keeps_its_own_share_and_saves_the_whole(optimizer: str) -> None:
+def test_a_rank_that_exchanges_nothing_keeps_its_part_and_returns_full_shapes(optimizer: str) -> None:
     """A rank that tries microbatches (-f) exchanges nothing with other ranks. It stores only its own part of the
     optimizer state, as in training, and `named_state` returns tensors of full shape."""
     config = TrainConfig(**SETTINGS | {"optimizer": optimizer, "shard_optimizer": True})
