@@ -1,4 +1,4 @@
-"""Whether a process is alive, and a rank that ends when its launcher has ended. Small scripts take the place of
+"""Checks whether a process is alive, and ranks that end when their launcher has ended. Small scripts take the place of
 torchrun and of `ddp_train.py --processes`, because they start quickly."""
 
 from __future__ import annotations
