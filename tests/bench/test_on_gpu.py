@@ -1,4 +1,5 @@
-"""bench/on_gpu.py without a GPU: stages run at tiny shapes, a session goes on, tables show all rows."""
+"""bench/on_gpu.py without a GPU: its stages run with tiny shapes, a second call skips finished stages, and the tables
+have all rows."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.support.launch import ROOT
 from tests.support.warm import FORK_PYTHONS, warm_server
 
 SESSION_SECONDS = 600
-REHEARSED = ("step", "search", "stop-and-continue", "saving")  # the processes of the other stages are alike
+REHEARSED = ("step", "search", "stop-and-continue", "saving")  # the other stages start the same kinds of processes
 
 
 @pytest.fixture
@@ -77,8 +78,8 @@ def test_the_tables_have_all_rows(bench: Workbench) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(SESSION_SECONDS)
 def test_a_rehearsal(bench: Workbench, tmp_path: Path) -> None:
-    """A session that goes on after another one, word for word as on a GPU, but for the shapes. Each process is forked
-    from the one that starts it, which saves loading torch."""
+    """A call of bench/on_gpu.py runs the stages that earlier calls have not finished, with the same commands as on a
+    GPU but tiny shapes. Each process is forked from the one that starts it, so that torch is not imported again."""
     for stage in LIMIT_SECONDS:
         if stage not in REHEARSED:
             bench.add("stages", what=stage, status=0, seconds=1.0)
@@ -91,7 +92,7 @@ def test_a_rehearsal(bench: Workbench, tmp_path: Path) -> None:
     assert (step["status"], step["microbatch"]) == (0, 4)
     assert step["tokens_per_second"] > 0
     assert rows_of(bench, "search")[0]["error"] is None
-    assert [row["status"] for row in rows_of(bench, "trained")] == [0, 2], "a tenth more has no data"
+    assert [row["status"] for row in rows_of(bench, "trained")] == [0, 2], "there is no data for a tenth more"
     (continued,) = rows_of(bench, "stop and continue")
     assert continued["stopped"]
     assert continued["same_bits"]

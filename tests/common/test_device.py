@@ -1,4 +1,4 @@
-"""Device and kernels that a process takes, on machines with other numbers of GPUs than this one: pretended."""
+"""The device and kernels that a process uses, on simulated machines with any number of GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A machine without GPUs, whatever this one has."""
+    """Simulate a machine without GPUs, and return the monkeypatch with which a test can add some."""
     monkeypatch.setattr(device, "DEVICE_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     set_gpus(monkeypatch, 0)
@@ -57,7 +57,8 @@ def test_too_many_ranks(machine: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) -> None:
-    """Without --processes there is one process, and the other seven GPUs cost as much."""
+    """A run that leaves GPUs idle prints a remark. Without --processes only one of eight GPUs is used, and the user
+    pays for all."""
     set_gpus(machine, 8)
     remark = device.idle_gpus(device.choose_device(0, 1), 1)
     assert remark == "7 of this machine's 8 GPUs are idle; --processes 8 uses all of them"
@@ -67,7 +68,8 @@ def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) ->
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A driver that is too old for this torch is refused; hidden GPUs and a torch for CPUs are not."""
+    """A driver too old for this torch is refused, instead of training on the CPU. Training uses the CPU if the user
+    hides the GPUs or has a torch built for CPUs."""
     (tmp_path / "nvidia0").touch()
 
     def init() -> None:
@@ -85,7 +87,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
 
 
 def shown_commands() -> list[str]:
-    """The commands that train with several processes, a line each, as README and then the other pages show them."""
+    """Return the command lines of README and of the other pages that train with several processes, in this order."""
     pages = [ROOT / "README.md", ROOT / "docs" / "configuration.md", ROOT / "docs" / "continuing.md"]
     text = "\n".join(page.read_text() for page in pages)
     return re.findall(r"^    (.*torchrun .*ddp_train\.py \w+ datasets|.*ddp_train\.py .*--processes \d+)", text, re.M)
@@ -93,7 +95,8 @@ def shown_commands() -> list[str]:
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 def test_the_commands_that_documents_show_fit_their_machines(machine: pytest.MonkeyPatch, gpus: int) -> None:
-    """README's first one works with any number of GPUs; those of the runs for eight take eight processes."""
+    """The first command in README works with any number of GPUs. Those for the runs on eight GPUs start eight
+    processes."""
     first, *others = shown_commands()
     words = shlex.split(first.rpartition("&& ")[2])
     processes = int(words[words.index("--processes") + 1])
@@ -123,7 +126,7 @@ def test_bf16_is_refused_where_the_gpu_would_emulate_it(monkeypatch: pytest.Monk
     assert Precision.resolve("bf16", CPU).name == "bf16"
 
 
-def test_fp32_uses_the_tensor_cores_of_cuda_alone() -> None:
+def test_tf32_is_allowed_only_for_fp32_on_cuda() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         for name, kind in (("bf16", "cuda"), ("fp16", "cuda"), ("fp32", "cpu"), ("bf16", "cpu")):
@@ -168,10 +171,10 @@ def test_compile_needs_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path
     ("version", "drop_rate", "allowed"),
     [("2.11.0", 0.1, False), ("2.11.0", 0.125, True), ("2.11.0", 0.0, True), ("2.15.0+cu132", 0.1, True)],
 )
-def test_attention_drops_what_it_is_told_to(
+def test_kernels_that_round_the_dropout_rate_are_not_used(
     monkeypatch: pytest.MonkeyPatch, version: str, drop_rate: float, allowed: bool
 ) -> None:
-    """A kernel is not allowed where torch would leave it a dropout that it rounds."""
+    """cuDNN's attention is disabled on CUDA if this version of torch would give it a dropout rate that it rounds."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(torch, "__version__", version)
     try:
@@ -185,7 +188,8 @@ def test_attention_drops_what_it_is_told_to(
 
 
 def test_a_rounded_dropout_is_remarked_upon() -> None:
-    """The share is that of random bytes above a limit, counted."""
+    """The remark gives the share that FlashAttention drops. FlashAttention draws a random byte for each weight and
+    drops those above a limit, so the share is counted over all bytes."""
     dropped = sum(byte > math.floor(255 * (1 - 0.1)) for byte in range(256)) / 256
     assert round(dropped, 4) == 0.1016
     remark = str(kernels.rounded_dropout(0.1, CUDA))
@@ -195,7 +199,8 @@ def test_a_rounded_dropout_is_remarked_upon() -> None:
 
 
 def test_attention_on_a_cpu_drops_the_configured_share() -> None:
-    """Uniform attention over an identity: each zero in what comes out is a weight that was dropped."""
+    """Attention on a CPU drops a share of 0.1 of the attention weights. With uniform weights and the identity as
+    values, each zero in the result is a dropped weight."""
     torch.manual_seed(0)
     queries, values = torch.zeros(64, 1, 64, 64), torch.eye(64).expand(64, 1, 64, 64)
     mixed = torch.nn.functional.scaled_dot_product_attention(queries, queries, values, dropout_p=0.1)
@@ -228,7 +233,7 @@ def test_a_residual_stream_in_bf16_halves_what_blocks_pass_on() -> None:
         loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         model(tokens)
-        assert passed == [dtype or torch.float32] * 2 + [torch.float32] * 2, "bf16 under autocast only"
+        assert passed == [dtype or torch.float32] * 2 + [torch.float32] * 2, "the stream is in bf16 only under autocast"
         found.append(loss.item())
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] != found[1]
@@ -241,7 +246,7 @@ def test_a_residual_stream_in_bf16_needs_bf16() -> None:
         Precision("fp32", "cpu").residual_dtype("bf16")
 
 
-# Whole commands on pretended machines: one line each, and nothing is made.
+# Whole commands on simulated machines print one line and write no metrics.
 
 
 def no_compiler(patch: pytest.MonkeyPatch) -> None:
@@ -251,7 +256,7 @@ def no_compiler(patch: pytest.MonkeyPatch) -> None:
 
 
 def busy(patch: pytest.MonkeyPatch) -> None:
-    """A GPU that another process holds alone, in nvidia-smi's exclusive mode."""
+    """Simulate a GPU that another process uses in nvidia-smi's exclusive mode."""
 
     def refuse(index: int) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
@@ -301,9 +306,9 @@ def test_a_machine_that_cannot_is_refused_in_one_line(
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_what_is_remarked_upon_once(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The notes on a machine with a GPU of a new kind, another process on it, and no compiler; before the first
-    operation on that GPU, which there is none of."""
+def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each note is printed once on a machine with an unknown kind of GPU, another process on that GPU, and no compiler.
+    The test ends before the first operation on the GPU, because the GPU is simulated."""
 
     def end(*arguments: object) -> None:
         raise RunError("enough")

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole, or not at all."""
+"""Files and folders are either complete under their final name or not there at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from harness.common.files import atomic_file, atomic_folder, draft_folder, rename_whole, replace_text
 from tests.support.isolation import ROOT
 
-# Fills a folder, says so, and does not get to its end.
+# Writes a file into the draft of a folder and then sleeps, so that the folder is never completed.
 WRITER = """
 import sys, time
 from pathlib import Path
@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
 
 
 def start_writer(final: Path) -> subprocess.Popen[bytes]:
-    """A process in the middle of writing the folder."""
+    """Start WRITER for the folder `final`, and return its process once it has written into its draft."""
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT)
     while not (final.with_name(f".{final.name}.partial-{process.pid}") / "part").exists():
         assert process.poll() is None
@@ -57,7 +57,7 @@ def test_an_empty_folder_gives_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", ["folder", "file", "link"])
-def test_what_is_there_is_not_lost(tmp_path: Path, there: str) -> None:
+def test_an_existing_folder_file_or_link_is_not_replaced(tmp_path: Path, there: str) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").write_text("theirs")
     final = tmp_path / "x"
@@ -93,7 +93,7 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcept
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    final = tmp_path / "a[1]"  # a pattern, to glob
+    final = tmp_path / "a[1]"  # glob would read this name as a pattern
     process = start_writer(final)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL

@@ -1,4 +1,5 @@
-"""Memory that torch has freed on a CPU: kept from step to step where there is room for it."""
+"""Memory that torch frees on a CPU is kept for the next step if there is enough memory, and else returned to the
+system."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop
 
-# Blocks of 64 MiB, some times; how many pages the last time needed from the system, and what is left in the end.
+# Allocates and frees blocks of 64 MiB several times. Prints the page faults of the last time, and the bytes by which
+# resident memory has grown in the end.
 PROGRAM = """
 import json, resource, sys
 if sys.argv[1] == "limited":
@@ -48,13 +50,13 @@ def test_blocks_are_kept_where_there_is_room(way: str) -> None:
         assert faults < 1000
         assert left > 2**27
     else:
-        assert faults > 1000, "pages come anew"
+        assert faults > 1000, "the system has to provide the pages again"
         assert left < 2**26
 
 
 def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
-    """A step of the real command takes its activations and gradients, here some 50 MiB, from what the step before has
-    freed, not page by page from the system."""
+    """A step of the real command uses the memory that the previous step freed for its activations and gradients, here
+    about 50 MiB, and needs few new pages from the system."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=50_000)
     model = {"context_length": 128, "emb_dim": 256, "drop_rate": 0.0}
@@ -71,10 +73,10 @@ def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
             if step := re.match(r"global step (\d+)/", line):
                 faults[int(step[1])] = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7])
     assert process.returncode == 0
-    assert (faults[19] - faults[5]) / 14 < 300, "pages of 4 KiB that a step takes from the system"
+    assert (faults[19] - faults[5]) / 14 < 300, "a step needs too many new pages of 4 KiB"
 
 
-# What is free at the heap's end (mallinfo2's `keepcost`) after much was taken there and freed.
+# Prints the bytes that are free at the heap's end (mallinfo2's `keepcost`) after many blocks were allocated and freed.
 CUSHION = """
 import ctypes
 from harness.common.memory import give_back_at_once
@@ -92,6 +94,7 @@ print(mallinfo().keepcost)
 
 
 def test_small_blocks_find_room_where_large_ones_have_gone_back() -> None:
-    """oneDNN does not look whether it got its own."""
+    """At least 4 MiB stay free at the heap's end for small allocations, because oneDNN does not check whether its own
+    succeed."""
     done = subprocess.run([sys.executable, "-c", CUSHION], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert 2**22 <= int(done.stdout) < 2**23, "the rest of 32 MiB has gone back"
+    assert 2**22 <= int(done.stdout) < 2**23, "the rest of the 32 MiB is returned to the system"

@@ -1,4 +1,4 @@
-"""The names of a machine's GPUs, from a driver's files as they look on one."""
+"""`gpu_names` reads the names of a machine's GPUs from files like those of the NVIDIA driver."""
 
 from __future__ import annotations
 

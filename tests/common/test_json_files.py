@@ -1,4 +1,4 @@
-"""Strict JSON: what is refused in any file, by one line with the file and the place."""
+"""Strict JSON: all files are refused for the same errors, with one line that names the file and the place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_text_that_does_not_parse(load: Load, tmp_path: Path, text: str, line: i
     path = tmp_path / "x.json"
     path.write_text(text)
     message = refusal(load, path)
-    if text.endswith(",\n}"):  # Python 3.13 reports a trailing comma where it stands, older ones at the brace
+    if text.endswith(",\n}"):  # Python 3.13 reports the line of a trailing comma, older versions that of the brace
         assert re.match(rf"{re.escape(str(path))}:[23]: ", message)
     else:
         assert message.startswith(f"{path}:{line}: ")

@@ -1,4 +1,4 @@
-"""Settings that libraries read from the environment, made before they are loaded."""
+"""Environment variables that the program sets for libraries before it loads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from harness.common.libraries import configure_libraries, load
 from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
 
-# In place of torch: it tells what a command has set by the time it is loaded, and ends the command.
+# Replaces torch: prints the value of OMP_WAIT_POLICY when a command imports torch, and ends the command.
 TORCH = """
 import os, sys
 print("threads that wait:", os.environ.get("OMP_WAIT_POLICY"), flush=True)
@@ -31,7 +31,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(("command", "given"), [*((command, None) for command in COMMANDS), ("ddp_train", "active")])
 def test_threads_that_wait_leave_the_core_to_others(tmp_path: Path, command: str, given: str | None) -> None:
-    """Unless the user has said otherwise; before torch, which brings OpenMP, is loaded."""
+    """OMP_WAIT_POLICY is "passive" before torch, which loads OpenMP, is imported, unless the user has set it."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(TORCH)
     run = tmp_path / "runs" / "r"
@@ -57,7 +57,7 @@ def test_threads_that_wait_leave_the_core_to_others(tmp_path: Path, command: str
 def test_garbage_collection_is_paused_while_a_library_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is enabled again afterwards, also after an import that fails."""
+    """Garbage collection is disabled during an import and enabled again afterwards, also if the import fails."""
     (tmp_path / "loadable.py").write_text("import gc\nwas_paused = not gc.isenabled()\n")
     (tmp_path / "unloadable.py").write_text("raise ImportError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -76,7 +76,8 @@ def test_garbage_collection_is_paused_while_a_library_is_loaded(
 def test_compilers_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, ranks: str | None, given: str | None, expected: str
 ) -> None:
-    """Before torch is loaded, which reads it then; what the user has set stays."""
+    """TORCHINDUCTOR_COMPILE_THREADS divides the cores among the ranks of this machine. A value that the user has set is
+    kept."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
     for name, value in (("LOCAL_WORLD_SIZE", ranks), ("TORCHINDUCTOR_COMPILE_THREADS", given)):
         monkeypatch.setenv(name, value or "")

@@ -1,4 +1,5 @@
-"""Whose a folder is: what the lock's file says, and which earlier owner a restarted worker takes over from."""
+"""The lock file of a run directory: the owner that it names, and the earlier owners whose run a restarted worker
+continues."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 from tests.support.isolation import ROOT
 
-# Takes the lock, says whether an earlier process of the same torchrun had begun, and notes that it has.
+# Takes the lock, prints whether an earlier process of the same torchrun had begun to train, and notes that this one
+# has.
 WORKER = """
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ lock.note_begun()
 
 
 def work(path: Path, *, under_torchrun: bool = True) -> bool:
-    """A worker of this process, which stands for torchrun."""
+    """Run a worker whose launcher is this process. Return True if an earlier worker of it had begun to train."""
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
     if not under_torchrun:
         del environment["TORCHELASTIC_RUN_ID"]
@@ -47,12 +49,12 @@ def test_only_a_restarted_worker_takes_over_what_was_begun(tmp_path: Path) -> No
         ("host", lambda host: f"{host}x"),
         ("namespace", lambda namespace: f"{namespace}x"),
         ("began", lambda began: False),
-        ("torchrun", lambda parent: f"{parent}0"),  # the same pid, but started at another time: another container's
+        ("torchrun", lambda parent: f"{parent}0"),  # a process with the same pid and another start time
         ("torchrun", lambda parent: f"1{parent}"),
         ("pid", lambda pid: str(pid)),
     ],
 )
-def test_another_owners_work_is_not_ours(tmp_path: Path, key: str, change: Any) -> None:
+def test_a_run_of_another_owner_is_not_taken_over(tmp_path: Path, key: str, change: Any) -> None:
     path = tmp_path / ".lock"
     work(path)
     owner = json.loads(path.read_text())
@@ -61,7 +63,7 @@ def test_another_owners_work_is_not_ours(tmp_path: Path, key: str, change: Any) 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"pid": null}', "\x00" * 5000])
-def test_a_file_of_anything_is_taken(tmp_path: Path, text: str) -> None:
+def test_a_file_with_any_other_content_is_locked_and_overwritten(tmp_path: Path, text: str) -> None:
     path = tmp_path / ".lock"
     path.write_text(text)
     assert work(path) is False

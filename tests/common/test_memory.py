@@ -1,5 +1,5 @@
-"""Facts about a device's memory: how a full one shows, what a limit leaves, which other processes use it. The answers
-of CUDA are pretended; there is none here."""
+"""Memory of a device: the errors of a full one, the memory that a limit leaves, and other processes that use it. CUDA's
+functions are simulated, because the tests run without a GPU."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ ANOTHER_TROUBLE = [
     ],
     ids=str,
 )
-def test_all_faces_of_a_full_device_and_no_other_trouble(error: Exception, expected: bool) -> None:
+def test_errors_of_a_full_device_are_told_from_other_errors(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
 
 
 class PretendedGpu:
-    """`held` bytes are in torch's allocator, `outside` elsewhere."""
+    """Simulated GPU with `total` GiB. torch's allocator holds `held` GiB, and `outside` GiB are in use elsewhere."""
 
     def __init__(self, patch: pytest.MonkeyPatch, total: float, held: float, outside: float) -> None:
         self.fraction = 1.0
@@ -80,7 +80,8 @@ class PretendedGpu:
 def test_a_limit_leaves_out_what_torch_does_not_hold_and_a_reserve(
     asked: float | None, whole: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """80 GiB, of which CUDA and NCCL hold 1.5 and the allocator 2."""
+    """The usable memory is the limit without the 1.5 GiB that CUDA and NCCL use and without a reserve. The GPU has 80
+    GiB, and torch's allocator holds 2."""
     gpu = PretendedGpu(monkeypatch, total=80.0, held=2.0, outside=1.5)
     limit = limit_memory(CUDA, asked, local_size=8)
     assert limit.gib == pytest.approx(whole)

@@ -1,4 +1,4 @@
-"""Words for messages about what a user has written."""
+"""Texts for messages about a user's input: advice for misspelled keys, quoted values, abbreviated lists."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from harness.runs.train_config import TrainConfig
 
 
 def test_slips_of_the_finger_get_advice() -> None:
-    """Advice corrects keys of three letters or more with a letter doubled or swapped with the next, or without
-    underscores; of four or more with a letter left out; of five or more with a wrong letter, too."""
+    """Advice corrects a key of at least three letters with a doubled letter, two neighboring letters swapped, or no
+    underscores. With at least four letters one letter may also be missing, and with at least five one may be wrong."""
     for kind in (TrainConfig, ModelConfig):
         keys = [key for key in kind.model_fields if len(key) > 2]
         for key in keys:

@@ -1,5 +1,5 @@
-"""Liveness of a process, and a rank that looks after its launcher: with stand-ins for torchrun and --processes, which
-start in no time."""
+"""Checks whether a process is alive, and ranks that end when their launcher has ended. Small scripts take the place of
+torchrun and of `ddp_train.py --processes`, because they start quickly."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from harness.common.processes import ProcessName, start_time
 from tests.support.isolation import ROOT
 from tests.support.launch import free_port
 
-# Named torchrun: it keeps a store, starts a command, writes down that process's number, and waits. Without torchrun's
-# variable it is in place of `ddp_train.py --processes`.
+# Script named torchrun. It opens a store's port, starts a command, writes the pid of that process into a file, and
+# waits. Without TORCHELASTIC_RUN_ID it takes the place of `ddp_train.py --processes`, which has no store.
 TORCHRUN = """
 import os, pathlib, socket, subprocess, sys
 if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -32,7 +32,8 @@ process = subprocess.Popen(sys.argv[2:], start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(str(process.pid))
 process.wait()
 """
-# A rank: {before}, then what ddp_train.py does first, then {after}; it is there once it has made the file {mark}.
+# Script of a rank. It runs {before}, then starts to watch its launcher as ddp_train.py does, writes the file {mark},
+# and runs {after}.
 WORKER = """
 import os, pathlib, sys, time
 sys.path.insert(0, {root!r})
@@ -44,7 +45,8 @@ pathlib.Path({mark!r}).write_text(str(os.getpid()))
 {after}
 time.sleep(600)
 """
-# The process that adopts orphans, as a container's first one does, is the same Python.
+# Starts a command and becomes the parent of its orphans, as a container's first process does. It is a Python process,
+# as a launcher is.
 ADOPTER = """
 import ctypes, subprocess, sys, time
 PR_SET_CHILD_SUBREAPER = 36
@@ -54,7 +56,7 @@ time.sleep(60)
 """
 ADOPTED = (sys.executable, "-c", ADOPTER)
 STORE = {"GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
-SOON = 60.0  # it takes 0.2 s on an idle machine
+SOON = 60.0  # seconds within which a worker must end; on an idle machine it takes 0.2
 
 
 def process(pid: int) -> ProcessName:
@@ -96,14 +98,15 @@ def test_this_process() -> None:
 
 @dataclass
 class Job:
-    """A stand-in for a launcher with one worker under it."""
+    """Launcher script with one worker process, started with the environment variables `launched`."""
 
     folder: Path
     processes: list[subprocess.Popen[bytes]]
     launched: dict[str, str]
 
     def start(self, *, above: tuple[str, ...] = (), **worker: str) -> None:
-        """`above`: words of a command in front of the launcher's."""
+        """Start the launcher and its worker. `above` is a command to which the launcher's command line is appended, and
+        `worker` has values for the fields of WORKER."""
         (self.folder / "torchrun").write_text(TORCHRUN)
         program = WORKER.format(**{"before": "", "after": "", "root": str(ROOT), "mark": str(self.mark), **worker})
         (self.folder / "worker.py").write_text(program)
@@ -122,7 +125,7 @@ class Job:
         return self.folder / "started"
 
     def running(self, script: str) -> list[int]:
-        """The pids of the Pythons that run one of the two scripts."""
+        """Return the pids of the Python processes that run `script`, "torchrun" or "worker.py"."""
         wanted = [sys.executable.encode(), str(self.folder / script).encode()]
         found = []
         for entry in Path("/proc").iterdir():
@@ -143,7 +146,7 @@ class Job:
     def assert_gone_soon(self) -> None:
         deadline = time.monotonic() + SOON
         while self.running("worker.py"):
-            assert time.monotonic() < deadline, "the worker lives on"
+            assert time.monotonic() < deadline, "the worker still runs"
             time.sleep(0.05)
 
 
@@ -175,7 +178,8 @@ def test_a_worker_ends_with_its_launcher(job: Job) -> None:
 
 
 def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> None:
-    """Its parent is then what has adopted it, here a Python."""
+    """A worker whose launcher ended before the worker's first line ends at once. Its parent is then another process,
+    here also a Python process."""
     go = job.folder / "go"
     job.start(above=ADOPTED, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
     await_file(job.started)
@@ -187,7 +191,8 @@ def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> No
 
 
 def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
-    """The pipe of its standard error is full, as that of a pager is, and its main thread waits for room in it."""
+    """A worker ends with its launcher even while its main thread waits to write to stderr, whose pipe is full because
+    nothing reads it, as with a pager."""
     job.start(after="while True: print('x' * 9999, file=sys.stderr)")
     job.assert_goes_on()
     job.kill_launcher()
@@ -195,7 +200,7 @@ def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
 
 
 def run_alone(folder: Path, variables: dict[str, str]) -> None:
-    """Run a worker without any torchrun above; it ends by itself."""
+    """Run a worker without a launcher script, and check that it runs until it exits by itself."""
     program = WORKER.format(root=str(ROOT), before="", after="time.sleep(0.3); sys.exit(7)", mark=str(folder / "mark"))
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", **variables}
     done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False)
@@ -204,7 +209,8 @@ def run_alone(folder: Path, variables: dict[str, str]) -> None:
 
 
 def test_a_torchrun_that_is_not_to_be_seen(tmp_path: Path) -> None:
-    """Beyond a container's border, say: its store answers."""
+    """A worker whose torchrun is not visible, for example outside its container, keeps running if torchrun's store
+    answers."""
     with closing(socket.create_server(("127.0.0.1", 0))) as store:
         run_alone(tmp_path, STORE | {"MASTER_PORT": str(store.getsockname()[1])})
 

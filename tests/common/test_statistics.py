@@ -1,4 +1,4 @@
-"""Means, resamples and intervals: against closed forms and scipy."""
+"""Means, bootstrap resamples, intervals and the least-squares line equal closed forms and scipy's results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
 
 
 def test_means_of_resamples_have_their_exact_distribution() -> None:
-    """A resample of two questions has the first twice, both, or the second twice: a quarter, a half, a quarter."""
+    """A resample of two questions has the first one twice with probability 1/4, both with 1/2, and the second one twice
+    with 1/4."""
     resampled = resampled_means(np.array([[0.0, 7.0], [100.0, 7.0]]), seed=1)
     assert resampled.shape == (RESAMPLES, 2)
     values, counts = np.unique(resampled[:, 0], return_counts=True)

@@ -1,4 +1,4 @@
-"""Units as messages write them."""
+"""Amounts of money as messages print them."""
 
 from __future__ import annotations
 

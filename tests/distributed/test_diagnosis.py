@@ -1,5 +1,5 @@
-"""Knowledge of one rank about all ranks by their heartbeats, and the rank found at fault: the one that is behind and
-stands still, never one that waits or works."""
+"""`diagnose` finds the faulty rank from the heartbeats of all ranks: the rank that is behind the others and makes no
+progress, never one that waits for another rank or is working."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FIRST = Heartbeat(1, ELSEWHERE, "global step 4", [4, 0], 3.0, stopping=False)
 
 
 def at(order: int, part: int, stalled: float | None) -> Heartbeat:
-    """Heartbeat of a rank of another machine at a place, with so many parts of it done."""
+    """Return the heartbeat of a rank on another machine that has done `part` parts of the place number `order` and has
+    made no progress for `stalled` seconds (None if it is idle)."""
     return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
@@ -31,12 +32,13 @@ def idle(order: int) -> Heartbeat:
 
 
 def near(heartbeat: Heartbeat) -> Heartbeat:
-    """Return the heartbeat as one of a rank of this machine."""
+    """Return the same heartbeat, but of a rank on this machine."""
     return replace(heartbeat, process=HERE)
 
 
 def known(ranks: Sequence[Heartbeat | LastHeartbeat], *, contact: float = 0.0, frozen_until: float = 0.0) -> Heartbeats:
-    """Return what rank 0 has heard of the ranks: at 0 s, if nothing else is said."""
+    """Return rank 0's record of the ranks' last heartbeats. A `Heartbeat` was received at 0 s, a `LastHeartbeat` at its
+    own time."""
     last = [each if isinstance(each, LastHeartbeat) else LastHeartbeat(each, 0.0) for each in ranks]
     return Heartbeats(HERE, contact, last, frozen_until)
 
@@ -44,15 +46,15 @@ def known(ranks: Sequence[Heartbeat | LastHeartbeat], *, contact: float = 0.0, f
 @pytest.mark.parametrize(
     ("ranks", "stuck"),
     [
-        ([at(4, 1, 11), at(4, 0, 11)], [1]),  # one has not come to the exchange that the other waits in
+        ([at(4, 1, 11), at(4, 0, 11)], [1]),  # rank 0 waits in an exchange that rank 1 has not reached
         ([at(4, 1, 11), at(2, 0, 11), at(4, 1, 11)], [1]),
         ([at(4, 1, 11), at(4, 0, 11), at(4, 0, 11)], [1, 2]),
-        ([at(4, 1, 11), at(4, 0, 9)], None),  # slow, and still within its time
-        ([at(4, 1, 11), idle(2)], None),  # rank 1 does something that may take long, between two places
-        ([idle(4), at(4, 0, 11)], [1]),  # rank 0 waits for it in a report
-        ([at(5, 7, 11), idle(5)], [0]),  # rank 0 validates alone, and does not get on
+        ([at(4, 1, 11), at(4, 0, 9)], None),  # rank 1 is slow, but within its timeout
+        ([at(4, 1, 11), idle(2)], None),  # rank 1 is between two places, where work may take long
+        ([idle(4), at(4, 0, 11)], [1]),  # rank 0 waits for rank 1 in a report
+        ([at(5, 7, 11), idle(5)], [0]),  # rank 0 validates alone and makes no progress
         ([at(5, 7, 3), idle(5)], None),
-        ([idle(5), at(5, 2, 11), idle(5)], [1]),  # a validation by all, the others are done
+        ([idle(5), at(5, 2, 11), idle(5)], [1]),  # all ranks validate, and ranks 0 and 2 have finished
         ([idle(-1), idle(-1)], None),  # a download before the first step
     ],
 )
@@ -67,9 +69,9 @@ def test_who_is_stuck(ranks: list[Heartbeat], stuck: list[int] | None) -> None:
 NO_ANSWER = "a device or the network does not answer"
 SILENT = "frozen, gone, or its machine is cut off"
 FROZEN = LastHeartbeat(at(4, 1, 1), 2.0)  # in the same exchange as rank 0
-# Heartbeats known at a time, and the fault that they show.
+# Name of the case -> heartbeats, time, and the fault found at that time.
 CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
-    # The second has waited for the first.
+    # Rank 1 has waited for rank 0, which is within its timeout.
     "all in one exchange within their time": (known([at(4, 1, 9), at(4, 1, 12)]), 0.0, None),
     "all in one exchange is nobody's fault": (
         known([at(4, 1, 11), at(4, 1, 12)]),
@@ -108,7 +110,7 @@ CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
         11.0,
         Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0]),
     ),
-    # Of ranks that were heard of a little before the contact was lost, none is called silent.
+    # Ranks whose last heartbeats are little older than the last contact with the store are not called silent.
     "without contact nobody else is to blame": (known([idle(4), idle(4)], contact=0.5), 10.2, None),
     "no contact to rank 0, which is gone": (known([LastHeartbeat(idle(4), 0.0, 8.0), idle(4)]), 11.0, None),
     "ended a moment ago": (known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]), 1.0, None),
@@ -136,7 +138,7 @@ CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
 
 
 @pytest.mark.parametrize(("known", "now", "fault"), CASES.values(), ids=CASES)
-def test_what_is_wrong(known: Heartbeats, now: float, fault: Fault | None) -> None:
+def test_the_fault_found_in_each_case(known: Heartbeats, now: float, fault: Fault | None) -> None:
     assert diagnose(known, now, **TIMEOUTS) == fault
 
 
@@ -160,18 +162,19 @@ def test_only_a_new_heartbeat_counts() -> None:
     second = replace(FIRST, number=2)
     heartbeats.receive([second, FIRST], 7.0)
     assert heartbeats.last == [LastHeartbeat(second, 7.0), LastHeartbeat(FIRST, 0.0)]
-    assert heartbeats.contact == 7.0, "the store has answered, whatever it has"
+    assert heartbeats.contact == 7.0, "an answer of the store counts even without new heartbeats"
 
 
 def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
-    """Rank 0 has saved for long, and rank 1 waited for it. Then both go on, and only rank 0's heartbeat says so yet."""
+    """Rank 1 waits while rank 0 saves for a long time. Then both continue. Rank 1 is not called stuck while its newest
+    heartbeat is from before that."""
     timeouts = {"stuck": 10.0, "silent": 20.0, "gone": 5.0}
     saving = replace(FIRST, place="global step 3", progress=[3, IDLE], stalled=None)
     heartbeats = heard(saving, replace(FIRST, stalled=12.0))
     assert diagnose(heartbeats, 0.0, **timeouts) is None
 
     def receive(second: int, other: Heartbeat) -> bool:
-        """Rank 0 gets on; whether rank 1 is thought to be stuck."""
+        """Record progress of rank 0 and the heartbeat `other` of rank 1. Return True if rank 1 is then called stuck."""
         heartbeats.receive([replace(FIRST, number=second + 1, progress=[6, second], stalled=0.0), other], second)
         fault = diagnose(heartbeats, second, **timeouts)
         assert fault is None or fault.ranks == [1]
@@ -179,11 +182,11 @@ def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
 
     assert not receive(1, heartbeats.last[1].heartbeat)
     assert not receive(2, heartbeats.last[1].heartbeat)
-    assert not receive(3, replace(FIRST, number=2, stalled=13.0)), "written before, and sent after"
-    assert receive(4, replace(FIRST, number=3, stalled=14.0)), "it has not gone on"
+    assert not receive(3, replace(FIRST, number=2, stalled=13.0)), "it may have been written before rank 1 continued"
+    assert receive(4, replace(FIRST, number=3, stalled=14.0)), "rank 1 has not continued"
 
 
-def test_only_what_a_neighbour_has_told_need_not_be_told_again() -> None:
+def test_a_fault_counts_as_reported_if_a_leaving_rank_is_on_this_machine() -> None:
     leaving = replace(FIRST, leaving=True)
     assert not heard(FIRST, FIRST).is_fault_told()
     assert not heard(FIRST, leaving).is_fault_told()
@@ -210,7 +213,8 @@ def test_nobodys_silence_counts_after_a_freeze() -> None:
 
 
 def test_a_process_of_this_machine_that_ended() -> None:
-    """Found by its pid, long before the timeout, also while its parent has not asked for its status."""
+    """An ended process of this machine is found by its pid, before the timeout for silence, even while its parent has
+    not read its exit status."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     name = replace(HERE, pid=child.pid)
     while not name.is_gone():
@@ -219,7 +223,7 @@ def test_a_process_of_this_machine_that_ended() -> None:
     idle = replace(FIRST, stalled=None)
     heartbeats = heard(idle, replace(idle, process=name), replace(idle, process=HERE))
     heartbeats.find_gone(1.0)
-    assert [last.gone_since for last in heartbeats.last] == [None, 1.0, None], "another machine's pids are not ours"
+    assert [last.gone_since for last in heartbeats.last] == [None, 1.0, None], "only this machine's pids are checked"
     assert diagnose(heartbeats, 1.0, **TIMEOUTS) is None
     heartbeats.find_gone(6.0)
     found = diagnose(heartbeats, 6.0, **TIMEOUTS)

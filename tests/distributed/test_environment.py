@@ -1,4 +1,5 @@
-"""distributed/environment.py: which rank this is, and leftovers that would make a run another than was meant."""
+"""harness/distributed/environment.py reads this process's rank from environment variables and refuses incomplete or
+impossible ones, which an earlier launch may have left."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_without_a_launcher_this_is_the_only_process(monkeypatch: pytest.MonkeyP
     assert environment.read_ranking() == environment.Ranking(0, 0, 1, 1)
 
 
-def test_where_ranks_would_meet_says_nothing_of_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_address_alone_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"MASTER_ADDR": "node-0", "MASTER_PORT": "x"})
     assert environment.read_ranking().world_size == 1
 
@@ -60,7 +61,7 @@ def test_which_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             environment.ranks_to_start(processes)
     monkeypatch.setenv(PARENT, "123")
-    assert environment.ranks_to_start(8) == 0, "a rank of such a process has its command"
+    assert environment.ranks_to_start(8) == 0, "ranks that --processes started have its command line"
 
 
 STRAY = [

@@ -1,4 +1,4 @@
-"""Progress that a rank reports, with a device that is behind the main thread: pretended events."""
+"""The progress that a rank reports while its device is behind the main thread. The device's events are simulated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = Place(5, "step")
 
 
 class Device:
-    """A device that gets on when it is told to: how many events there are, and how many it has reached."""
+    """Simulated device. `recorded` counts its events, and a test sets `reached`, the number that it has completed."""
 
     def __init__(self) -> None:
         self.recorded = self.reached = 0
@@ -43,7 +43,7 @@ def test_a_milestone_counts_when_the_device_is_there() -> None:
     device.reached = 3
     standing = found.standing()
     assert (standing.place, standing.progress) == ("b", [1, IDLE])
-    assert standing.stalled is not None  # the main thread is ahead, and the device has work
+    assert standing.stalled is not None  # the main thread is idle, but the device still has work
     device.reached = 4
     assert found.standing().progress == [2, 0]
     found.reach("b", [2, IDLE], is_guarded=False)
@@ -61,7 +61,8 @@ def test_on_the_cpu_it_counts_at_once() -> None:
 
 
 def test_time_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has had nothing to do for an hour is not stuck as soon as it begins; nor one that was frozen."""
+    """The time of a stall starts when work begins, so that a rank that was idle for an hour is not stuck at once. It
+    starts anew after a freeze."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     found = Progress(Device().record)
@@ -74,7 +75,7 @@ def test_time_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Event:
-    """torch.cuda.Event, of a device that never gets on, or of one that has failed."""
+    """Fake of torch.cuda.Event on a device that never completes it. With `failure` set, the device has failed."""
 
     failure: Exception | None = None
 
@@ -88,7 +89,8 @@ class Event:
 
 
 def test_on_cuda_events_are_asked_in_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread's current device is the first one at its start: another rank's, whose memory it would take."""
+    """The thread that queries events selects the rank's own device first. A new thread's current device is the first
+    one, which belongs to another rank and whose memory it would use."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -104,8 +106,8 @@ def test_on_cuda_events_are_asked_in_the_ranks_own_device(monkeypatch: pytest.Mo
 
 
 def test_a_device_that_hangs_is_named_though_all_main_threads_wait_in_the_report() -> None:
-    """Rank 1's device hangs in step 5. The others' have their gradients and wait for it; all main threads have gone on
-    enqueuing, and wait in the report of step 9."""
+    """Rank 1 is found stuck in step 5, where its device hangs. The other ranks' devices have computed their gradients
+    and wait for rank 1's. All main threads have enqueued further steps and wait in the report of step 9."""
     devices = [Device(), Device(), Device()]
     watchdogs = [Watchdog(rank, 10.0, progress=Progress(device.record)) for rank, device in enumerate(devices)]
     for watchdog, device in zip(watchdogs, devices, strict=True):
@@ -132,8 +134,8 @@ def test_a_device_that_hangs_is_named_though_all_main_threads_wait_in_the_report
         report.__exit__(None, None, None)
 
 
-# In each of two ranks whose gradients gloo exchanges: events as CUDA has them, which rank 1's device stops to reach in
-# its work of step 4; the others' stop where they wait for its gradients. Reports wait for their devices.
+# Gives both ranks simulated events like CUDA's. In step 4 rank 1's device completes no further events in its own work,
+# and rank 0's device none after it waits for rank 1's gradients. The report of step 6 waits for the devices.
 HANGING_DEVICE = """
 import time
 from tests.support.faults import *

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts again do not take what an earlier start has left for today's."""
+"""Ranks that torchrun restarts ignore what an earlier start left in the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def agree(store: HashStore, ranks: range = range(SIZE), timeout: float = 20.0) -> list[str]:
-    """The restart ids that ranks which start at the same time come to."""
+    """Return the restart ids that the given ranks agree on if they start at the same time."""
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(lambda rank: agree_on_restart_id(store, rank, SIZE, timeout), ranks))
 
@@ -31,7 +31,8 @@ def test_every_start_has_an_id_of_its_own() -> None:
 
 @pytest.mark.parametrize("there", [range(2), range(1, SIZE)])
 def test_a_start_that_ended_while_its_ranks_met(there: range) -> None:
-    """Some had come, had asked and were answered; the next start's ranks all find one another."""
+    """If only some ranks of a start have joined, they raise RunError, and all ranks of the next start still agree on
+    one id."""
     store = HashStore()
     with pytest.raises(RunError, match=r"rank [02] has not joined the others in time"):
         agree(store, there, timeout=0.3)

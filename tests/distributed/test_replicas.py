@@ -1,4 +1,4 @@
-"""Checksums of weights, and what a difference between ranks is called."""
+"""Checksums of weights, and the message about ranks whose weights differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_sum_is_that_of_the_bit_patterns() -> None:
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -2.0]]))
-    # IEEE 754: 1.0 is 0x3F800000, -2.0 is 0xC0000000, which as a signed number is negative.
+    # In IEEE 754, 1.0 is 0x3F800000, and -2.0 is 0xC0000000, which is negative as a signed integer.
     assert weight_checksums(model) == [0x3F800000 + 0xC0000000 - 2**32]
 
 

@@ -1,4 +1,4 @@
-"""The watchdog's threads: what each rank knows of the others. What it makes of that: test_diagnosis.py."""
+"""The watchdog's threads exchange heartbeats between ranks. test_diagnosis.py tests how faults are found from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.distributed.watchdog import Place, Watchdog
 
 
 class DictStore:
-    """Stand-in for a TCPStore, in one process."""
+    """Fake of a TCPStore for ranks in one process."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Joint operations of ranks, between real processes: each result and each error on every rank."""
+"""World's collective operations between real processes: the results and errors on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tests.support.launch import Workshop, finish, free_port
 
-# Each of the calls in turn; what it returned or raised goes into a file of the rank's own.
+# Calls each operation in turn and saves all results and errors in one file for each rank.
 WORKER = """
 import sys
 import time
@@ -84,7 +84,7 @@ with one_line_errors():
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each rank of a world of so many."""
+    """Results of each rank, in a world of one rank and in one of two."""
     size = request.param
     shop = Workshop(tmp_path_factory.mktemp("world"))
     (shop.path / "worker.py").write_text(WORKER)
@@ -102,7 +102,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def everywhere(ranks: list[dict[str, Any]], name: str) -> Any:
-    """Return the value that all ranks have alike."""
+    """Return the result `name`, which must be equal on all ranks."""
     assert all(rank[name] == ranks[0][name] for rank in ranks), [rank[name] for rank in ranks]
     return ranks[0][name]
 
@@ -114,7 +114,7 @@ def test_every_rank_knows_its_place(ranks: list[dict[str, Any]]) -> None:
 
 def test_values_are_gathered_by_rank(ranks: list[dict[str, Any]]) -> None:
     assert everywhere(ranks, "gather") == [{"rank": rank} for rank in range(len(ranks))]
-    assert everywhere(ranks, "after_errors") == list(range(len(ranks))), "an error leaves the ranks in step"
+    assert everywhere(ranks, "after_errors") == list(range(len(ranks))), "collective calls must still work after errors"
 
 
 def test_true_is_what_is_true_on_every_rank(ranks: list[dict[str, Any]]) -> None:
@@ -122,11 +122,11 @@ def test_true_is_what_is_true_on_every_rank(ranks: list[dict[str, Any]]) -> None
 
 
 def test_the_largest_of_each_number(ranks: list[dict[str, Any]]) -> None:
-    """Two questions at a time get each its own answer."""
+    """`async_max` returns the largest value of each number over all ranks, also with two calls pending at once."""
     assert everywhere(ranks, "async_max") == [[0], [len(ranks) - 1, 7, 5]]
 
 
-def test_an_exchange_for_its_buffers_is_as_large_as_wanted(ranks: list[dict[str, Any]]) -> None:
+def test_exchange_once_exchanges_the_given_number_of_bytes(ranks: list[dict[str, Any]]) -> None:
     assert everywhere(ranks, "exchange_once") == ([2**20] if len(ranks) > 1 else [])
 
 

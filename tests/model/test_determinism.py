@@ -1,4 +1,5 @@
-"""Effects of "deterministic": true, in a process of its own, since it holds for all of one; and refusals."""
+"""Effects of "deterministic": true, and what it refuses. The setting holds for a whole process, so it is tested in
+separate processes."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from tests.support.isolation import FOLDER, ROOT
 from tests.support.launch import Workshop
 from tests.support.warm import warm_server
 
-# What the process has set, and the code that an embedding's backward pass is compiled to on two threads: C++ or, where
-# there is a kernel of torch's own for it, a call of that. The C++ is not compiled on, processes for that are not
-# started, and the processor's vectors are not tried out: all that takes longer than what is looked for.
+# Prints the settings of the process and the code that Inductor generates for an embedding's backward pass on two
+# threads: C++, or a call of one of torch's own kernels. The generated C++ is not compiled, no compile workers are
+# started, and vector instructions are not checked, because all of these would take longer than the rest.
 PROGRAM = """
 import json, os, sys, torch
 from harness.model.kernels import compute_deterministically
@@ -79,13 +80,13 @@ def test_every_choice_is_fixed() -> None:
     assert not found["shape_padding"]
     assert not found["max_autotune"]
     assert not found["coordinate_descent_tuning"]
-    assert found["deterministic"] in (True, None)  # None: a torch that has not got it
+    assert found["deterministic"] in (True, None)  # None if this version of torch does not have the setting
 
 
 @pytest.mark.slow
 def test_compiled_code_does_not_add_up_in_any_order() -> None:
-    """The embedding's backward pass is the one scatter of a GPT. Without the setting it is compiled to atomic
-    additions, on two threads of a CPU as on CUDA."""
+    """With the setting, the embedding's backward pass, the only scatter operation of a GPT, is compiled to `index_put`.
+    Without it, it is compiled to atomic additions, on two threads of a CPU as on CUDA."""
     assert "atomic_add" in settings("as it is", "compile")["code"]
     code = settings("deterministic", "compile")["code"]
     assert "atomic_add" not in code
@@ -100,7 +101,8 @@ def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
-    """torch's own words for it, of an operation that has none on the CPU either."""
+    """torch's error for an operation without a deterministic form becomes one line. `put_` has none on the CPU either,
+    so it raises torch's real error here."""
     values, indices = torch.zeros(4), torch.tensor([0, 1])
     torch.use_deterministic_algorithms(True)
     try:
@@ -119,7 +121,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
 
 
 def test_on_the_cpu_it_changes_no_bit(tmp_path: Path) -> None:
-    """Two ranks, with and without it: the same losses and weights."""
+    """Training on two ranks ends in the same weights with and without the setting."""
     shop = Workshop(tmp_path)
     shop.add_dataset()
     ends = []

@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def mixture(seed: int = 0, **changes: Any) -> MixtureOfExperts:
-    """One with a router that prefers some experts."""
+    """Return a MixtureOfExperts whose router prefers some experts."""
     torch.manual_seed(seed)
     made = MixtureOfExperts(shape(**{"moe": MOE, **changes}))
     with torch.no_grad():
@@ -42,7 +42,8 @@ def some_input(dtype: torch.dtype = torch.float32, width: int = 48) -> Tensor:
 
 
 def training(model: GPTModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Both terms, and the tokens of each expert of each block."""
+    """Run the model as in training. Return both terms of the loss, of shape (2,), and the number of tokens of each
+    expert of each block."""
     terms = model(tokens, targets)
     assert terms.shape == (2,)
     assert model.expert_tokens is not None
@@ -50,7 +51,8 @@ def training(model: GPTModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def by_token_and_expert(tensors: dict[str, Tensor], x: Tensor, mlp: str, active: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, tokens of each expert and balancing loss from the tensors alone: each token's experts one by one."""
+    """Return output, tokens of each expert and balancing loss, computed from the tensors by a loop over the tokens and
+    the experts of each."""
     bias = {name: tensor for name, tensor in tensors.items() if name.endswith("bias")}
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str,
     output, (balance, counts) = ours(own_x)
     expected, tokens, loss = by_token_and_expert(tensors, their_x, kind["mlp"], moe["num_active_experts"])
     assert counts.tolist() == tokens.tolist()
-    assert counts.sum() == 24 * moe["num_active_experts"], "no token is left out"
+    assert counts.sum() == 24 * moe["num_active_experts"], "a token was dropped"
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(balance, loss, rtol=1e-12, atol=0)
     ((output * weight).sum() + balance).backward()
@@ -108,7 +110,8 @@ def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str,
 
 
 def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
-    """transformers has the loss of all blocks as of one: for one block it is ours."""
+    """The layer and its balancing loss equal transformers' Mixtral for one block. For several blocks transformers
+    computes the loss over the tokens of all blocks together, which differs."""
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     ours = mixture(mlp="swiglu", linear_bias=False)
     names = {"hidden_size": 48, "intermediate_size": 128, "num_local_experts": 5, "num_experts_per_tok": 2}
@@ -131,7 +134,8 @@ def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
 
 @pytest.mark.parametrize(("kind", "width"), [*((kind, 44) for kind in KINDS), (KINDS[0], 48), (KINDS[-1], 48)], ids=str)
 def test_grouped_products_are_those_one_by_one(kind: dict[str, Any], width: int) -> None:
-    """Widths that are no multiple of eight numbers are filled up; one expert has no token."""
+    """Grouped products equal those of each expert by itself, also where an expert has no token and where widths that
+    are not multiples of eight are padded."""
     ours = mixture(emb_dim=width, mlp_dim=60, **kind)
     other = copy.deepcopy(ours)
     rows = some_input(width=width).flatten(0, 1)
@@ -173,12 +177,13 @@ def test_the_router_decides_in_fp32_whatever_the_precision(dtype: torch.dtype) -
         assert ours(x.to(dtype))[0].dtype == dtype
 
 
-# The loss that balances
+# The balancing loss
 
 
 def test_the_balancing_loss_in_closed_form() -> None:
-    """K where load and probabilities are even; E where the same K experts get every token, with all the probability;
-    its gradient is E·f/N for each token's probability."""
+    """For E experts of which K are active, the loss is K if load and probabilities are even, and E if the same K
+    experts get every token with a total probability of 1. Its gradient for each token's probability of an expert is
+    E·f/N, with f the expert's tokens divided by the number N of tokens."""
     tokens, experts, active = 40, 8, 2
     even = torch.full((tokens, experts), 1 / experts, dtype=torch.float64)
     assert balancing_loss(even, torch.full((experts,), tokens * active // experts)).item() == pytest.approx(active)
@@ -192,7 +197,8 @@ def test_the_balancing_loss_in_closed_form() -> None:
 
 
 def test_minimising_it_spreads_the_load() -> None:
-    """The router first sends every token to the first two of five experts: loads are 2.5 and 0 then, 1 when even."""
+    """Minimizing the balancing loss spreads the tokens over five experts. At first the router sends every token to the
+    first two, whose loads are 2.5, while the others' are 0. An even load is 1."""
     ours, x = mixture(), some_input() + 1
     with torch.no_grad():
         ours.router.weight.mul_(0.1)
@@ -224,7 +230,8 @@ def test_training_minimises_both_and_measures_one() -> None:
 
 
 def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
-    """Sixty experts and no more than 2 · 24 rows: some have none."""
+    """An expert without tokens has gradients of zero, not None. With 60 experts and 48 choices of an expert, at least
+    12 have no token."""
     model = random_model(shape(moe={"num_experts": 60, "num_active_experts": 2}, context_length=12))
     tokens = random_tokens(model.config)
     terms, load = training(model, tokens, tokens)
@@ -252,8 +259,8 @@ def test_active_parameters_are_all_but_the_idle_experts(kind: dict[str, Any]) ->
 
 
 def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts() -> None:
-    """https://www.gilesthomas.com: six experts, two active, GPT-2 small: 446,410,752; 219,697,152 active, without
-    the router's rows of the four others."""
+    """GPT-2 small with six experts, two of them active, has the 446,410,752 parameters that https://www.gilesthomas.com
+    gives, and the 219,697,152 active ones, which do not include the router's rows of the four inactive experts."""
     small = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
     config = shape(**small, moe={"num_experts": 6, "num_active_experts": 2})
     assert config.parameters == 446_410_752
@@ -278,7 +285,8 @@ def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
 
 
 def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another load needs no other program; blocks are recomputed, and widths that are no whole vectors filled up."""
+    """A compiled model is one graph with the gradients of the uncompiled one, with recomputed blocks and with a width
+    that is not a multiple of eight and so is padded. A different load of the experts does not compile it again."""
     changes = {"mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 2}
     model = random_model(shape(moe=MOE, **changes), recompute_blocks=True)
     model.moe_router_loss_scale = 0.1
@@ -297,8 +305,9 @@ def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.Mo
     torch._dynamo.reset()
 
 
-def test_a_gpu_in_training_need_not_be_asked_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of GPUs, taken on the CPU: whole models in training come to the same."""
+def test_training_in_groups_does_not_read_the_loads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped products, which GPUs use, give the same loss and loads in training as those of each expert by itself, and
+    never call `experts_one_by_one`, for which a GPU would have to copy the experts' loads to the CPU."""
     model = random_model(shape(moe=MOE))
     tokens = random_tokens(model.config)
     expected = training(model, tokens, tokens)

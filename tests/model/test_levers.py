@@ -1,4 +1,5 @@
-"""Each lever of model.json against another implementation: transformers' Llama or Qwen 3, or its formula."""
+"""Levers, the options of model.json that change GPT-2's architecture: their formulas, initial weights, parameter
+counts, checkpoints, cached generation and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from harness.model.precision import Precision
 from tests.model.test_model import SOURCE, block_of, random_model, random_tokens, shape
 from tests.support.compiled import trace
 
-# Each lever alone, by what model.json says.
+# Name -> keys of model.json, for each lever alone.
 LEVERS: dict[str, dict[str, Any]] = {
     "no biases": {"linear_bias": False},
     "rope": {"position": "rope"},
@@ -69,7 +70,7 @@ each_lever = pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys()
 
 
 def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss that is minimised in training, as a scalar."""
+    """Return the loss that training minimizes, as a scalar: the sum of cross-entropy and balancing loss."""
     return model(tokens, targets).sum()
 
 
@@ -84,7 +85,9 @@ def test_buckets_of_bigrams() -> None:
         [1000 if at == 0 else ((36_313 * row[at]) ^ (27_191 * row[at - 1])) % 1000 for at in range(4)] for row in rows
     ]
     assert buckets.tolist() == expected
-    assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), "int64"
+    assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), (
+        "the products need int64"
+    )
 
 
 def test_logits_are_capped_everywhere_they_are_made() -> None:
@@ -94,7 +97,7 @@ def test_logits_are_capped_everywhere_they_are_made() -> None:
     with torch.no_grad():
         raw = F.linear(model.features(tokens), model.out_head.weight)
         expected = cap * torch.tanh(raw / cap)
-        assert raw.abs().max() > 2 * cap, "capping changes them"
+        assert raw.abs().max() > 2 * cap, "the cap does not change these logits"
         torch.testing.assert_close(model(tokens), expected)
         losses = F.cross_entropy(expected.transpose(1, 2), targets, reduction="none")
         torch.testing.assert_close(model(tokens, targets), losses.mean())
@@ -109,9 +112,12 @@ def test_logits_are_capped_everywhere_they_are_made() -> None:
 
 
 def reference(model: GPTModel, tokens: Tensor) -> Tensor:
-    """The logits of a model with position "rope", norm "rmsnorm" without gain, mlp "relu2", no biases, value
-    embeddings, skip and bigrams, from the public tensors alone, written down as modded-nanogpt's train_gpt.py has it:
-    each block is x = λ0·x + λ1·x0; x += attention(norm(x)), with values λ0·v + λ1·embedding; x += mlp(norm(x))."""
+    """Return the logits of a model with rope, rmsnorm without gain, relu2, no biases, value embeddings, embedding skip
+    and bigram embedding, computed from its checkpoint tensors in fp64.
+
+    The formulas are those of modded-nanogpt's train_gpt.py. Each block is x = λ0·x + λ1·x0; x += attention(norm(x)),
+    with values λ0·v + λ1·embedding; x += mlp(norm(x)).
+    """
     config, w = model.config, {name: tensor.double() for name, tensor in model.to_checkpoint_names().items()}
     heads, length = config.n_heads, tokens.shape[1]
 
@@ -158,7 +164,7 @@ def test_embeddings_of_values_skip_and_bigrams_are_modded_nanogpts() -> None:
         for name in ("bigram_emb.weight", "value_embs.0.weight", "trf_blocks.1.skip.scale"):
             changed = copy.deepcopy(model)
             changed.get_parameter(name).zero_()
-            assert (changed(tokens) - expected).abs().max() > 1e-3, f"{name} counts"
+            assert (changed(tokens) - expected).abs().max() > 1e-3, f"{name} does not affect the logits"
 
 
 # Initialisation
@@ -239,7 +245,8 @@ def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[s
 
 @each_lever
 def test_reading_on_from_a_cache_gives_the_same_logits(changes: dict[str, Any]) -> None:
-    """Rows of unequal lengths, by one to seven tokens at a time; a row leaves on the way."""
+    """A model that reads its input in pieces, with a key-value cache, computes the logits of one pass over the whole
+    input. Rows get one to seven tokens at a time, each row its own number, and one row is removed on the way."""
     model = random_model(shape(**changes)).double().eval()
     tokens, cache = random_tokens(model.config, batch=3), KeyValueCache(model.config.n_layers)
     with torch.no_grad():
@@ -288,7 +295,8 @@ def test_recomputed_blocks_give_the_same_gradients(changes: dict[str, Any]) -> N
     ids=str,
 )
 def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype) -> None:
-    """Products in half precision, and with bf16 the residual stream, too."""
+    """The loss with matrix products in half precision is within 2 % of fp32's. With bf16 the residual stream is in
+    bf16, too."""
     model = random_model(shape(**changes))
     model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else None
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
@@ -330,7 +338,7 @@ def test_each_place_of_dropout_acts_alone(place: str) -> None:
     with torch.no_grad():
         assert not torch.equal(model(tokens), model(tokens))
         without = random_model(shape(n_layers=1)).train()
-        assert torch.equal(model.eval()(tokens), without(tokens)), "evaluated, it is the model without dropout"
+        assert torch.equal(model.eval()(tokens), without(tokens)), "dropout acts in evaluation mode"
 
 
 def test_one_rate_everywhere_is_the_four_places_bit_for_bit() -> None:
@@ -359,4 +367,4 @@ def test_no_token_sees_a_later_one(changes: dict[str, Any]) -> None:
     with torch.no_grad():
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=1e-6)
-    assert ((after - before)[:, 10:].abs().amax(dim=-1) > 1e-5).all(), "and every later one sees it"
+    assert ((after - before)[:, 10:].abs().amax(dim=-1) > 1e-5).all(), "a later token does not see the changed one"

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def inputs(rows: int, dim: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, weight and targets; logits with a standard deviation near 3, as in a trained model."""
+    """Return features, weight and targets. The logits have a standard deviation near 3, as in a trained model."""
     generator = torch.Generator().manual_seed(rows * 1_000_003 + dim * 1009 + vocab)
     features = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, dim, generator=generator, dtype=torch.float64) * 3 / dim**0.5).to(dtype)
@@ -40,7 +40,7 @@ def inputs(rows: int, dim: int, vocab: int, dtype: torch.dtype = torch.float64) 
 
 
 def reference(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """The cross-entropy by its formula."""
+    """Return the mean cross-entropy of softcap * tanh(logits / softcap), or of the logits if `softcap` is None."""
     logits = F.linear(features, weight)
     return F.cross_entropy(logits if softcap is None else softcap * torch.tanh(logits / softcap), targets)
 
@@ -66,7 +66,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def test_equals_the_reference_in_fp64(
     monkeypatch: pytest.MonkeyPatch, rows: int, dim: int, vocab: int, chunk_logits: int, softcap: float | None
 ) -> None:
-    """Loss and gradients, scaled by the incoming gradient; the inputs are left as they were."""
+    """Loss and gradients equal the reference's. The gradients are multiplied by the incoming gradient, and the inputs
+    are unchanged."""
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
     features, weight, targets = inputs(rows, dim, vocab)
     before = [tensor.detach().clone() for tensor in (features, weight, targets)]
@@ -88,8 +89,9 @@ def test_equals_the_reference_in_fp64(
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
-    """Through checkpoint, which runs the forward again for each of gradcheck's backward passes over one graph: the
-    loss itself may give its gradients away at the first."""
+    """The gradients pass gradcheck, which runs several backward passes over one graph. The loss is wrapped in
+    torch.utils.checkpoint, which repeats the forward pass for each, because a backward pass may free the gradients that
+    the forward pass computed."""
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
     features, weight, targets = inputs(6, 4, 9)
 
@@ -100,14 +102,15 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> No
 
 
 def test_a_second_backward_pass_is_refused_or_right() -> None:
-    """The weight's gradient is scaled in place to save memory; it must never be scaled twice."""
+    """A second backward pass raises an error or returns the same gradients. The gradient of the weight is multiplied by
+    the incoming gradient in place, to save memory, and this must not happen twice."""
     features, weight, targets = inputs(6, 4, 9)
     loss = 3 * linear_cross_entropy(features, weight, targets)
     first = [g.clone() for g in torch.autograd.grad(loss, (features, weight), retain_graph=True)]
     try:
         again = torch.autograd.grad(loss, (features, weight))
     except RuntimeError as error:
-        assert "inplace" in str(error)  # noqa: PT017 - not raising is right too
+        assert "inplace" in str(error)  # noqa: PT017 - this code may also raise nothing
         return
     for one, other in zip(first, again, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -186,8 +189,8 @@ def test_autocast_is_close_to_the_truth(
 
 
 def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
-    """GPT-2's vocabulary and 1,024 rows: unscaled, each element of the gradient of the logits is near 2e-8, below
-    fp16's least number (6e-8)."""
+    """With a loss scale, gradients in fp16 are near the reference's. Without it, with GPT-2's vocabulary and 1,024
+    rows, the elements of the logits' gradient are near 2e-8, which is below fp16's smallest number (6e-8)."""
     features, weight, targets = inputs(1024, 8, 50257, torch.float32)
     truth = gradients(reference(features, weight, targets), features, weight)
     scale = 2.0**16
@@ -197,14 +200,15 @@ def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
     for actual, wanted in zip(scaled, truth, strict=True):
         assert torch.isfinite(actual).all()
         assert relative_error(actual / scale, wanted) < 0.01
-    # Tokens that are never a target have only the small p to learn from: those are the first to vanish.
+    # Tokens that are never a target only get gradients from small probabilities, which underflow first.
     rare = torch.ones(weight.shape[0], dtype=torch.bool)
     rare[targets] = False
     assert relative_error(scaled[1][rare] / scale, truth[1][rare]) < 0.02
 
 
 def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU all rows of bytes would be one chunk, and a frequent token's gradient the sum over all of them."""
+    """The gradient of a frequent token does not overflow in fp16. By the number of logits alone, all rows of a small
+    vocabulary would be one chunk on a GPU, and this gradient would be a sum over all of them."""
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", CHUNK_LOGITS["cuda"])
     rows, vocab = 2**17, 16
     features, weight = torch.ones(rows, 2, requires_grad=True), torch.zeros(vocab, 2, requires_grad=True)
@@ -214,7 +218,7 @@ def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatc
     torch.testing.assert_close(actual[0], torch.full((2,), 1 / vocab - 1), rtol=1e-3, atol=0)
 
 
-# As a compiler sees it
+# Compiled
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
@@ -223,7 +227,7 @@ def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatc
 def test_both_formulations_of_the_elementwise_part_agree(
     rows: int, vocab: int, dtype: torch.dtype, softcap: float
 ) -> None:
-    """Logits padded to whole tiles, with something in the padding that must not count."""
+    """Both kernels equal the reference for logits padded to whole tiles, whatever values the padding has."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     width = -(-vocab // 128) * 128
     logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64) * 3
@@ -251,13 +255,14 @@ def test_chunks_are_whole_tiles_and_nearly_equal(rows: int) -> None:
     assert step % 128 == 0
     assert step * 50_304 <= CHUNK_LOGITS["cuda"]
     chunks = -(-rows // step)
-    assert chunks == -(-rows // (CHUNK_LOGITS["cuda"] // 50_304 // 128 * 128)), "no more than needed"
+    assert chunks == -(-rows // (CHUNK_LOGITS["cuda"] // 50_304 // 128 * 128)), "more chunks than needed"
     assert step - (rows - (chunks - 1) * step) < 128 * chunks
 
 
 @pytest.fixture
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs are traced, but no machine code is made of them: quick."""
+    """Compile the kernel with the backend "aot_eager", which is fast because it only traces and generates no machine
+    code."""
     torch._dynamo.reset()
     kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)
@@ -267,7 +272,8 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_compiled_model_has_one_graph_and_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss and gradients are those of the model that is not compiled, for odd numbers of rows, too."""
+    """The loss and gradients of a compiled model equal those of the uncompiled one, also for 350 rows, which are not
+    a multiple of 128."""
     model = random_model(shape(vocab_size=1009, context_length=70, emb_dim=16, n_heads=2, n_layers=1, tie_weights=True))
     plain = copy.deepcopy(model)
     graphs = trace(model, monkeypatch)
@@ -286,7 +292,8 @@ def test_a_compiled_model_has_one_graph_and_one_loss(monkeypatch: pytest.MonkeyP
 
 
 def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
-    """Chunks of 128 rows, and of what is left."""
+    """The kernel is compiled once for all numbers of rows, and once more for use without gradients. All are split into
+    chunks of 128 rows and a shorter last one."""
     loss = torch.compile(linear_cross_entropy, dynamic=True, backend="aot_eager")
     programs = []
     for rows in (200, 512, 64, 1):
@@ -302,7 +309,7 @@ def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
         for rows in (200, 300):
             features, weight, targets = inputs(rows, 8, 1009, torch.float32)
             torch.testing.assert_close(loss(features, weight, targets), reference(features, weight, targets))
-    assert kernel_programs() == 2, "and one without gradients"
+    assert kernel_programs() == 2, "one program with gradients and one without"
 
 
 def kernel_programs() -> int:
@@ -339,8 +346,9 @@ torch.testing.assert_close(found[2:], found[:2], rtol=1e-5, atol=2e-6)
 
 @pytest.mark.slow
 def test_machine_code_of_the_kernel_computes_the_same() -> None:
-    """The C++ compiler works without the processor's vectors: trying out which of them work takes longer than this. A
-    process of its own has settings of the compiler that no other test has changed."""
+    """The kernel's machine code computes the same as the eager kernel. It is compiled without vector instructions,
+    because Inductor's check for them takes longer than this test, and in a new process, because other tests change
+    Inductor's settings."""
     subprocess.run([sys.executable, "-c", MACHINE_CODE], check=True, cwd=ROOT, timeout=250)
 
 
@@ -376,8 +384,10 @@ for loss in (linear_cross_entropy, reference):  # the larger peak is the second'
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status for the peak memory")
 def test_peak_memory_is_far_below_the_references() -> None:
-    """2,048 x 50,257 logits in fp32 are 393 MiB, of which torch's own loss keeps at least two; a chunk is 64 MiB. What
-    the reference adds to the peak of ours is less than all that it takes."""
+    """The peak memory is less than a third of the reference's. 2,048 x 50,257 logits in fp32 have 393 MiB. torch's own
+    loss keeps at least two such tensors, while a chunk has 64 MiB. Both losses run in one process, ours first. The
+    second number that MEASURE prints is how much the reference raises the peak above ours, which is less than the
+    memory that it uses."""
     command = [sys.executable, "-c", MEASURE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=250)
     ours, added = map(float, done.stdout.split())
@@ -387,6 +397,7 @@ def test_peak_memory_is_far_below_the_references() -> None:
 
 
 def test_half_precision_on_the_cpu_has_chunks_of_as_many_bytes() -> None:
+    """In half precision a chunk has more rows than in fp32, and at most as many bytes."""
     rows, vocab = 2048, 50_257
     assert chunk_rows(rows, vocab, "cpu", torch.bfloat16) > 1.5 * chunk_rows(rows, vocab, "cpu", torch.float32)
     assert 2 * vocab * chunk_rows(rows, vocab, "cpu", torch.bfloat16) <= 4 * CHUNK_LOGITS["cpu"]

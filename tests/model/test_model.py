@@ -31,7 +31,8 @@ def shape(**changes: Any) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, *, recompute_blocks: bool = False) -> GPTModel:
-    """A model in which no tensor is at its initial 0 or 1, so that no wrong mapping stays unseen."""
+    """Return a model with noise added to every tensor, so that no tensor is all 0 or all 1 and a wrong mapping of
+    tensors changes the results."""
     torch.manual_seed(7)
     model = GPTModel(config, recompute_blocks=recompute_blocks)
     with torch.no_grad():
@@ -64,7 +65,7 @@ def test_logits_are_those_of_hugging_faces_gpt2(attention: str, tied: bool, qkv_
         ours, theirs = model(tokens), peer(tokens).logits
     assert ours.dtype == torch.float32
     assert ours.shape == (2, config.context_length, config.vocab_size)
-    assert theirs.abs().max() > 1, "logits near zero would agree by themselves"
+    assert theirs.abs().max() > 1, "logits near zero would agree even if they were wrong"
     assert (ours - theirs).abs().max() < 1e-5
 
 

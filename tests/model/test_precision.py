@@ -1,4 +1,4 @@
-"""Precision that "auto" means, and attention in bf16 on the CPU."""
+"""The precision that "auto" selects, and attention in bf16 on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_training_takes_bf16_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, i
     monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
     assert Precision.for_training("auto", CPU).name == expected
     assert Precision.for_training("fp32", CPU).name == "fp32"
-    assert Precision.resolve("auto", CPU).name == "fp32", "a finished model is measured alike on every processor"
+    assert Precision.resolve("auto", CPU).name == "fp32", "measurements of a finished model depend on the processor"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")

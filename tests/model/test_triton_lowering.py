@@ -1,4 +1,4 @@
-"""The loss on a GPU, by the source that the compiler writes for one."""
+"""The Triton source that Inductor generates for the loss kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.isolation import ROOT
 pytest.importorskip("triton")  # builds of torch for CPUs have none
 
 VOCAB, WIDTH, ROWS = 50257, 50304, 2688
-# In a process of its own: other tests leave settings in the compiler.
+# Runs in a new process, because other tests change the compiler's settings.
 PROGRAM = f"""
 import json, torch
 from harness.model.cross_entropy import fused_kernel
@@ -36,7 +36,7 @@ def test_a_chunk_of_the_loss_is_one_kernel() -> None:
     for case, wants_errors, source in json.loads(done.stdout.splitlines()[-1]):
         kernels = re.findall(r"^def (triton_\w+)\(", source, re.MULTILINE)
         assert len(kernels) == 1, (case, wants_errors, kernels)
-        assert "tl.atomic" not in source, "the same bits every time"
-        assert not re.search(r"extern_kernels\.\w+\(", source), "and nothing else"
+        assert "tl.atomic" not in source, "atomic additions may change the bits from run to run"
+        assert not re.search(r"extern_kernels\.\w+\(", source), "another kernel is called, too"
         stores = re.findall(rf"tl\.store\(\w+ \+ \(r0_\d \+ {WIDTH}\*x0\)", source)
-        assert len(stores) == (1 if wants_errors else 0), "the error is written once, over the logits"
+        assert len(stores) == (1 if wants_errors else 0), "the error must be written once, in place of the logits"

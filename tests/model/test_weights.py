@@ -1,4 +1,5 @@
-"""Weights under their public names: which files a model takes, and that a file's header tells what loading does."""
+"""Weights in checkpoints: which files a model loads and which it refuses. A check of the file's header alone refuses
+the same files as loading, with the same messages."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def cast(dtype: torch.dtype) -> Change:
 
 
 def refusals(path: Path, model: GPTModel) -> set[str]:
-    """Return the refusals of the header alone and of loading; empty where there is none."""
+    """Return the set of error messages from checking the file's header and from loading the file, with "" for a check
+    that passes."""
     said = set()
     checks: tuple[Callable[[], object], ...] = (
         lambda: check_weights_file(path, model.config),
@@ -143,8 +145,8 @@ def test_a_file_that_is_none(damage: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("n_kv_heads", "sizes"), [(None, (48, 48, 48)), (2, (48, 24, 24)), (1, (48, 12, 12))])
 def test_fused_tensors_are_cut_where_the_numbers_of_heads_say(n_kv_heads: int | None, sizes: tuple[int, ...]) -> None:
-    """The parts are views in the order query, key, value; a tensor that the configuration does not explain is an
-    error."""
+    """A fused tensor is split into views in the order query, key, value. A tensor whose size does not match the
+    configuration raises an error."""
     config, name = shape(n_kv_heads=n_kv_heads), "trf_blocks.0.att.qkv.weight"
     fused = torch.randn(sum(sizes), 48)
     parts = split_fused(name, fused, config)

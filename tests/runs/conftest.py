@@ -11,11 +11,11 @@ from tests.support.configs import WriteModel, WriteTrain, model_in, train_in
 
 @pytest.fixture
 def train(tmp_path: Path) -> WriteTrain:
-    """Writes and loads a train.json with some keys changed."""
+    """Function that writes a train.json with some keys changed and loads it."""
     return train_in(tmp_path)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> WriteModel:
-    """Writes and loads a model.json with some keys changed."""
+    """Function that writes a model.json with some keys changed and loads it."""
     return model_in(tmp_path)

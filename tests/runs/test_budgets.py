@@ -1,4 +1,4 @@
-"""Length of a run by each kind of budget: the numbers by hand, what --plan prints, and what is refused."""
+"""The length of a run for each kind of budget: numbers by hand, the plan's text, and impossible budgets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import DATASET, MODEL, Workshop
 from tests.support.planning import experiment_of, number, plan, rows
 
-BATCH = 2 * 2 * 16  # tokens of a global batch of one rank
-PARAMETERS, FLOPS = 8_896, 49_152  # of MODEL, by --plan
+BATCH = 2 * 2 * 16  # tokens in a global batch on one rank
+PARAMETERS, FLOPS = 8_896, 49_152  # parameters and FLOPs per token of MODEL, as --plan prints them
 
 
 def experiment(shop: Workshop, **train: Any) -> Experiment:
@@ -50,10 +50,10 @@ def refused(shop: Workshop, **train: Any) -> str:
     [
         ({"train_steps": 1}, 1),
         ({"train_steps": 17}, 17),
-        ({"tokens_per_parameter": 0.1}, -(-889.6 // BATCH)),  # at least so many
-        ({"tokens_per_parameter": BATCH * 3 / PARAMETERS}, 3),  # an exact multiple gets no more
+        ({"tokens_per_parameter": 0.1}, -(-889.6 // BATCH)),  # rounded up to whole batches
+        ({"tokens_per_parameter": BATCH * 3 / PARAMETERS}, 3),  # exactly three batches are not rounded up
         ({"target_flops": FLOPS * BATCH * 5}, 5),
-        ({"target_flops": FLOPS * BATCH * 5 - 1}, 4),  # at most so many
+        ({"target_flops": FLOPS * BATCH * 5 - 1}, 4),  # rounded down to whole batches
         ({"target_flops": FLOPS * BATCH * 5.9}, 5),
         ({"min_train_tokens": BATCH + 1}, 2),
     ],
@@ -73,7 +73,8 @@ def test_twenty_tokens_per_parameter_are_the_notebooks_run() -> None:
 
 def test_a_ramp_counts_its_own_batches(shop: Workshop) -> None:
     ramp: dict[str, Any] = {"batch_ramp": [[0, 2], [70, 4], [200, 8]], "gradient_accumulation_steps": None}
-    # 32, 32, 32 | 64, 64 | 128, ...: 96 and 224 are the first not below 70 and 200.
+    # Tokens of the steps: 32, 32, 32, then 64, 64, then 128. The batch grows after 96 and 224 tokens, the first totals
+    # of at least 70 and 200.
     assert tokens(shop, train_steps=6, **ramp) == 96 + 2 * 64 + 128
     assert tokens(shop, target_flops=FLOPS * 351, **ramp) == 224
     assert tokens(shop, target_flops=FLOPS * 352, **ramp) == 352
@@ -95,7 +96,7 @@ def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Worksho
     assert changed is not None
     assert changed.value == 3e7
     assert changed.tokens > began.tokens
-    # On two ranks the run still sees what it was to see, in whole batches of theirs.
+    # On two ranks the run trains on the same total, in whole batches of two ranks.
     assert make_plan(same, 2, meta).tokens() == 4 * BATCH
 
 
@@ -111,7 +112,8 @@ def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Worksho
     ids=str,
 )
 def test_too_little_and_too_much(shop: Workshop, train: dict[str, Any], words: str) -> None:
-    """One line that names the key, also at the ends of what there is."""
+    """A budget that is too small or too large is refused with one line that names the key, even at the limits of
+    floating point."""
     message = refused(shop, **train)
     assert message.startswith(f'train.json: key "{next(iter(train))}": ')
     assert words in message
@@ -119,7 +121,9 @@ def test_too_little_and_too_much(shop: Workshop, train: dict[str, Any], words: s
 
 @pytest.mark.parametrize(("key", "batches"), [("tokens_per_parameter", 2), ("target_flops", 1)])
 def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop, key: str, batches: int) -> None:
-    """Rounded up to three digits, it asks for a token or two more than a batch where batches are rounded up, too."""
+    """A budget raised to the value that the error message names is accepted. The value is rounded up to three digits,
+    which may be a token or two more than one batch. A budget that is itself rounded up to whole batches then has
+    two."""
     said = re.search(r"at least ([\d.e+-]+),", refused(shop, **{key: 1e-6}))
     assert said
     asked = experiment(shop, **{key: float(said[1])})
@@ -135,7 +139,7 @@ def test_more_than_the_data_names_the_budget(shop: Workshop) -> None:
 
 
 def test_a_budget_compares_as_the_tokens_it_came_to() -> None:
-    """Two runs of as many steps may have seen other numbers of tokens, and are no replicates then."""
+    """Two runs with equal `train_steps` are not replicates if they have trained on different numbers of tokens."""
     train = {"min_train_tokens": None, "train_steps": 10, "target_flops": None}
     large, small = (Budget(key="train_steps", value=10, tokens=count) for count in (640, 320))
     assert as_tokens(train, large) == {"min_train_tokens": 640, "train_steps": None, "target_flops": None}

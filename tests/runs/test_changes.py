@@ -1,4 +1,4 @@
-"""Messages about a run whose files have changed since its checkpoint: in the spelling of these files."""
+"""Messages about settings that have changed since a run's checkpoint show values as the JSON files have them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_another_model(then: dict[str, Any], now: dict[str, Any], said: str) -> 
 
 
 def test_another_place_in_the_text() -> None:
-    """A checkpoint that does not say where it began, too: the notebook's."""
+    """A run does not resume with another `start_train_token`, not even if the checkpoint, like the notebook's, does not
+    record one."""
     now = provenance(train={"start_train_token": 7})
     for then, said in ((0, "0"), (None, "null")):
         meta = meta_of(provenance())

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is what is read, links and modes, damage, pruning, and what a kill leaves behind."""
+"""Checkpoints: saving and loading, links and file modes, damaged files, pruning, and leftovers of a killed process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_FILES = ["model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt
 
 
 def a_checkpoint(step: int = 0, *, is_best: bool = False, **meta: Any) -> Checkpoint:
-    """A checkpoint with everything one can hold, different for each step."""
+    """Return a checkpoint with all kinds of content, whose weights differ from step to step."""
     torch.manual_seed(step)
     weights = GPTModel(ModelConfig(**MODEL)).to_checkpoint_names()
     return Checkpoint(
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    """Equal all the way down, tensors bit by bit."""
+    """Check that two trees of dicts and lists are equal, tensors to the bit."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype
@@ -117,7 +117,7 @@ def test_nothing_to_start_from(folder: Path) -> None:
 
 
 def test_a_link_is_never_missing_while_it_is_replaced(folder: Path) -> None:
-    """Seen from another thread that looks as often as it can."""
+    """Another thread that reads the link in a loop while it is replaced always finds it."""
     paths = list(save_steps(folder, [1, 2]).values())
     stop, misses, looks = threading.Event(), [], 0
 
@@ -154,17 +154,17 @@ def test_file_modes_follow_the_umask(folder: Path, mask: int) -> None:
 
 
 def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves of the same step within a second, or at a second that the clock has had before, differ in name."""
+    """Checkpoints of the same step get different names even if the clock shows the same second."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
     paths = [save_checkpoint(folder, a_checkpoint(3, count=count)) for count in range(4)]
     assert len({path.name for path in paths}) == 4
     assert [read_meta(path).model_extra for path in paths] == [{"count": count} for count in range(4)]
-    assert [path for _, path in checkpoints.list_checkpoints(folder)] == paths, "the later one comes later"
+    assert [path for _, path in checkpoints.list_checkpoints(folder)] == paths, "names must sort in order of saving"
 
 
 def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) -> None:
-    """A clock that was set back, and 10 after 9."""
+    """Checkpoints are ordered by global step, as numbers (9 before 10), even if the clock was set back between them."""
     paths = save_steps(folder, [9, 10, 100])
     renamed = {
         9: "20300101Z000000-iteration-9",
@@ -226,7 +226,7 @@ def test_meta_json_that_is_none(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("kept", [(), ("optimizer.pt",)])
 def test_meta_json_without_hashes_vouches_for_nothing(folder: Path, kept: tuple[str, ...]) -> None:
-    """A checkpoint's damage must not go unseen because the list of hashes is gone or short."""
+    """A checkpoint is refused as damaged if the list of hashes in meta.json is missing or incomplete."""
     path = save_checkpoint(folder, a_checkpoint())
     meta = read_meta(path)
     write_meta(path, meta.model_copy(update={"sha256": {name: meta.sha256[name] for name in kept}}))
@@ -235,7 +235,8 @@ def test_meta_json_without_hashes_vouches_for_nothing(folder: Path, kept: tuple[
 
 
 def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
-    """Its numbers say where to go on: a digit that flips must not go unseen. How it is laid out does not matter."""
+    """A changed value in meta.json is found as damage, because training resumes from these numbers. The order and
+    layout of the keys do not matter."""
     path = save_checkpoint(folder, a_checkpoint(7, is_best=True, tokens=1.25))
     text = (path / "meta.json").read_text()
     meta = json.loads(text)
@@ -287,7 +288,7 @@ def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
     (folder / ".saving-123" / "model.safetensors").write_bytes(b"half")
     (folder / ".saving-latest-123").symlink_to(kept.name)
     (folder / ".saving-pruned-20200101Z000000-iteration-1").mkdir()
-    (folder / f".saving-{os.getpid()}").mkdir()  # of an earlier process that had this one's number
+    (folder / f".saving-{os.getpid()}").mkdir()  # left by an earlier process that had the same pid
     path = save_checkpoint(folder, a_checkpoint(2))
     assert {entry.name for entry in folder.iterdir()} == {kept.name, path.name, "latest"}
     checkpoints.verify_checkpoint(kept)
@@ -320,7 +321,8 @@ def find_checkpoint_at(folder: Path, step: int) -> Path:
 def test_later_checkpoints_are_moved_aside_whole(
     folder: Path, tmp_path: Path, steps: list[int], records: tuple[int, ...], at: int
 ) -> None:
-    """`best` is then the best up to the step continued from, as that checkpoint knows it; 5 is not 50."""
+    """Checkpoints after the one to resume from are moved aside with all their files. `best` then links to the best
+    checkpoint up to that step, as its meta.json records it. Steps are compared as numbers: 5 is not 50."""
     paths = {}
     for step in steps:
         best = max((record for record in records if record <= step), default=None)
@@ -336,13 +338,14 @@ def test_later_checkpoints_are_moved_aside_whole(
 
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_nothing_later_moves_nothing(folder: Path, is_behind: bool) -> None:
-    """Killed after `latest` moved and before `best` did: what the checkpoint itself says of the best counts."""
+    """If no checkpoint is later, none is moved. If a kill left `best` at an older checkpoint, it is set to the best
+    step that the checkpoint to resume from records."""
     paths = save_steps(folder, [0, 5], best=5)
     if is_behind:
         checkpoints.point(folder, "best", paths[0])
 
     def unwanted() -> Path:
-        raise AssertionError("no folder is needed")
+        raise AssertionError("a folder for moved checkpoints was requested")
 
     assert not checkpoints.rewind_to(folder, paths[5], unwanted)
     assert {(folder / link).readlink() for link in ("latest", "best")} == {Path(paths[5].name)}
@@ -393,7 +396,7 @@ def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, fp16 scaler, a group-readable umask: a checkpoint as the command writes it."""
+    """Run trained by the real command on two ranks in fp16, with a umask that lets the group read files."""
     shop = Workshop(tmp_path_factory.mktemp("real"))
     shop.add_dataset()
     run = shop.add_run(precision="fp16", keep_checkpoints=1, checkpoint_interval=2)
@@ -420,7 +423,7 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     assert saved.meta.tokens_seen == 1280
     for key in ("model", "train", "dataset", "torch", "world_size", "val_loss", "best_loss", "best_step", "sha256"):
         assert getattr(saved.meta, key) is not None, key
-    # keep_checkpoints 1: the newest one besides best and latest, which may be one and the same.
+    # keep_checkpoints is 1, so one more is kept than best and latest, which may be the same checkpoint.
     best = checkpoints.find_checkpoint(folder, "best")
     others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}
     assert len(others) == 1

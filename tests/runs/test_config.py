@@ -1,4 +1,4 @@
-"""Loading train.json and model.json: what is accepted, what is refused, and with which words."""
+"""Loading train.json and model.json: the values that are accepted, those that are refused, and the error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.configs import SEED_MODEL, SEED_TRAIN, WriteModel, WriteTrain
 
 
 def defaults(kind: type[BaseModel]) -> dict[str, Any]:
-    """The keys that may be left out. docs/configuration.md has them, too, and a test holds both equal."""
+    """Return the optional keys with their defaults. Another test compares docs/configuration.md with them."""
     return {name: field.default for name, field in kind.model_fields.items() if not field.is_required()}
 
 
@@ -121,7 +121,7 @@ def test_depth_form(tmp_path: Path, given: dict[str, Any]) -> None:
         ("model", "compile", "belongs in train.json"),
     ],
 )
-def test_an_unknown_key_leads_to_the_one_that_is_meant(
+def test_the_message_on_an_unknown_key_names_the_right_one(
     train: WriteTrain, model: WriteModel, file: str, key: str, words: str
 ) -> None:
     sizes = {name: ... for name in ("n_layers", "n_heads", "emb_dim") if key == "dept"}
@@ -134,7 +134,7 @@ def test_an_unknown_key_leads_to_the_one_that_is_meant(
     "key", ["zzzzzz", "two\nlines", "carriage\rreturn", "line\u2028separator", "", "minibatch_sizes", "use_ampp"]
 )
 def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain, key: str) -> None:
-    """A deprecated spelling is none, and strange keys stay on one line."""
+    """The message on a key unlike all others suggests none, never suggests a deprecated spelling, and is one line."""
     message = refusal(train, **{key: 1})
     assert "unknown" in message
     assert not re.search(r'did you mean "(minibatch_size|use_amp|schedule_learning_rate)"', message)
@@ -185,7 +185,7 @@ def test_every_fault_is_told_at_once(train: WriteTrain) -> None:
 
 # Refused: types and values
 
-# By JSON Schema's name of a type, values that are of none of the kind's.
+# Name of a type (JSON Schema's, or "choice") -> values of other types.
 WRONG: dict[str, list[Any]] = {
     "integer": [True, "1", 1.5, 1.0, [1], {"a": 1}],
     "number": [True, "0.1", [0.1], {}],
@@ -195,7 +195,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 def kind_of(schema: dict[str, Any]) -> str:
-    """The type of a key, by its schema; "choice" for one of some words."""
+    """Return the type that a key's schema names, or "choice" if the schema lists the allowed words."""
     branches = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
     if any("enum" in each or "const" in each for each in branches):
         return "choice"
@@ -221,7 +221,7 @@ def test_a_value_of_another_type_is_refused_and_shown(train: WriteTrain, key: st
         if not (key == "compile" and isinstance(value, bool)):
             message = refusal(train, **{key: value})
             assert f'key "{key}": ' in message
-            assert json.dumps(value) in message, "the message shows what was written"
+            assert json.dumps(value) in message, "the message does not show the value"
 
 
 @pytest.mark.parametrize("value", [1, None, True, ["a/b"]])
@@ -362,7 +362,7 @@ def test_depth_and_what_it_decides(model: WriteModel, key: str) -> None:
 
 
 def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteTrain) -> None:
-    """A configuration as a summary or a checkpoint has it can be used as train.json."""
+    """A train.json with all defaults written out, as summaries and checkpoints record it, is accepted."""
     spelled = {
         key: value
         for key, value in defaults(TrainConfig).items()
@@ -428,7 +428,7 @@ def test_dropout_has_four_places_together_or_apart(model: WriteModel) -> None:
     assert set(model(drop_rate=0.25).drop_rates.model_dump().values()) == {0.25}
     apart = model(drop_rate={"embedding": 0.1, "mlp_output": 0.2})
     assert list(apart.drop_rates.model_dump().values()) == [0.1, 0.0, 0.0, 0.2]
-    assert model(drop_rate=apart.model_dump()["drop_rate"]) == apart, "as a checkpoint records it"
+    assert model(drop_rate=apart.model_dump()["drop_rate"]) == apart, "the form in a checkpoint must be accepted"
 
 
 def test_what_belongs_to_a_lever_is_spelt_out(model: WriteModel) -> None:
@@ -479,7 +479,7 @@ def test_a_ramp_and_rules(train: WriteTrain) -> None:
 
 
 def test_linear_ends_at_zero_unless_told_where(train: WriteTrain) -> None:
-    """The configuration says so wherever it is written down."""
+    """With "linear", `min_lr_ratio` is 0 unless train.json sets it, and the configuration records that 0."""
     assert train(lr_schedule="linear").model_dump()["min_lr_ratio"] == 0
     assert train(lr_schedule="linear", min_lr_ratio=0.2).min_lr_ratio == 0.2
     assert train(lr_schedule="cosine").min_lr_ratio == 0.1
@@ -494,7 +494,8 @@ def test_keys_of_the_notebook_are_translated(train: WriteTrain) -> None:
 
 
 def test_schedule_learning_rate(train: WriteTrain) -> None:
-    """The notebook's program warms up only if it is told for how long."""
+    """`schedule_learning_rate` is a cosine schedule. As in the notebook's program, it has a warm-up only if train.json
+    gives its length."""
     config = train(schedule_learning_rate=True)
     assert (config.lr_schedule, config.min_lr_ratio) == ("cosine", 0.1)
     assert (config.warmup_period_percent, config.warmup_steps) == (None, None)
@@ -511,7 +512,7 @@ def test_training_without_validation(train: WriteTrain) -> None:
     config = train(validation_interval=..., validation_batches=..., checkpoint_interval=100)
     assert not config.validates
     assert config.checkpoint_every == 100
-    assert config.start_val_token == 50_000_000, "the notebook's later runs have this key alone"
+    assert config.start_val_token == 50_000_000, "the notebook's later runs have only this one of the three keys"
 
 
 @pytest.mark.parametrize(("keys", "every"), [({}, 617), ({"checkpoint_interval": 50}, 50)])

@@ -1,4 +1,5 @@
-"""Estimated speeds: by hand, against torch's counters, what they depend on, and which devices are meant by a name."""
+"""Estimated speeds against numbers by hand and torch's counters, the settings that they depend on, and the names of
+devices."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from tests.support.isolation import SHIPPED_RUNS
 GPT2_SMALL = load_model_config(SHIPPED_RUNS / "8xh100m80" / "model.json")
 MUON: dict[str, Any] = {"optimizer": "muon"}
 SHARED: dict[str, Any] = {"shard_optimizer": True}
-# The stack of the public speed record for GPT-2 small's loss, as far as model.json has it.
+# The model options of the public speed record for GPT-2 small's loss that model.json has.
 FAST: dict[str, Any] = {
     "position": "rope",
     "rope_base": 10_000.0,
@@ -69,7 +70,8 @@ def changed(**values: Any) -> ModelConfig:
 
 
 def test_gpt2_small_on_eight_h200() -> None:
-    """Microseconds a token with pen and paper: products, attention, traffic of tokens, microbatches and steps."""
+    """The speed equals one computed here by hand in microseconds per token: matrix products, attention, and memory
+    traffic per token, per microbatch and per step."""
     found = estimated_speed(GPT2_SMALL, device("H200"), BatchLayout(8, 2, 64, 1024))
     each = (6 * (84.934656 + 38.597376)) / 593.4 + 66.060288 / 190
     each += (768 * (12 * 139 + 195) + 4 * 50_257) / 3.84e6
@@ -80,7 +82,7 @@ def test_gpt2_small_on_eight_h200() -> None:
 
 @pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)
 def test_no_speed_on_paper_beats_the_products_at_their_peak(known: GpuSpec) -> None:
-    attention = 12 * 12 * 768 * 1024  # as MFU counts it, uncausal
+    attention = 12 * 12 * 768 * 1024  # FLOPs as MFU counts them, without the causal mask
     least = (GPT2_SMALL.flops_per_token - attention) / known.matrix_peak
     assert least < 1 / estimated_speed(GPT2_SMALL, known, BatchLayout(1, 1, 64, 1024)) < 5 * least
 
@@ -98,9 +100,10 @@ def test_what_a_speed_depends_on() -> None:
     assert 0.8 * speed(ranks=8) < speed(ranks=8, **MUON) < speed(ranks=8, **MUON, **SHARED) < speed(ranks=8)
 
 
-def test_where_the_cpu_decides_nothing_is_told() -> None:
-    """A step is refused if its kernels are done sooner than 11 µs each: 45 a layer and 20 besides for each microbatch,
-    and 45 for each of Muon's 72 matrices."""
+def test_no_speed_is_estimated_where_launching_kernels_takes_longest() -> None:
+    """No speed is estimated for a step whose kernels take less than 11 µs each on average, because the CPU then limits
+    the speed. Kernels are counted as 45 per layer and 20 more for each microbatch, and 45 for each of Muon's 72
+    matrices."""
     tiny = changed(n_layers=2, emb_dim=128, n_heads=2, context_length=128, vocab_size=4096)
     layout, h100 = BatchLayout(1, 1, 4, 128), device("H100")
     assert too_small(tiny, h100, layout) == (
@@ -120,13 +123,13 @@ def test_newton_schulz_is_what_torch_counts(sides: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalise(matrix, torch.float32)
     assert newton_schulz_flops(*sides) == counter.get_total_flops()
-    bound = 6 * NEWTON_SCHULZ_STEPS * max(sides) * min(sides) ** 2  # the writeup's, which is reached by squares
+    bound = 6 * NEWTON_SCHULZ_STEPS * max(sides) * min(sides) ** 2  # of Muon's writeup; square matrices reach it
     assert newton_schulz_flops(*sides) <= bound
     assert (newton_schulz_flops(*sides) == bound) == (sides[0] == sides[1])
 
 
 class Traffic(TorchDispatchMode):
-    """Counts kernels, and bytes of tensors that those besides the products read and write."""
+    """Mode that counts kernels, and the bytes that all kernels but matrix products read and write."""
 
     VIEWS = frozenset(["view", "slice", "detach", "transpose", "expand", "_unsafe_view", "unbind"])
 
@@ -138,7 +141,7 @@ class Traffic(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
         if name not in self.VIEWS:
-            # A product that adds to another matrix copies that one first.
+            # A product that adds another matrix (baddbmm) first copies that matrix.
             self.kernels += 2 if name == "baddbmm" else 1
         if name not in self.VIEWS and "bmm" not in name:
             tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
@@ -147,12 +150,12 @@ class Traffic(TorchDispatchMode):
 
 
 def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon_module, "BATCH_NUMBERS", 1)  # one by one, as matrices of GPT-2's size are
+    monkeypatch.setattr(muon_module, "BATCH_NUMBERS", 1)  # each matrix alone, as with matrices of GPT-2's size
     model = random_model(shape(emb_dim=64))
     model(random_tokens(model.config), random_tokens(model.config, seed=4)).backward()
     muon = Muon(model, TrainConfig.model_validate({**SEED_TRAIN, **MUON}), torch.bfloat16)
     not_skipped = torch.zeros(())
-    muon._step_matrices(not_skipped, None)  # makes its state
+    muon._step_matrices(not_skipped, None)  # the first step creates the state
     with Traffic() as traffic:
         muon._step_matrices(not_skipped, None)
     sizes = [each.numel() for name, each in model.to_checkpoint_names().items() if is_muons(name, each.shape)]
@@ -164,7 +167,7 @@ def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.Mo
 def test_the_drivers_names(driver: str, name: str) -> None:
     found = device(driver)
     assert found.name == name
-    assert found.matrix_peak == peak_flops(driver), "the same data sheet as for MFU"
+    assert found.matrix_peak == peak_flops(driver), "MFU uses another peak for the same device"
 
 
 def test_names_as_people_write_them() -> None:
@@ -179,15 +182,15 @@ def test_names_as_people_write_them() -> None:
         *("NVIDIA GH200 480GB", "NVIDIA GB200", "Tesla T4", "H1000", ""),
     ],
 )
-def test_what_is_not_on_paper(name: str) -> None:
-    """Other memory, clocks or shares of a card than those in the table."""
+def test_names_of_devices_without_an_estimate(name: str) -> None:
+    """Devices with other memory, clocks or parts of a GPU than those in the table are not found by their names."""
     assert find_device(name) is None
 
 
 def test_what_the_arithmetic_does_not_cover() -> None:
     covered = {"precision": "auto", "compile": "auto", "activation_checkpointing": False, "deterministic": False}
     assert why_not(covered, 8) is None
-    assert why_not({}, 1) is None, "keys of other versions"
+    assert why_not({}, 1) is None, "keys that another version did not record must not matter"
     assert why_not(covered | {"optimizer": "muon", "shard_optimizer": True}, 8) is None
     assert why_not(covered | {"precision": "fp32"}, 1) == '"precision": "fp32" is not covered'
     assert why_not(covered | {"compile": False}, 1) == '"compile": false is not covered'

@@ -1,4 +1,5 @@
-"""The speed in a summary rests on what was trained with its batch on its machine, wherever training went on from."""
+"""The speed in a summary is measured only over the steps that were trained with its batch on its machine, also after a
+resume."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def forget_what_is_new(checkpoint: Path) -> None:
-    """Make a checkpoint one of an earlier version."""
+    """Remove the keys from meta.json that an earlier version did not write."""
     meta = read_json_object(checkpoint / "meta.json")
     assert meta.keys() >= NEW_KEYS
     write_meta(checkpoint, CheckpointMeta(**{key: value for key, value in meta.items() if key not in NEW_KEYS}))
 
 
 def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
-    """Speed counts ten steps of one rank after five of two; a summary written anew names that one."""
+    """After five steps on two ranks, a run resumed on one rank measures its speed over its own ten steps. A deleted
+    summary is written again with the number of ranks and the device that trained last."""
     run = shop.add_run(min_train_tokens=640)
     shop.train(ranks=2)
     first = summary_of(run)
@@ -52,7 +54,8 @@ def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Workshop) -> None:
-    """It may have counted the tokens of a notebook's checkpoint, for which it had no seconds."""
+    """The speed of a run resumed from an earlier version's checkpoint is measured from that checkpoint on, because the
+    checkpoint may count tokens of the notebook's program without their seconds."""
     run = shop.add_run(min_train_tokens=640)
     assert shop.attempt().status == 0
     forget_what_is_new((run / "checkpoints" / "latest").resolve())
@@ -72,7 +75,8 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Worksho
 
 
 def test_conditions() -> None:
-    """Conditions in both records must agree; those in one only (an earlier version's, another program's) may be any."""
+    """Conditions are the same if all that both records have agree. A condition that only one record has is ignored,
+    because an earlier version or another program did not write it."""
     now = Conditions(8, "B200", {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1})
     assert same_conditions(now, now)
     assert same_conditions(Conditions(None, None, {}), now)
@@ -91,10 +95,10 @@ def test_conditions() -> None:
         then, after = (Conditions(None, None, {key: value}) for value in values)
         assert not same_conditions(then, after)
         assert not same_kernels(then.train, after.train)
-    assert not same_kernels({"batch_ramp": [[0, 2], [100, 4]]}, {"batch_ramp": None}), "partly of smaller batches"
+    assert not same_kernels({"batch_ramp": [[0, 2], [100, 4]]}, {"batch_ramp": None}), "a ramp has smaller batches"
 
 
-def test_what_can_be_believed() -> None:
+def test_a_speed_is_believed_after_20_steps_and_10_seconds() -> None:
     def measured(steps: int, tokens: int, seconds: float) -> Measured:
         return Measured(global_steps=steps, tokens=tokens, seconds=seconds)
 

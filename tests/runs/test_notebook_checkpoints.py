@@ -1,4 +1,5 @@
-"""Checkpoints of the lab notebook's program in every command, and as a starting point of training."""
+"""Checkpoints of the lab notebook's program can be used by every command, and training can start or resume from
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.support.planning import plan, rows
 
 STEPS = 4
 NAME = f"20251206Z014912-iteration-{STEPS - 1}"
-# As the notebook trained: a microbatch a step and process.
+# The notebook's program trains on one microbatch in each step and process.
 SETTINGS: dict[str, Any] = {
     "gradient_accumulation_steps": None,
     "min_train_tokens": 12 * 32,
@@ -35,7 +36,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def workshop(path: Path, **shape: Any) -> tuple[Workshop, NotebookRun, Path]:
-    """A run with a notebook's checkpoint of four steps of twelve."""
+    """Return a Workshop, a NotebookRun that has trained four of twelve steps, and the folder of its checkpoint in the
+    run "r"."""
     shop = Workshop(path)
     shop.add_dataset()
     run = shop.add_run("r", model={"drop_rate": 0.0, **shape}, **SETTINGS)
@@ -52,7 +54,8 @@ def weights_of(run: Path, which: str = "latest") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [{}, {"qkv_bias": False, "tie_weights": True}], ids=str)
 def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str, Any]) -> None:
-    """The rest of the steps, with the optimizer's moments and at the next tokens, in both programs."""
+    """Training that resumes from a notebook's checkpoint ends with the weights of the notebook's own further training.
+    It uses the optimizer's moments and continues with the next tokens."""
     shop, notebook, _ = workshop(tmp_path, **shape)
     result = shop.attempt(NAME)
     assert result.status == 0, result.stderr
@@ -62,7 +65,7 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     ours = weights_of(shop.runs / "r")
     assert ours.keys() == {name for name in state if not name.endswith("mask")}
     for name, tensor in ours.items():
-        if not name.endswith("W_key.bias"):  # its gradient is nothing but rounding, which AdamW takes for a direction
+        if not name.endswith("W_key.bias"):  # its gradient is only rounding error, by which AdamW makes full updates
             torch.testing.assert_close(tensor, state[name], rtol=1e-4, atol=2e-6, msg=name)
     start = weights_of(shop.runs / "r", NAME)
     moved = {name: (tensor - start[name]).abs().max() for name, tensor in ours.items() if name in start}
@@ -70,12 +73,13 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
     assert (meta["global_step"], meta["tokens_seen"]) == (11, 12 * 32)
     assert [event["global_step"] for event in metrics(shop.runs / "r") if event["event"] == "train"][-1] == 11
-    # The same command again: done; and without the name it is ours that counts.
+    # Without a name the command resumes from this program's own checkpoint, which is finished.
     assert "is finished" in shop.attempt().stdout
 
 
 def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
-    """Refused without its name, in the words of training; with it, what is left is what training then does."""
+    """A plan that would resume from a notebook's checkpoint without naming it is refused with training's message. A
+    plan that names it has the steps that remain."""
     shop, _, folder = workshop(tmp_path)
     with pytest.raises(UserError, match=f"{NAME}: not written by this program; .*, give its name as CHECKPOINT, or"):
         plan(shop)
@@ -91,15 +95,15 @@ def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
     assert (planned["global steps"], planned["tokens"]) == ("8 more", "256 more")
     assert planned["time"].startswith("2 s training")
     twice = rows(shop, checkpoint=NAME, ranks=2)
-    assert twice["done already"] == "4 steps, 256 tokens", "of twice the batch"
+    assert twice["done already"] == "4 steps, 256 tokens", "on two ranks the batch has twice the tokens"
     assert rows(shop, restart=True)["global steps"] == "12"
     (shop.datasets / "local" / "letters").rename(tmp_path / "elsewhere")
-    assert rows(shop, checkpoint=NAME)["global steps"] == "8 more", "without the dataset, too"
+    assert rows(shop, checkpoint=NAME)["global steps"] == "8 more", "the plan must not need the dataset"
 
 
 def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> None:
-    """A notebook's four steps of twelve are seen, but nobody knows their seconds: the summary, the step lines and a
-    plan know the other eight only; also after more steps, and when the summary is written anew."""
+    """The time of a notebook's four steps is unknown. The summary, the metrics and a plan therefore measure the speed
+    and cost over the steps of this program alone, also after more steps and when the summary is written again."""
     shop, _, _ = workshop(tmp_path)
     run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, price_per_hour=3600.0, report_interval=2)
     assert shop.attempt(NAME).status == 0
@@ -110,7 +114,8 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     seconds = summary["seconds"]["training"]
     assert summary["measured"] == {"global_steps": 8, "tokens": 8 * 32, "seconds": pytest.approx(seconds, abs=0.002)}
     assert summary["tokens_per_second"] == pytest.approx(8 * 32 / seconds, rel=0.02)
-    # The lines of metrics, each over its own steps, come to the same seconds, but for what followed the last of them.
+    # The seconds of all lines of metrics.jsonl, each over its own steps, add up to nearly the same time. Only the time
+    # after the last line is missing.
     lines = [event for event in metrics(run) if event["event"] == "train"]
     ends = [3, *(line["global_step"] for line in lines)]
     assert ends[-1] == 11
@@ -127,20 +132,20 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
         assert again[key] == summary[key]
     assert again["measured"]["tokens"] == 8 * 32
     assert again["tokens_per_second"] == pytest.approx(8 * 32 / again["seconds"]["training"], rel=0.02)
-    # A plan divides by the same.
+    # A plan uses the same speed.
     again["measured"] |= {"global_steps": 20, "seconds": 10.0}
     (run / "summary.json").write_text(json.dumps(again))
     speed = rows(shop)["speed"]
     assert speed.startswith(f"{again['tokens_per_second']:,.0f} tokens/s of training alone")
     assert "measured over 20 steps, 256 tokens" in speed
-    # Going on once more: the seconds are those of all tokens that were trained here.
+    # After another resume the seconds are those of all tokens that this program has trained.
     shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": 16 * 32}, price_per_hour=3600.0)
     assert shop.attempt().status == 0
     longer = read_json_object(run / "summary.json")
     assert (longer["trained_tokens"], longer["measured"]["tokens"]) == (12 * 32, 12 * 32)
     assert longer["measured"]["seconds"] == pytest.approx(longer["seconds"]["training"], abs=0.002)
     assert longer["tokens_per_second"] == pytest.approx(12 * 32 / longer["seconds"]["training"], rel=0.02)
-    # Going back to it: those of the tokens that are still there.
+    # After a new start from the notebook's checkpoint they are those of the tokens trained since then.
     assert shop.attempt(NAME).status == 0
     back = read_json_object(run / "summary.json")
     assert (back["trained_tokens"], back["measured"]["tokens"]) == (12 * 32, 12 * 32)
@@ -155,7 +160,8 @@ def test_two_ranks_continue_it(tmp_path: Path) -> None:
 
 
 def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -> None:
-    """Training and the plan refuse with the remedy, and touch nothing; its weights alone can be continued."""
+    """Training and the plan refuse to resume a notebook's AdamW state with Muon, name the remedy, and change no file. A
+    checkpoint without optimizer.pt can be resumed with Muon."""
     shop, _, folder = workshop(tmp_path)
     run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, optimizer="muon")
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
@@ -172,7 +178,8 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
 
 
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
-    """Its four steps of 32 tokens are all there is to do: nothing was trained here, so there is no summary of it."""
+    """A notebook's checkpoint that already has all steps of the run is finished. No summary is written, because this
+    program has trained nothing."""
     shop, _, _ = workshop(tmp_path)
     shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": STEPS * 32})
     assert "is finished" in shop.attempt(NAME).stdout
@@ -200,7 +207,8 @@ def test_damaged_notebooks_checkpoints(tmp_path: Path, file: str, damage: Any, w
 
 
 def test_the_other_commands_take_it(tmp_path: Path) -> None:
-    """test_loss.py and the export are compared with the notebook's own model."""
+    """Weights loaded from a notebook's checkpoint give the logits of the notebook's own model, and test_loss.py
+    measures them."""
     shop, notebook, folder = workshop(tmp_path, tie_weights=True)
     files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
     model = load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu"))
@@ -213,7 +221,8 @@ def test_the_other_commands_take_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
 def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
-    """Its meta.json names no tokenizer: GPT-2's."""
+    """The commands that read or write text take a notebook's checkpoint. Its meta.json names no tokenizer, so they use
+    GPT-2's."""
     shop, notebook, folder = workshop(tmp_path, vocab_size=50257, context_length=64)
     files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
     assert shop.script("test_smoke.py", *files).stdout.startswith("Every effort moves you")
@@ -232,7 +241,8 @@ def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
 
 
 def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
-    """`initial_weights`: step 0 of training begins with them, on all ranks; a fresh optimizer, another schedule."""
+    """With `initial_weights`, training starts at step 0 from a notebook's weights on all ranks, with a new
+    optimizer."""
     shop, _, folder = workshop(tmp_path)
     shop.add_run(
         "s",
@@ -248,7 +258,8 @@ def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
 
 
 def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> None:
-    """A notebook has its query, key and value apart; of another number of heads, they are of other sizes."""
+    """AdamW's moments of query, key and value, which the notebook stores separately, are joined into those of the fused
+    tensor, also if there are fewer key and value heads."""
 
     def adamw(*shape: int) -> dict[str, torch.Size]:
         return {"step": torch.Size(), "exp_avg": torch.Size(shape), "exp_avg_sq": torch.Size(shape)}
@@ -256,7 +267,7 @@ def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> Non
     qkv = "trf_blocks.0.att.qkv.weight"
     shapes = {name: adamw(6, 16) for name in ("tok_emb.weight", "pos_emb.weight", "out_head.weight")}
     shapes |= {qkv: adamw(32, 16), "final_norm.scale": adamw(16)}
-    # Embeddings, query, key, value, the norm, the head.
+    # Shapes of both embeddings, query, key, value, the norm and the head.
     numbered: dict[int, dict[str, Any]] = {
         index: {"step": 3.0, "exp_avg": torch.randn(*rows), "exp_avg_sq": torch.rand(*rows).double()}
         for index, rows in enumerate([(6, 16), (6, 16), (16, 16), (8, 16), (8, 16), (16,), (6, 16)])

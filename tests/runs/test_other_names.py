@@ -1,4 +1,5 @@
-"""Names that other programs give their settings: where such a key in train.json or model.json leads to."""
+"""Keys of other programs in train.json or model.json: the error message names this program's key for the same
+setting."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 from tests.support.configs import WriteModel, WriteTrain, refusal
 
-# Keys of nanoGPT and transformers, and what each is here: by those programs' own documentation.
+# Keys of nanoGPT and transformers, and this program's keys for the same settings, by those programs' documentation.
 FOREIGN = [
     ("train.json", "batch_size", "microbatch_size"),
     ("train.json", "max_iters", "train_steps"),
@@ -75,7 +76,8 @@ def test_advice_leads_to_keys_that_there_are() -> None:
 
 
 def test_a_mixture_of_experts_is_that_of_the_notebook(train: WriteTrain, model: WriteModel) -> None:
-    """Its newest runs: `moe` in model.json, the weight of the router's loss in train.json. Others' keys lead there."""
+    """A mixture of experts is set as in the notebook's newest runs: `moe` in model.json, and the factor of the router's
+    loss in train.json. The message on another program's key suggests `moe`."""
     moe = model(moe={"num_experts": 6, "num_active_experts": 2}).moe
     assert moe is not None
     assert (moe.num_experts, moe.num_active_experts) == (6, 2)

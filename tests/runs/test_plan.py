@@ -1,4 +1,4 @@
-"""--plan: the arithmetic of a run against the notebook's figures and against brute force, and what it refuses."""
+"""--plan: its numbers against the notebook's figures and against brute force, and the runs that it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EIGHT: dict[str, Any] = {"assume_world_size": 8}
 
 
 def shipped(folder: Path, name: str, **train: Any) -> Workshop:
-    """A folder with a copy of a shipped run, with keys of train.json changed, and no data sets."""
+    """Return a Workshop with a copy of a shipped run, with keys of train.json changed, and without datasets."""
     where = Workshop(folder)
     where.add_shipped_run(name, **train)
     return where
@@ -43,15 +43,15 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
-    """At a step a second. A rank has at most 38 of 300 microbatches of a validation, and the others do not wait for all
-    300."""
+    """Steps, tokens, time and cost of the notebook's runs at one step a second. A validation of 300 microbatches is
+    divided among eight ranks, so each rank evaluates at most 38 of them."""
     microbatch, price, steps, tokens = MACHINES[name]
     where = shipped(tmp_path, name)
     found = rows(where, name, **EIGHT, assume_tps=8.0 * microbatch * 1024)
     assert (number(found["global steps"]), number(found["tokens"])) == (steps, tokens)
     assert f"8 ranks x {microbatch} sequences x 1 accumulation" in found["global batch"]
     assert f"= {8 * microbatch:,} sequences = {8 * microbatch * 1024:,} tokens" in found["global batch"]
-    # Step 0, every 617th, and the last one: counted one by one.
+    # Validations come at step 0, at every 617th step and at the last one.
     validations = sum(step % 617 == 0 or step == steps - 1 for step in range(steps))
     assert number(found["validations"]) == number(found["checkpoints"]) == validations
     assert "300 microbatches" in found["validations"]
@@ -64,7 +64,8 @@ def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
     assert dollars(found)[0] == pytest.approx(steps / 3600 * price, abs=0.005)
 
 
-# Tokens per second with validation, whole seconds, dollars with and without validation: the notebook's table.
+# The notebook's table: tokens per second of training with validation, whole seconds, dollars with and without
+# validation.
 BILLS = {
     "8xa100m40": (234_480, 13_904, 39.86, 35.56),
     "8xh100m80": (490_249, 6_650, 44.19, 38.13),
@@ -76,16 +77,16 @@ BILLS = {
 @pytest.mark.parametrize("is_reported", [False, True], ids=["assumed", "reported"])
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> None:
-    """Its speeds are those of its whole bill: what is planned from them is that bill, to the cent; validation is a part
-    of it, as it reports, or else by estimate. (B200: the table's seconds are cut to whole ones, which is 0.4 cents.)
-    One GPU of the eight validated there."""
+    """A plan from the notebook's speeds has the notebook's cost, to the cent. These speeds include validation, which
+    one GPU of the eight ran. Its part of the cost is the reported one, or an estimate if the speed is given as an
+    option. The B200's cost may be off by a cent, because the table's seconds are cut to whole ones (0.4 cents)."""
     speed, seconds, total, without = BILLS[name]
     cents = 0.0101 if name == "8xb200m160" else 0.0001
     where = shipped(tmp_path, name, validation_ranks="rank0")
     found = rows(where, name, **EIGHT, assume_tps_with_validation=None if is_reported else speed)
     parts = dollars(found)
     assert parts[2] == pytest.approx(total, abs=cents)
-    assert parts[2] == pytest.approx(parts[0] + parts[1], abs=1e-6), "what is printed adds up"
+    assert parts[2] == pytest.approx(parts[0] + parts[1], abs=1e-6), "the printed dollars do not add up"
     assert parts[0] == pytest.approx(without, abs=cents if is_reported else 1.40)
     source = f"reported of 8x {MACHINES_NAMED[name]}" if is_reported else "assumed)"
     assert found["speed"].startswith(f"{speed:,} tokens/s of training and validation together ({source}")
@@ -96,7 +97,7 @@ def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> No
     if is_reported:
         assert "by Giles Thomas, " in found["speed"]
         assert "; not measured here; --assume-device " in found["speed"]
-    else:  # its speed of training alone gives the same plan
+    else:  # the printed speed of training alone gives the same cost
         again = rows(where, name, **EIGHT, assume_tps=float(hours[2].replace(",", "")))
         assert dollars(again) == pytest.approx(parts, abs=0.011)
 
@@ -106,7 +107,8 @@ MACHINES_NAMED = dict(zip(BILLS, ("A100 40 GiB", "H100 80 GiB", "A100 80 GiB", "
 
 @pytest.mark.parametrize("name", BILLS)
 def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
-    """As the runs ship: the notebook's bill without validation, and what shared validation adds."""
+    """The shipped runs, which validate on all ranks, cost the notebook's dollars without validation, and an estimate
+    for validation."""
     found = rows(shipped(tmp_path, name), name, **EIGHT)
     assert "tokens/s of training alone, without validation (reported of 8x " in found["speed"]
     assert f"${BILLS[name][3]} training + $" in found["cost"]
@@ -123,12 +125,12 @@ def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
     if name == "original":
         speed = "19,678 tokens/s of training alone, without validation (reported of 1x RTX 3090"
         assert found["speed"].startswith(speed)
-        assert found["time"].startswith("46.02 h training"), "as its progress bar said"
+        assert found["time"].startswith("46.02 h training"), "the notebook's progress bar showed 46 hours"
     else:
         assert "give --assume-tps" in found["time and cost"]
     assert all(key in printed for key in ("dataset=", "microbatch_size=", "emb_dim="))
-    assert not any(key in printed for key in ("bucket_mb=", "random_seed")), "keys that have their defaults"
-    assert (files(tmp_path), where.datasets.exists()) == (before, False), "nothing is downloaded, nothing written"
+    assert not any(key in printed for key in ("bucket_mb=", "random_seed")), "keys with default values are printed"
+    assert (files(tmp_path), where.datasets.exists()) == (before, False), "a file was written or downloaded"
 
 
 # Work and disk
@@ -166,7 +168,7 @@ def test_counts_agree_with_brute_force(shop: Workshop, train: dict[str, Any], ra
     assert ("without validation" in found["validations"]) == (values["validation_interval"] is None)
 
 
-def test_all_there_is_needs_the_dataset(shop: Workshop) -> None:
+def test_the_steps_of_training_on_all_tokens_need_the_dataset(shop: Workshop) -> None:
     shop.add_run(min_train_tokens=-1)
     assert number(rows(shop)["global steps"]) == (4000 - 1) // 64
     shutil.rmtree(shop.datasets)
@@ -175,8 +177,8 @@ def test_all_there_is_needs_the_dataset(shop: Workshop) -> None:
 
 
 def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
-    """A run, planned, then trained: what lies in checkpoints/ is what was planned. What is done already is not planned
-    again, and a speed of four steps is not believed."""
+    """Checkpoints of a trained run are as many and as large as planned. A plan for a run that has begun has only the
+    remaining steps, and the speed of an earlier run of only four steps is not used."""
     wide: dict[str, Any] = {"model": {"emb_dim": 128}, "validation_interval": 2, "price_per_hour": 36.0}
     run = shop.add_run(**wide, min_train_tokens=256)
     planned = make_plan(experiment_of(shop), 1, None)
@@ -184,7 +186,7 @@ def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
     folders = [path for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
     assert len(sizes) == planned.checkpoints() == 3
-    # Weights and moments, and less than the MiB that the rest may have.
+    # A checkpoint has the weights, the optimizer's moments, and other files, for which 1 MiB is planned.
     assert all(planned.checkpoint_bytes() - 2**20 < size < planned.checkpoint_bytes() for size in sizes)
     assert planned.disk_bytes() == 3 * planned.checkpoint_bytes()
 
@@ -224,22 +226,24 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
         planned.check_disk(run)
     shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
     smaller = make_plan(experiment_of(shop, "kept"), 2, None)
-    assert smaller.disk_bytes() == 5 * planned.checkpoint_bytes()  # best, latest, and one in the making
+    assert smaller.disk_bytes() == 5 * planned.checkpoint_bytes()  # two kept, best, latest, and one being written
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
-    """A rank that fails would have torchrun print its page over the plan; training refuses."""
+    """A plan prints a note if the checkpoints do not fit on the disk. It does not fail, because torchrun would then
+    print its own report on the failed ranks. Training refuses such a run."""
     shop.add_run(dataset="local/elsewhere", min_train_tokens=10**13, checkpoint_interval=1, price_per_hour=36.0)
     found = rows(shop, ranks=2, assume_tps=1e9)
     assert found["checkpoints"].startswith("78,125,000,000 (")
     assert found["cost"].startswith("$100.00 training")
     assert re.search(r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d.]+ GiB are free", found["note"])
     assert "set keep_checkpoints in train.json" in found["note"]
-    assert "note" not in rows(shop, assume_world_size=2), "another machine's disk"
+    assert "note" not in rows(shop, assume_world_size=2), "this disk does not matter for another machine's plan"
 
 
 def test_a_vocabulary_far_larger_than_the_datasets_is_remarked_on(shop: Workshop) -> None:
-    """Not one that is padded, and only where the model can be changed still."""
+    """A plan prints a note if the model's vocabulary is far larger than the dataset's, but not for a padded vocabulary,
+    and not if the run has begun, because the model can then no longer be changed."""
     meta = shop.datasets / "local" / "letters" / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"vocab_size": 64}))
     shop.add_run(model={"vocab_size": 96}, min_train_tokens=64)
@@ -266,13 +270,14 @@ def test_long_names_fit_a_terminal(tmp_path: Path, has_dataset: bool) -> None:
 
 
 def ranking(rank: int) -> dict[str, str]:
-    """The environment of one of two ranks, as torchrun makes it."""
+    """Return the environment variables that torchrun gives one of two ranks."""
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
-    """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
+def test_under_torchrun_only_rank_0_prints(shop: Workshop) -> None:
+    """With torchrun's environment variables only rank 0 prints the plan. Ranks exchange nothing for a plan, so the test
+    runs one after the other."""
     shop.add_run()
     results = [shop.attempt("--plan", environment=ranking(rank)) for rank in range(2)]
     assert [(result.status, result.stderr) for result in results] == [(0, "")] * 2
@@ -301,13 +306,14 @@ TOO_SHORT: dict[str, Any] = {"measured": {"global_steps": 3, "tokens": 192, "sec
         ({"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}}, "and less than 20 steps of training is"),
         ({"measured": {"global_steps": 250, "tokens": 1920, "seconds": 2.8}}, "and less than 10 s of training is too"),
         ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "less than 20 steps and 10 s of training"),
-        # It divided all tokens by its own seconds, also those that another program or machine had trained.
+        # An earlier version divided all tokens by its own seconds, also tokens that another program or machine trained.
         ({"measured": ...}, "early/summary.json is an earlier version's, and does not say what its speed was measured"),
     ],
     ids=str,
 )
 def test_a_speed_that_is_not_believed(shop: Workshop, values: dict[str, Any], said: str) -> None:
-    """Model, batch or arithmetic is another, or the run was too short; it stands in the way of no other."""
+    """The speed of an earlier run is not used if its model, batch or precision differs or if it was too short. The
+    speed of another run with a usable speed is then used."""
     shop.add_run("early")
     add_summary(shop, "early", **values)
     shop.add_run()
@@ -318,7 +324,8 @@ def test_a_speed_that_is_not_believed(shop: Workshop, values: dict[str, Any], sa
 
 
 def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
-    """The longest of them, but for the run's own."""
+    """A plan uses the speed in the run's own summary if it is usable, and else that of the longest earlier run of this
+    shape."""
     shop.add_run("early")
     add_summary(shop, "early")
     shop.add_run(price_per_hour=36.0)
@@ -334,13 +341,13 @@ def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
     assert rows(shop)["speed"].startswith("80 tokens/s")
     fewer = {key: value for key, value in experiment_of(shop).model.model_dump(mode="json").items() if key != "mlp"}
     add_summary(shop, tokens_per_second=72.0, model=fewer)
-    assert rows(shop)["speed"].startswith("72 tokens/s"), "by a version that had fewer keys"
+    assert rows(shop)["speed"].startswith("72 tokens/s"), "a summary of a version without a key must count"
     add_summary(shop, **TOO_SHORT)
     assert rows(shop)["speed"].startswith("64 tokens/s")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "\udcff", "null"])
-def test_a_summary_that_is_none_is_no_speed(shop: Workshop, text: str) -> None:
+def test_an_unreadable_summary_gives_no_speed(shop: Workshop, text: str) -> None:
     (shop.add_run("other") / "summary.json").write_text(text, errors="surrogateescape")
     shop.add_run()
     assert "no earlier run of this shape" in rows(shop)["time and cost"]
@@ -367,13 +374,13 @@ def test_without_validation_both_speeds_are_one(shop: Workshop, speed: dict[str,
     assert "no price_per_hour" in rows(shop, **speed)["cost"]
 
 
-# Speeds that are reported, and the machine that a run means
+# Speeds that are reported, and the machine that a run is meant for
 
 
 @pytest.mark.parametrize(
     ("options", "changes", "said"),
     [
-        ({}, {}, "(reported of"),  # the machine that it is named after has eight
+        ({}, {}, "(reported of"),  # the machine in the run's name has eight GPUs
         ({"assume_world_size": 4}, {}, "(estimated for 4 x A100 40GB"),
         (EIGHT, {"microbatch_size": 12}, "(estimated for 8 x A100 40GB"),
         (EIGHT, {"gradient_accumulation_steps": 2}, "(estimated for 8 x A100 40GB"),
@@ -386,7 +393,7 @@ def test_without_validation_both_speeds_are_one(shop: Workshop, speed: dict[str,
 def test_when_a_reported_speed_is_that_of_this_plan(
     tmp_path: Path, options: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
-    """Not for other numbers of ranks, batches, kernels or devices."""
+    """A reported speed is used only for its own number of ranks, batch and device. --assume-tps replaces it."""
     assert said in rows(shipped(tmp_path, "8xa100m40", **changes), "8xa100m40", **options)["speed"]
 
 
@@ -402,11 +409,12 @@ def test_a_reported_speed_is_its_machines(
 
 
 def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
-    """A measured speed goes before it, and a model there that is none is named."""
+    """A reported speed is used only for the reported model, without activation checkpointing, and only if no speed was
+    measured. An impossible model in reported.json is an error that names the key."""
     where = shipped(tmp_path, "8xa100m40", activation_checkpointing=True)
     run = where.runs / "8xa100m40"
     time_and_cost = rows(where, run.name, **EIGHT)["time and cost"]
-    assert time_and_cost.startswith("unknown: no estimated speed for A100 40GB"), "other kernels than there"
+    assert time_and_cost.startswith("unknown: no estimated speed for A100 40GB"), "the reported run had other kernels"
     shipped(tmp_path, run.name)
     add_summary(where, run.name, world_size=8, microbatch_size=13, accumulation_steps=1, tokens_per_second=500_000.0)
     speed = "500,000 tokens/s of training alone, without validation (measured over 30 steps"
@@ -422,7 +430,8 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
 
 
 def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path) -> None:
-    """On a computer without GPUs, where one process stands for all of them; or for the one whose price it has."""
+    """On a computer without GPUs, a plan by one process is for all ranks of the machine in the run's name, or else of
+    the machine whose price is in train.json."""
     where = shipped(tmp_path, "8xh100m80-fast")
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")
@@ -455,7 +464,7 @@ def test_dollars_are_not_those_of_another_machine(tmp_path: Path, price: float, 
     assert said in rows(where, "8xh100m80", assume_device=device)["cost"]
 
 
-# Benchmarks, and weights to start from
+# Benchmarks, and initial weights
 
 BENCHMARKS: dict[str, Any] = {
     "benchmark_interval": 4,
@@ -490,7 +499,8 @@ def test_benchmarks_whose_time_is_not_known(shop: Workshop, values: dict[str, An
 
 @pytest.mark.parametrize("options", [{}, {"assume_tps": 96.0}, {"assume_tps_with_validation": 96.0}], ids=str)
 def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop, options: dict[str, Any]) -> None:
-    """The earlier ones are those of a summary of 9 steps, with evaluations after 0, 4 and 8."""
+    """The time of benchmarks comes from the run's own summary: three evaluations in 9 steps took 30 s, so six take 60
+    s."""
     shop.add_run(**BENCHMARKS)
     add_summary(shop, **EARLIER)
     found = rows(shop, **options)
@@ -501,7 +511,8 @@ def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop, optio
 
 
 def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> None:
-    """The plan checks them as training does at its start; a run that continues does not need them."""
+    """A plan checks the initial weights as training does at its start. A run that resumes from a checkpoint does not
+    need them."""
     weights = shop.add_run(initial_weights="start.safetensors", min_train_tokens=64) / "start.safetensors"
 
     def write(**shape: int) -> None:
@@ -539,7 +550,7 @@ ESTIMATED = {
 
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_an_estimated_speed(tmp_path: Path, name: str) -> None:
-    """An estimate is called one, with a range, wherever speed, time or cost stand."""
+    """Estimated speeds, times and costs are marked as estimates and have a range."""
     device, speed = ESTIMATED[name]
     found = rows(shipped(tmp_path, name), name, **EIGHT, assume_device=device)
     assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (estimated for 8 x")
@@ -548,12 +559,13 @@ def test_an_estimated_speed(tmp_path: Path, name: str) -> None:
     total = dollars(found)[2]
     assert dollars(found)[-2:] == pytest.approx([total / 1.2, total / 0.8], abs=0.011)
     assert re.search(r"estimated: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
-    assert total < BILLS[name][2] / 2, "the notebook's machine, with this program"
+    assert total < BILLS[name][2] / 2, "the notebook's run must cost less than half with this program"
 
 
 @pytest.mark.parametrize(("name", "speed"), [("8xa100m40", 984_000), ("8xh100m80", 2_740_000)])
 def test_the_estimate_of_a_stack_of_levers_with_muon(tmp_path: Path, name: str, speed: int) -> None:
-    """GPT-2 small with the levers of the public speed record, beside the same run without them."""
+    """The estimate for GPT-2 small with Muon and the model options of the public speed record is below the same run's
+    without them."""
     device, plain = ESTIMATED[name]
     where = shipped(tmp_path, name, optimizer="muon", lr_schedule="linear")
     model = where.runs / name / "model.json"
@@ -567,13 +579,13 @@ def test_the_estimate_of_a_stack_of_levers_with_muon(tmp_path: Path, name: str, 
     assert dollars(found)[0] == pytest.approx(hours * price, abs=0.01)
 
 
-# The width for which even the smallest microbatch is more work for a GPU than launching its kernels is for a CPU.
+# With this width even a small microbatch keeps a GPU busy for longer than the CPU needs to launch its kernels.
 LARGE_ENOUGH = {"emb_dim": 4096, "n_layers": 1}
 
 
 @pytest.mark.parametrize(("device", "said"), [("H100", "96 tokens/s"), ("H200", "(estimated for 1 x H200: ")])
 def test_a_measured_speed_comes_first(shop: Workshop, device: str, said: str) -> None:
-    """On the device that is assumed; another's does not count."""
+    """A speed measured on the assumed device replaces the estimate. A speed measured on another device does not."""
     shop.add_run(model=LARGE_ENOUGH)
     add_summary(shop, device="NVIDIA H100 80GB HBM3")
     assert said in rows(shop, assume_device=device)["speed"]
@@ -584,7 +596,7 @@ def test_a_measured_speed_comes_first(shop: Workshop, device: str, said: str) ->
     [
         ({"precision": "fp32"}, {}, 'unknown: no estimated speed for H100: "precision": "fp32" is not covered'),
         ({}, {"assume_world_size": 16}, "unknown: no estimated speed for H100: 16 ranks are more than one machine"),
-        # Its GPU would wait for the CPU most of the time, and nothing tells for how long.
+        # The GPU would wait for the CPU most of the time, and that time cannot be estimated.
         ({}, {}, "unknown: no estimated speed for H100: launching the kernels"),
     ],
 )

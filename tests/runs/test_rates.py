@@ -1,4 +1,4 @@
-"""Schedules and the rules that scale rates and weight decay: exact numbers, worked out by hand."""
+"""Learning-rate schedules and the rules that scale learning rate and weight decay, against exact numbers by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def multipliers(built: Schedule) -> list[float]:
     ("fraction", "by_hand"),
     [
         (lambda step: warmup(step, 4), {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0}),
-        # Past the end a decay stays at its floor.
+        # After its end a decay stays at its minimum.
         (
             lambda step: cosine(step, 5, 0.1),
             {
@@ -96,7 +96,8 @@ def test_cosine_without_warmup_over_the_lab_notebooks_run() -> None:
     ],
 )
 def test_a_percentage_is_rounded_down_to_whole_steps(total_steps: int, percent: float, steps: int) -> None:
-    """The lab notebook's program rounds so, for the steps of its four runs: whole steps times percent, over 100."""
+    """A warm-up has floor(steps * percent / 100) steps, as in the lab notebook's program. The steps of its four runs
+    are among the cases."""
     built = schedule(total_steps, lr_schedule="cosine", warmup_period_percent=percent)
     assert built.warmup_steps == steps
     if steps:
@@ -142,7 +143,8 @@ def test_parts_longer_than_the_run_are_refused(total_steps: int, keys: dict[str,
 @pytest.mark.parametrize("total_steps", range(1, 12))
 @pytest.mark.parametrize("warmup_percent", [10, 25, 50, 75, 90])
 def test_percentages_that_fit_together_fit_every_run(warmup_percent: int, total_steps: int) -> None:
-    """Both lengths are rounded, and must not outlast a run of an odd number of steps."""
+    """Warm-up and decay whose percentages add up to 100 fit into a run of any number of steps, although both lengths
+    are rounded."""
     built = schedule(
         total_steps,
         lr_schedule="wsd",
@@ -152,7 +154,7 @@ def test_percentages_that_fit_together_fit_every_run(warmup_percent: int, total_
     assert built.warmup_steps + built.decay_steps <= total_steps
 
 
-# The rules that scale
+# The scaling rules
 
 SETUP: dict[str, Any] = {"batch_tokens": 4 * 1024, "train_tokens": 10**6, "layers": 6}
 
@@ -165,7 +167,7 @@ def test_nothing_is_scaled_unasked() -> None:
 
 @pytest.mark.parametrize("batch", [256, 1024, 5000, 1_000_000])
 def test_weight_decay_forgets_over_as_many_tokens(batch: int) -> None:
-    """B/(eta·lambda) tokens, whatever the batch."""
+    """Weight decay acts over B/(eta·lambda) tokens, which are the same for each batch B."""
     base = config(learning_rate=0.002, weight_decay=0.1, scale_with_batch={"reference_tokens": 1024})
     values = scale_settings(base, **SETUP | {"batch_tokens": batch}).values
     assert values["learning_rate"] == pytest.approx(0.002 * math.sqrt(batch / 1024), rel=1e-12)
@@ -173,7 +175,7 @@ def test_weight_decay_forgets_over_as_many_tokens(batch: int) -> None:
 
 
 def test_weight_decay_forgets_over_the_same_part_of_the_run() -> None:
-    """B/(eta·lambda·D), whatever the batch and the number of tokens."""
+    """Weight decay acts over the same part B/(eta·lambda·D) of the run for each batch B and number of tokens D."""
     rule = {"reference_tokens": 1024, "reference_train_tokens": 250_000}
     values = scale_settings(config(scale_with_batch=rule), **SETUP).values
     part = 4096 / (values["learning_rate"] * values["weight_decay"] * 10**6)
@@ -205,7 +207,8 @@ def test_what_is_scaled_beyond_all_numbers_is_refused() -> None:
 
 
 def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
-    """The values are those by hand, and B/(eta·lambda) is the same in each step."""
+    """With a batch ramp, learning rate and weight decay of each step are those by hand for the step's batch B, and
+    B/(eta·lambda) is the same in each step."""
     ramped = config(scale_with_batch={"reference_tokens": 1024})
     largest = scale_settings(ramped, **SETUP).values
     for batch, by_hand in ((1024, 1.0), (2048, math.sqrt(2)), (4096, 2.0)):

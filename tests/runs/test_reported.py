@@ -1,4 +1,5 @@
-"""The figures that ship with the notebook's runs: each agrees with the others as far as its source does."""
+"""The reported figures that ship with the notebook's runs equal the source's, and agree with each other where the
+source's do."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from harness.runs.train_config import load_train_config
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
 
-# Whole seconds, dollars, validations, seconds of each, their dollars, dollars and seconds without them: the source's
-# table of costs.
+# The source's table of costs: whole seconds, dollars, number of validations, seconds of each validation, dollars of all
+# validations, and dollars and seconds without validations.
 COSTS: dict[str, tuple[float, ...]] = {
     "8xa100m40": (13_904, 39.86, 50, 30, 4.30, 35.56, 12_404),
     "8xh100m80": (6_650, 44.19, 24, 38, 6.06, 38.13, 5_738),
     "8xa100m80": (11_532, 45.87, 24, 66, 6.30, 39.57, 9_948),
     "8xb200m160": (4_190, 46.46, 11, 60, 7.32, 39.14, 3_530),
 }
-# Final losses of training and validation, test loss, score of instructions.
+# Final training loss, final validation loss, test loss, score on instructions.
 LOSSES: dict[str, tuple[float, ...]] = {
     "8xa100m40": (3.720, 3.675, 3.674, 17.09),
     "8xh100m80": (4.091, 3.729, 3.725, 11.98),
@@ -59,7 +60,7 @@ def test_the_table_of_costs(name: str) -> None:
     printed = shipped(name).value("train_seconds")
     assert printed is not None
     assert int(printed) == seconds
-    # The source reckons its dollars by whole seconds.
+    # The source computes its dollars from whole seconds.
     assert round(seconds * price / 3600, 2) == dollars
     assert round(runs * each * price / 3600, 2) == validation
     assert round(dollars - validation, 2) == without
@@ -97,9 +98,9 @@ def test_the_run_on_one_gpu() -> None:
     reported = shipped("original")
     assert values("original", "test_loss", "instruction_score", "microbatch_size") == (3.944, 16.01, 6)
     assert (reported.gpus, reported.memory_gib, reported.device) == (1, 24, "RTX 3090")
-    assert reported.whole_run_speed is None, "it is reported of the beginning alone"
+    assert reported.whole_run_speed is None, "only a speed at the beginning is reported"
     assert reported.training_speed == 19_678
-    assert 3_260_190_720 / reported.training_speed / 3600 == pytest.approx(46.0, abs=0.1), "its bar said 46:02:23"
+    assert 3_260_190_720 / reported.training_speed / 3600 == pytest.approx(46.0, abs=0.1), "its progress bar: 46:02:23"
 
 
 @pytest.mark.parametrize("name", [*MACHINES, "original"])
@@ -155,7 +156,7 @@ def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
 
     assert [figures().training_speed, figures().whole_run_speed, figures().layout] == [None, None, None]
     whole = {"tokens_seen": 1000.0, "train_seconds": 100.0, "tokens_per_second": 10.0}
-    assert figures(**whole).training_speed is None, "how long validation took is not known"
+    assert figures(**whole).training_speed is None, "the time of validation is not reported"
     assert figures(**whole, validation_runs=10.0, validation_seconds_each=5.0).training_speed == 20.0
     assert figures(**whole, validation_runs=10.0, validation_seconds_each=50.0).training_speed is None
     assert figures(microbatch_size=13.0, global_batch_size=100.0).layout is None

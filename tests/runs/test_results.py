@@ -1,4 +1,5 @@
-"""Results in a run's folder, measurements of its models and searches of -f: written, read again, and told apart."""
+"""Results in a run directory, of measurements of its weights and of microbatch searches (-f), are written, read and
+told apart."""
 
 from __future__ import annotations
 
@@ -117,7 +118,9 @@ def test_the_same_measurement_takes_the_place_of_the_earlier_one(run: RunDirecto
     ],
     ids=["slice", "text", "precision", "weights", "device", "ranks", "limit", "model"],
 )
-def test_another_question_stands_beside(run: RunDirectory, one: StoredResult, changes: dict[str, Any]) -> None:
+def test_a_result_of_another_measurement_does_not_replace_the_first(
+    run: RunDirectory, one: StoredResult, changes: dict[str, Any]
+) -> None:
     write_result(run, one)
     write_result(run, one.model_copy(update=changes))
     assert len(read_results(run).found) == 2
@@ -171,10 +174,10 @@ def test_a_loss_that_its_windows_contradict_is_left_out(run: RunDirectory, loss:
     assert results.has_unread(LossResult, LOSS.weights.checkpoint)
 
     path.with_suffix(".safetensors").unlink()
-    assert len(read_results(run).found) == (loss != "-1"), "without its windows it stands by itself"
+    assert len(read_results(run).found) == (loss != "-1"), "without its file of windows a loss cannot be contradicted"
 
 
-def test_no_bits_for_a_loss_are_none_of_ours(run: RunDirectory) -> None:
+def test_zero_bits_per_byte_with_a_positive_loss_are_refused(run: RunDirectory) -> None:
     path = write_loss(run, LOSS, LOSSES)
     path.write_text(path.read_text().replace('"bits_per_byte": 1.25', '"bits_per_byte": 0.0'))
     assert "not a result of this version" in read_results(run).problems[0]
@@ -196,7 +199,8 @@ def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file in the folder's place stands for a folder that is read-only to anybody but root."""
+    """A result that cannot be written gives one line of warning. A file in place of the folder takes the place of a
+    read-only folder, into which root, who may run the tests, could write."""
     run.results.write_text("")
     experiment: Any = SimpleNamespace(run=run)
     keep_search(experiment, SEARCH)

@@ -1,8 +1,8 @@
-"""An earlier version's files of a run are read and continued as that version would have done.
+"""Files that an earlier version wrote are read as that version would read them, and its runs can be resumed.
 
-The folders in fixtures/ were written by the version before `CheckpointMeta`, `RunSummary` and the events were classes:
-`one_rank` and `two_ranks` are runs trained to their end, of which one checkpoint on the way was kept. In `older` there
-are files with the keys of a version yet before that one.
+The folders in fixtures/ were written by the version before `CheckpointMeta`, `RunSummary` and the events became
+classes. `one_rank` and `two_ranks` are finished runs, each with one checkpoint from before the end. `older` has files
+with the keys of a still earlier version.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_and_ends_as_it_did(shop: Workshop, name: str) -> None:
-    """And as one that this version trains from its beginning, but for the last bits: it adds the loss up otherwise."""
+    """A run of an earlier version, resumed by this one, ends with the weights of the same run trained by this version
+    from the start, to 1e-3. The last bits differ because this version sums the loss in another order."""
     written_by = json.loads((FIXTURES / name / "written_by.json").read_text())
     run = Path(shutil.copytree(FIXTURES / name, shop.runs / name))
     straight = shop.runs / f"{name}-straight"
     straight.mkdir()
     shutil.copy(run / "model.json", straight)
     train = json.loads((run / "train.json").read_text())
-    (straight / "train.json").write_text(json.dumps(train | {"precision": "fp32"}))  # what "auto" was on every CPU
+    (straight / "train.json").write_text(json.dumps(train | {"precision": "fp32"}))  # "auto" was fp32 on every CPU
     said = shop.train(name, checkpoint_of(run).name, ranks=written_by["ranks"]).stdout
     assert f"continuing from {checkpoint_of(FIXTURES / name).name}" in said
     assert "train.json has changed" not in said
@@ -65,15 +66,15 @@ def test_a_run_goes_on_and_ends_as_it_did(shop: Workshop, name: str) -> None:
     assert all(torch.allclose(tensor, other[key], atol=1e-3) for key, tensor in one.items())
     summary = read_summary(run / "summary.json")
     assert summary.measured is not None
-    assert summary.measured.tokens == summary.tokens_seen, "its seconds were measured on such a machine, too"
-    assert read_meta(ends[0]).precision == "fp32", "as it was begun"
+    assert summary.measured.tokens == summary.tokens_seen, "seconds of the earlier version on an equal machine count"
+    assert read_meta(ends[0]).precision == "fp32", "the run must keep its precision"
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_whole_and_says_what_it_said(name: str, tmp_path: Path) -> None:
     path = checkpoint_of(FIXTURES / name)
     verify_checkpoint(path)
-    loaded = load_checkpoint(path)  # tensors and plain values only: as every checkpoint, with weights_only
+    loaded = load_checkpoint(path)  # uses torch.load with weights_only, so the files have only tensors and plain values
     assert len(loaded.train_state["ranks"]) == loaded.meta.world_size == (1 if name == "one_rank" else 2)
     assert not loaded.meta.model_extra
     state = loaded.meta.state()
@@ -92,7 +93,7 @@ def test_todays_files_have_the_same_keys_in_the_same_order(shop: Workshop) -> No
     run = Path(shutil.copytree(FIXTURES / "one_rank", shop.runs / "keys"))
     shop.train("keys", "--restart", ranks=1)
     keys = list(raw_meta(run / "checkpoints" / "latest"))
-    for key in ("precision", "versions", "commit"):  # the only new ones
+    for key in ("precision", "versions", "commit"):  # the only keys that the earlier version did not have
         keys.remove(key)
     assert keys == list(raw_meta(checkpoint_of(FIXTURES / "one_rank")))
     then, now = (json.loads((folder / "summary.json").read_text()) for folder in (FIXTURES / "one_rank", run))
@@ -126,7 +127,8 @@ def test_metrics_are_read_and_written_as_they_were(name: str, tmp_path: Path) ->
 
 
 def test_files_with_fewer_keys() -> None:
-    """Their tokens and seconds may be another program's or machine's: the speed is measured from there."""
+    """Files of the still earlier version do not record where their tokens were trained, so the speed of a resumed run
+    is measured from the checkpoint on."""
     meta = CheckpointMeta.model_validate_json((FIXTURES / "older" / META).read_text())
     state = meta.state()
     assert (state.measured_from_step, state.measured_from_tokens) == (meta.global_step, meta.tokens_seen)
@@ -156,8 +158,9 @@ def test_lines_with_other_keys(tmp_path: Path) -> None:
 
 
 def write_with_text(run: Path) -> list[str]:
-    """Give an earlier version's run a vocabulary of texts and room for them, and its checkpoint the tokenizer; names,
-    keys and files stay that version's."""
+    """Enlarge the vocabulary and context of an earlier version's run so that it can process text, add a tokenizer to
+    its checkpoint, and return the paths of model.json and of the weights. The names of tensors, keys and files stay
+    those of the earlier version."""
     checkpoint, sizes = checkpoint_of(run), {"vocab_size": 280, "context_length": 256}
     weights = load_file(checkpoint / "model.safetensors")
     for name, rows in {"tok_emb": 280, "out_head": 280, "pos_emb": 256}.items():
@@ -175,7 +178,8 @@ def write_with_text(run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_other_commands_take_a_checkpoint(shop: Workshop, tmp_path: Path) -> None:
-    """Its loss; then, with a vocabulary of texts, a sample, fine-tuning, and an export that computes the same."""
+    """test_loss.py measures an earlier version's checkpoint. With a tokenizer added, test_smoke.py samples from it,
+    test_ift.py fine-tunes it, and convert_hf.py exports it to a model with the same logits."""
     run = Path(shutil.copytree(FIXTURES / "one_rank", tmp_path / "run"))
     files = [str(run / "model.json"), str(checkpoint_of(run) / "model.safetensors")]
     printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", DATASET).stdout

@@ -1,4 +1,4 @@
-"""The runs in the repository: they load, and say what the lab notebook's did."""
+"""The runs in the repository load, and have the settings of the lab notebook's runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICKSTARTS = ["quickstart", "quickstart-gpt2"]
 FAST = ["8xa100m40-fast", "8xh100m80-fast"]
 SHIPPED = [*QUICKSTARTS, *FAST, "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
 
-# microbatch, dollars per hour, global steps, tokens: exact figures of the notebook's table.
+# Exact figures of the notebook's table: microbatch, dollars per hour, global steps, tokens.
 MACHINES: dict[str, tuple[int, float, int, int]] = {
     "8xa100m40": (13, 10.32, 30_614, 3_260_268_544),
     "8xh100m80": (27, 23.92, 14_740, 3_260_252_160),
@@ -57,11 +57,12 @@ def test_every_run_loads(name: str) -> None:
         steps = config.accumulation_steps(world_size)
         layout = BatchLayout(world_size, steps, config.microbatch_size, model.context_length)
         total = BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62)
-        build_schedule(config, total)  # raises if the warm-up is longer
+        build_schedule(config, total)  # raises UserError if the warm-up is longer than the run
 
 
 def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:
-    """Files in a run of the user's own are changes: a summary, a chart and results are worth a commit."""
+    """Git ignores what training writes into a shipped run. In a user's own run it shows the summary, the chart and
+    results, which a user may want to commit."""
     shutil.copyfile(ROOT / ".gitignore", tmp_path / ".gitignore")
     files = ["summary.json", "training-run-chart.png", "metrics.jsonl", "ift-responses.json", "judgements.jsonl"]
     files += ["results/microbatch-search-cpu.json", "results/loss.json", "checkpoints/a/meta.json", "aside/1/old.json"]
@@ -98,8 +99,8 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     layout = BatchLayout(8, config.accumulation_steps(8), microbatch, 1024)
     assert BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62) == steps
     assert steps * layout.global_tokens == tokens
-    # What is set besides changes no number: seven devices do not wait for one to validate, nor all for the disk, which
-    # would fill up with 93 GiB of checkpoints.
+    # The runs' other settings change no number. With them seven GPUs do not wait while one validates, no GPU waits for
+    # the disk, and the disk does not fill up with 93 GiB of checkpoints.
     assert (config.validation_ranks, config.async_checkpoint, config.keep_checkpoints) == ("all", True, 3)
     notebook = {"dataset", "microbatch_size", "min_train_tokens", "start_train_token", "price_per_hour"}
     notebook |= {"validation_interval", "validation_batches", "start_val_token"}
@@ -139,7 +140,7 @@ def test_quickstart_fits_the_dataset_it_trains_on() -> None:
     from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE
 
     model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
-    assert model.vocab_size == DEFAULT_VOCAB_SIZE, "smaller: refused; larger: embeddings that nothing trains"
+    assert model.vocab_size == DEFAULT_VOCAB_SIZE, "a smaller one is refused; a larger one has untrained embeddings"
 
 
 @pytest.mark.parametrize("name", FAST)

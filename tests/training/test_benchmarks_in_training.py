@@ -1,4 +1,5 @@
-"""Benchmarks while a model trains: the same numbers on any number of ranks, and nothing else of the run changes."""
+"""Benchmarks during training: the scores do not depend on the number of ranks, and the run is otherwise the same as
+without benchmarks."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ FP32 = Precision("fp32", "cpu")
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """A dataset with a tokenizer of its own, and three tasks."""
+    """Workshop with a dataset that has its own tokenizer, and with three benchmark tasks."""
     folder = tmp_path_factory.mktemp("benchmarks")
     shop = Workshop(folder, {"HF_HOME": str(folder / "hf")})
     place = shop.datasets / "local" / "text"
@@ -69,7 +70,7 @@ def add_run(shop: Workshop, name: str, **train: Any) -> Path:
         "validation_interval": 4,
         "learning_rate": 0.01,
     }
-    # In bf16 scores depend on how texts are put together in batches, and so on the number of ranks.
+    # In bf16 scores depend on which texts share a batch, and so on the number of ranks.
     keys["precision"] = "fp32"
     return shop.add_run(name, model=SHAPE, **keys | train)
 
@@ -87,7 +88,8 @@ def straight(shop: Workshop) -> Path:
 
 
 def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Path) -> None:
-    from harness.runs.chart import benchmark_lines  # here, since every process that runs tests loads this file
+    # Imported here, because every process that runs tests imports this file.
+    from harness.runs.chart import benchmark_lines
 
     events = metrics(straight)
     found = [event for event in events if event["event"] == "benchmark"]
@@ -107,7 +109,7 @@ def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Pat
 
 
 def test_two_ranks_get_what_one_process_gets(shop: Workshop, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of the last checkpoint, evaluated here, give the same to the last bit."""
+    """The scores of the last checkpoint, computed here in one process, equal those of two ranks to the bit."""
     import datasets
 
     from harness.evaluation.benchmarks import run as benchmarks
@@ -133,7 +135,7 @@ def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Pat
     replace(shop, draws=True).train("without")
     assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]
     heights = [picture_height(folder / "training-run-chart.png") for folder in (straight, run)]
-    assert heights[0] > heights[1], "a panel more"
+    assert heights[0] > heights[1], "the chart has a panel for benchmarks"
     others = [event for event in metrics(straight) if event["event"] != "benchmark"]
     assert without_times(others) == without_times(metrics(run))
     (straight / "all-metrics.jsonl").write_text((straight / "metrics.jsonl").read_text())
@@ -149,7 +151,7 @@ def picture_height(path: Path) -> int:
     return int.from_bytes(path.read_bytes()[20:24], "big")
 
 
-# A signal in the middle of a step's benchmarks, between kinds of requests, to rank 1 alone.
+# Sends SIGTERM to rank 1 alone in the middle of a step's benchmarks, between two kinds of lm-eval requests.
 SIGNAL = """
 import os, signal, time
 from harness.training.evaluations import SharedBatches
@@ -167,7 +169,7 @@ SharedBatches.__call__ = interrupted
 def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
     shop: Workshop, straight: Path, exhaustive: bool
 ) -> None:
-    """After the last step, and before on the way."""
+    """The run is stopped in the benchmarks after the last step, and with --exhaustive also in those after step 4."""
     run = add_run(shop, "stopped", **with_benchmarks(shop))
     for step, before in [(4, 1), (9, 3)] if exhaustive else [(9, 3)]:
         prelude = SIGNAL.replace("STEP", str(step))
@@ -206,11 +208,11 @@ def test_what_is_wrong_is_told_before_the_first_step(shop: Workshop) -> None:
     assert not (run / "metrics.jsonl").exists()
 
 
-# SharedBatches out, on ranks that are threads
+# SharedBatches, on ranks that are threads
 
 
 class Meeting:
-    """Exchange of values between threads that play ranks."""
+    """Exchange of values between threads that stand for ranks."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -253,12 +255,12 @@ def on_ranks(size: int, work: Callable[[SharedBatches], Any], stopping: Sequence
 def small_model() -> GPTModel:
     torch.manual_seed(0)
     config = ModelConfig(**SHAPE, emb_dim=16, n_heads=2, n_layers=1, drop_rate=0.1, qkv_bias=False)
-    return GPTModel(config).eval()  # for good: threads use it at the same time
+    return GPTModel(config).eval()  # never set to training mode, because several threads use the model at once
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_shares_make_the_same_whole(size: int) -> None:
-    """Nine ranks are more than there are batches."""
+def test_scores_shared_among_ranks_equal_those_of_one(size: int) -> None:
+    """Each rank returns the scores of one process, even with more ranks (nine) than batches."""
     draw = random.Random(size)
     pairs = [(draw.choices(range(VOCAB_SIZE), k=draw.randint(1, 40)), [draw.randrange(300)] * 3) for _ in range(20)]
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 3)
@@ -283,8 +285,8 @@ def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
 
 
 def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:
-    """lm-eval's own part fails on one rank alone, while the others evaluate."""
-    import lm_eval.evaluator  # noqa: F401 - here, since ranks wait for one another for a limited time
+    """If lm-eval fails on one rank while the others evaluate, all ranks raise EvaluationFailed with its message."""
+    import lm_eval.evaluator  # noqa: F401 - imported before the ranks start, since they wait only 30 s for one another
 
     from harness.data.tokenizers.tokenizer import Tokenizer
     from harness.evaluation.benchmarks.run import Benchmarks
@@ -309,9 +311,9 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop)
 
 def test_a_compiled_model_is_not_compiled_for_every_length() -> None:
     model, calls = GPTModel(small_model().config), list[Any]()
-    model._compiled_call_impl = calls.append  # where nn.Module.compile puts what calls of the module then run
+    model._compiled_call_impl = calls.append  # nn.Module.compile stores the compiled function in this attribute
     pairs = [([1] * length, [2, 3]) for length in range(1, 9)]
     assert len(Scorer(model, FP32, VOCAB_SIZE, 1).score(pairs)) == 8
     assert not calls
     model(torch.tensor([[1, 2]]))
-    assert calls, "this test sees a call"
+    assert calls, "a call of the module runs the compiled function, so this test would see one"

@@ -1,4 +1,5 @@
-"""Real runs with a budget in steps, a batch that grows and scaled rates: what they train on, record, and continue."""
+"""Real runs with a budget in steps, a batch ramp or scaled rates: the tokens that they train on, what they record, and
+how they resume."""
 
 from __future__ import annotations
 
@@ -27,21 +28,22 @@ RAMP: dict[str, Any] = {
     "checkpoint_interval": 4,
     "precision": "fp32",
 }
-# 16 tokens a sequence: five steps of 32, three of 64 (up to 352), six of 128: 14 steps, 1,120 tokens.
+# Tokens of each of the 14 steps: 2, 4 or 8 sequences of 16 tokens. The batch grows after 160 and 352 tokens, and the
+# run has 1,120.
 BATCHES = [32] * 5 + [64] * 3 + [128] * 6
 STOP = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={step})\n"
 
 
 def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The latest checkpoint's meta.json, and the summary."""
+    """Return meta.json of the latest checkpoint, and summary.json."""
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
     return meta, json.loads((run / "summary.json").read_text())
 
 
 @pytest.mark.slow
 def test_a_ramp_continues_to_the_bit(shop: Workshop) -> None:
-    """Stopped in its first batch, at the step after which the batch grows, and in its last: the run that never stopped,
-    over every token of the slice once."""
+    """A run with a batch ramp ends as one that never stopped, after stops in the first batch size, at the last step
+    before the batch grows, and in the last batch size. It reads each token of the slice once."""
     straight, stopped = shop.add_run("straight", **RAMP), shop.add_run("stopped", **RAMP)
     said = shop.train("straight").stdout
     assert "14 global steps of 32 to 128 tokens" in said
@@ -63,7 +65,7 @@ def test_a_ramp_continues_to_the_bit(shop: Workshop) -> None:
 
 
 def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> None:
-    """A scaled run is that of files with the scaled numbers, to the bit."""
+    """A run with scaling rules equals, to the bit, a run whose train.json has the scaled values."""
     both = {"min_train_tokens": None, "train_steps": 4, "precision": "fp32", "report_interval": 1}
     rules = {"scale_with_batch": {"reference_tokens": 16}, "scale_with_depth": {"reference_layers": 4}}
     scaled = shop.add_run("scaled", learning_rate=0.01, weight_decay=0.1, **both, **rules)
@@ -80,7 +82,7 @@ def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> N
 
 
 def test_steps_that_are_asked_for_later_are_that_many_in_all(shop: Workshop) -> None:
-    """The number holds where the steps that are done had another batch, too."""
+    """`train_steps` counts all steps of the run, also those done with another global batch."""
     shop.add_run(min_train_tokens=64 * 4)
     shop.train(ranks=1)
     run = shop.add_run(min_train_tokens=None, train_steps=10, gradient_accumulation_steps=4)
@@ -103,15 +105,15 @@ def test_a_tied_heads_own_rate_is_refused(shop: Workshop) -> None:
 
 
 def test_the_plan_knows_what_optimizers_keep(shop: Workshop) -> None:
-    """Disk for whole checkpoints; of a shared-out state each rank's part."""
+    """The plan prints the disk space of whole checkpoints, and each rank's part of a sharded optimizer state."""
     shop.add_run("r", model={"emb_dim": 512}, optimizer="muon", shard_optimizer=True)
     said = shop.attempt("--plan", "--assume-world-size", "4").stdout
     assert "0.02 GiB of state, about 0.01 on each of 4 ranks" in said
-    assert "0.05 each" in said  # with two moments of each matrix, 0.07
+    assert "0.05 each" in said  # it would be 0.07 with AdamW's two moments of each matrix
 
 
 def test_the_commit_is_the_checkouts_own(tmp_path: Path) -> None:
-    assert program_commit(tmp_path) is None, "no checkout"
+    assert program_commit(tmp_path) is None, "a folder without a Git repository"
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -129,6 +131,6 @@ def test_the_commit_is_the_checkouts_own(tmp_path: Path) -> None:
     assert program_commit(tmp_path) == f"{head}-dirty"
     inside = tmp_path / "inside"
     inside.mkdir()
-    assert program_commit(inside) is None, "another project's"
+    assert program_commit(inside) is None, "a folder inside another project's repository"
     if (ROOT / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", str(program_commit()))

@@ -1,4 +1,4 @@
-"""Charts are drawn in a process beside training; the last one shows the end of the run."""
+"""Charts are drawn in a separate process during training, and the last chart shows the end of the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def validated(run: RunDirectory, step: int) -> None:
 
 
 def slow_worker(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A worker that, in place of a drawing, takes a while and then writes down how many lines there were to draw."""
+    """Replace the drawing process by one that counts the lines of metrics.jsonl, sleeps for `seconds`, and then appends
+    the count to the chart's file."""
     source = (
         "import sys, time\n"
         "lines = len(open(sys.argv[1]).readlines())\n"
@@ -59,7 +60,7 @@ def test_the_chart_of_the_last_state_is_there_at_the_end(run: RunDirectory) -> N
         os.kill(pid, 0)
 
 
-def test_nobody_waits_for_a_drawing_and_many_requests_are_one(
+def test_training_does_not_wait_for_a_drawing_and_many_requests_are_one(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 2.0
@@ -69,7 +70,7 @@ def test_nobody_waits_for_a_drawing_and_many_requests_are_one(
     for step in range(10):
         validated(run, step)
         chart.draw()
-    assert not run.chart.exists(), "the first drawing is not over"
+    assert not run.chart.exists(), "the first drawing has already ended"
     assert time.monotonic() - began < seconds
     chart.finish(PATIENCE_SECONDS)
     drawn = [int(line) for line in run.chart.read_text().splitlines()]
@@ -84,7 +85,7 @@ def test_a_chart_that_cannot_be_drawn_is_a_warning(run: RunDirectory) -> None:
         chart.finish(PATIENCE_SECONDS)
 
 
-def test_a_worker_that_is_killed_is_a_warning_and_the_next_chart_is_anothers(
+def test_a_killed_worker_is_a_warning_and_another_worker_draws_the_next_chart(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chart = ChartProcess(run)

@@ -1,4 +1,4 @@
-"""A compiler that is there and does not work: on the CPU, with a model that is to be compiled as on CUDA by default."""
+"""Training where torch.compile fails. The tests run on the CPU, where "auto" is made to compile as it does on CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.configs import model_in, train_in
 from tests.support.launch import Workshop
 
 SHORT = {"min_train_tokens": 256, "validation_interval": None, "validation_batches": None, "checkpoint_interval": 99}
-# "auto" compiles.
+# Lets "auto" compile on the CPU.
 WANTED = """
 import os, torch
 from harness.model import kernels
@@ -28,13 +28,13 @@ from tests.support.faults import own_rank
 kernels.should_compile = lambda setting, device: setting is not False
 compile_module = torch.nn.Module.compile
 """
-# Inductor without a C++ compiler, and without what earlier processes have compiled.
+# Lets Inductor find no working C++ compiler and no code that an earlier process compiled.
 BROKEN = f"""{WANTED}
 import torch._inductor.config as inductor
 inductor.cpp.cxx = "false"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("cache")
 """
-# Of two ranks the second has a compiler that fails. Neither makes machine code.
+# Compiling fails on rank 1 and succeeds on rank 0, where the backend "eager" generates no machine code.
 BROKEN_ON_RANK_1 = f"""{WANTED}
 def broken(graph, inputs):
     raise RuntimeError("no such instruction")
@@ -45,7 +45,7 @@ NOTE = "note: the model is not compiled, and trains more slowly: compiling faile
 
 
 class FakeCompiler:
-    """A step of a model whose compiled code raises an error; run eagerly, it trains."""
+    """Training step of a model whose compiled code raises `error`. Uncompiled, the model trains."""
 
     def __init__(self, folder: Path, error: Exception) -> None:
         def fail(*arguments: Any, **options: Any) -> None:
@@ -64,17 +64,17 @@ class FakeCompiler:
 FAILED = TorchDynamoException("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")
 
 
-def test_auto_steps_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_trains_uncompiled_where_compiling_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeCompiler(tmp_path, FAILED)
     fake.settle("auto")
     assert capsys.readouterr().out == f"{NOTE}CppCompileError: C++ compile error\n"
     assert not kernels.is_compiled(fake.model)
     fake.step.warm_up(fake.microbatch)
-    fake.settle("auto")  # nothing is compiled any more, and nothing said
+    fake.settle("auto")  # the model is no longer compiled, so nothing fails and nothing is printed
     assert capsys.readouterr().out == ""
 
 
-def test_true_does_not(tmp_path: Path) -> None:
+def test_true_is_refused_where_compiling_fails(tmp_path: Path) -> None:
     fake = FakeCompiler(tmp_path, FAILED)
     with pytest.raises(UserError, match=r'^train.json: key "compile": the model cannot be compiled here: CppC'):
         fake.settle(True)
@@ -88,7 +88,7 @@ def test_true_does_not(tmp_path: Path) -> None:
         ("put_ does not have a deterministic implementation, but", "auto"),
     ],
 )
-def test_errors_that_are_no_compilers_are_told_as_what_they_are(
+def test_errors_that_are_not_the_compilers_are_raised_unchanged(
     tmp_path: Path, text: str, setting: Literal["auto", True]
 ) -> None:
     with pytest.raises(RuntimeError, match=text):
@@ -101,7 +101,8 @@ def weights(run: Path) -> bytes:
 
 @pytest.mark.slow
 def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
-    """A rank that trained compiled code would exchange other buckets than one that does not."""
+    """If one rank cannot compile, no rank trains compiled code, because DDP's buckets differ between compiled and
+    uncompiled models."""
     run, eager = shop.add_run("r", **SHORT), shop.add_run("eager", **SHORT, compile=False)
     result = shop.train("r", prelude=BROKEN_ON_RANK_1)
     assert result.stdout.count(f"{NOTE}RuntimeError: no such instruction") == 1, result.stdout
@@ -120,8 +121,9 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
     assert "Traceback" not in result.stderr
 
 
-# Compiled by torch.compile's front, which cuts the model at DDP's buckets, but not to machine code, the loss's kernel
-# included: that takes minutes (tests/model/test_linear_cross_entropy.py has that kernel's).
+# Compiles with the backend "eager": TorchDynamo traces the model and splits it at DDP's buckets, but no machine code is
+# generated, which would take minutes. The same holds for the loss kernel. tests/model/test_linear_cross_entropy.py
+# tests that kernel's machine code.
 COMPILED = f"""{WANTED}
 from harness.model import cross_entropy
 kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
@@ -132,7 +134,8 @@ torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
 
 @pytest.mark.slow
 def test_two_ranks_with_a_compiled_model_continue_to_the_same_bits(shop: Workshop) -> None:
-    """The pass that compiles is each rank's own, and comes before the one after which DDP arranges its buckets."""
+    """A resumed run on two ranks with a compiled model ends in the same bits. Each rank runs the compiling pass by
+    itself, before the pass after which DDP rebuilds its buckets."""
     run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 128})
     result = shop.train(prelude=COMPILED)
     assert "note:" not in result.stdout

@@ -1,4 +1,4 @@
-"""A run that stopped and went on is the run that never stopped: bit for bit, through the real command."""
+"""A run that was stopped and resumed with the real command equals a run that never stopped, to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.runs.checkpoints import list_checkpoints
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
 
-# Dropout 0.1 and accumulation 2 come from the launcher's defaults.
+# Dropout of 0.1 and two accumulation steps are the defaults of tests/support/launch.py.
 COMMON: dict[str, Any] = {
     "min_train_tokens": 2560,  # 20 global steps on two ranks
     "learning_rate": 0.01,
@@ -28,7 +28,7 @@ FAULTS = "from tests.support.faults import *\n"
 SHORT = COMMON | {"min_train_tokens": 256}
 ASIDE = {"checkpoints", "metrics.jsonl", "summary.json", "training-run-chart.png"}
 MUON = {"optimizer": "muon", "muon_momentum_warmup_steps": 6, "vector_learning_rate": 0.003}
-# At the end each rank says in how many buckets its gradients were exchanged.
+# At the end of the run each rank prints in how many buckets DDP exchanged its gradients, and the size of the largest.
 COUNTED = """
 import os
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +54,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(scope="module")
 def finished(shop: Workshop) -> Path:
-    """A run of four steps on one rank."""
+    """Finished run of four steps on one rank."""
     run = shop.add_run("finished", **SHORT)
     replace(shop, draws=True).train("finished", ranks=1)
     return run
@@ -65,8 +65,8 @@ def copy_of(run: Path, name: str) -> Path:
 
 
 def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
-    """Everything after the named checkpoint is moved aside, not deleted, and the new end is the old one. Gradients are
-    exchanged in several buckets, each closed by the tensor that exceeds `bucket_mb`."""
+    """A run resumed from a named checkpoint moves everything later to aside/ and ends as the first run. Gradients are
+    exchanged in several buckets. A tensor that makes a bucket larger than `bucket_mb` is the bucket's last."""
     run = shop.add_run("named", model={"emb_dim": 256}, **COMMON, bucket_mb=1)
     said = replace(shop, draws=True).train("named", prelude=COUNTED).stdout
     counts = re.findall(r"rank \d: (\d+) buckets of (\d+) bytes", said)
@@ -82,14 +82,16 @@ def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
     assert sorted(path.name for path in aside) == [path.name for _, path in old[2:]]
     (tail,) = (run / "aside").rglob("metrics.jsonl")
     kept = [json.loads(line) for line in tail.read_text().splitlines()]
-    # The named checkpoint's own line stays; all later ones are in the tail, and the end's summary and chart beside it.
+    # Lines up to the named checkpoint's own stay in metrics.jsonl. The later lines, the summary and the chart are
+    # moved.
     assert kept == [line for line in lines if line["global_step"] > 5]
     assert {path.name for path in tail.parent.iterdir()} == ASIDE
     assert_same_end(first, run)
 
 
 def test_a_shared_out_optimizer_goes_on_as_a_whole_one(shop: Workshop) -> None:
-    """On two ranks; then on four, the state kept the other way. Muon's, a part of which is AdamW's."""
+    """A run with a sharded Muon state ends as one with an unsharded state. Both begin on two ranks and resume on four,
+    the sharded run without sharding and the unsharded one with it."""
     settings = COMMON | {"min_train_tokens": 512, "gradient_accumulation_steps": 1, "precision": "fp32"} | MUON
     runs = {flag: shop.add_run(f"sharded-{flag}", **settings, shard_optimizer=flag) for flag in (True, False)}
     for run in runs.values():
@@ -115,7 +117,8 @@ def test_restart_moves_everything_aside(shop: Workshop, finished: Path) -> None:
 
 
 def test_a_changed_model_dataset_or_optimizer_is_refused(shop: Workshop, finished: Path) -> None:
-    """Before anything is touched; another run may start from its weights."""
+    """Training refuses to resume with another model, optimizer or dataset, and changes no file. A new run may start
+    from the weights."""
     run = copy_of(finished, "changed")
     shop.add_run("changed", model={"emb_dim": 32}, **SHORT)
     assert "made with another model: emb_dim: 16 -> 32" in shop.train("changed", ranks=1, expect=2).stderr
@@ -137,7 +140,8 @@ def test_a_changed_model_dataset_or_optimizer_is_refused(shop: Workshop, finishe
 
 
 def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
-    """A validation may outlast torchrun's patience: it is left off, and done when the run continues."""
+    """A signal interrupts a validation, because torchrun kills the run soon after a signal. The resumed run repeats the
+    validation."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
     run, straight = shop.add_run("validating", **settings), shop.add_run("validated", **settings)
     stopping = FAULTS + "after_first_evaluated(tell(SIGTERM), step=0)"
@@ -149,7 +153,8 @@ def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
 
 
 def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: Workshop) -> None:
-    """Validation is over the same text if the same tokens are cut into other microbatches."""
+    """Validation losses of different microbatch sizes are compared if they are over the same tokens, so a higher loss
+    with another microbatch size does not become the best."""
     slices = ({"microbatch_size": 2, "validation_batches": 4}, {"microbatch_size": 1, "validation_batches": 8})
     for tokens, rate, keys in zip((512, 1024), (0.01, 1.0), slices, strict=True):
         run = shop.add_run("sliced", min_train_tokens=tokens, learning_rate=rate, **keys)
@@ -159,4 +164,4 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: Workshop) ->
         for step, path in list_checkpoints(run / "checkpoints")
     }
     later = [event for event in metrics(run) if event["event"] == "validation" and event["tokens_seen"] > 512]
-    assert all(event["loss"] > best[max(best)] for event in later), "the high rate has made it worse"
+    assert all(event["loss"] > best[max(best)] for event in later), "the high learning rate did not raise the loss"

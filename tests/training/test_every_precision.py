@@ -1,5 +1,8 @@
-"""Every precision trains one real small run to the same loss: within 0.003 nats of fp32, less than half of what another
-seed changes (0.007), after a fall from 4.16 to 1.66. A run keeps the precision that it began in."""
+"""Every precision trains a small run to the same validation loss, and a run keeps the precision that it began with.
+
+The loss falls from 4.16 to 1.66 nats. It must end within 0.003 nats of fp32's, less than half of the difference that
+another random seed makes (0.007).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def final_loss(shop: Workshop, name: str, **keys: Any) -> float:
-    """The validation loss at the end of a run in some precision, which has skipped no step."""
+    """Train a run with the given keys of train.json, check that it skipped no step, and return its last validation
+    loss."""
     run = shop.add_run(name, model={"drop_rate": 0.0}, **STEPS, **keys)
     shop.train(name, ranks=1)
     summary = json.loads((run / "summary.json").read_text())
@@ -65,7 +69,7 @@ def final_loss(shop: Workshop, name: str, **keys: Any) -> float:
 @pytest.fixture(scope="module")
 def fp32_loss(shop: Workshop) -> float:
     loss = final_loss(shop, "fp32", precision="fp32")
-    assert math.log(4) < loss < 2, "it has learned, and has not reached what no model goes below"
+    assert math.log(4) < loss < 2, "the model has learned, and its loss is above the entropy of the text, log(4)"
     return loss
 
 
@@ -81,7 +85,7 @@ def fp32_loss(shop: Workshop) -> float:
 def test_trains_to_the_loss_of_fp32(shop: Workshop, fp32_loss: float, keys: dict[str, str]) -> None:
     loss = final_loss(shop, "-".join(keys.values()), **keys)
     assert loss == pytest.approx(fp32_loss, abs=TOLERANCE)
-    assert loss != fp32_loss, "it was computed in another precision"
+    assert loss != fp32_loss, "an equal loss would mean that the run was computed in fp32"
 
 
 def checkpoint(wanted: str = "auto", **values: Any) -> CheckpointMeta:
@@ -93,13 +97,13 @@ def checkpoint(wanted: str = "auto", **values: Any) -> CheckpointMeta:
     [
         ("auto", True, None, "bf16"),
         ("auto", False, None, "fp32"),
-        ("auto", False, checkpoint(device=HERE, precision="bf16"), "bf16"),  # begun on another processor
+        ("auto", False, checkpoint(device=HERE, precision="bf16"), "bf16"),  # begun on a CPU with bf16 units
         ("auto", True, checkpoint(device=HERE, precision="fp32"), "fp32"),
-        ("auto", True, checkpoint(device=HERE), "fp32"),  # earlier versions: always fp32 on the CPU
+        ("auto", True, checkpoint(device=HERE), "fp32"),  # by an earlier version, which always used fp32 on a CPU
         ("auto", True, checkpoint(device="NVIDIA V100", precision="fp16"), "bf16"),  # another kind of device
         ("auto", True, checkpoint("fp32", device=HERE, precision="fp32"), "bf16"),  # train.json has changed
         ("fp32", True, checkpoint(device=HERE, precision="bf16"), "fp32"),
-        ("auto", True, checkpoint(), "bf16"),  # the notebook's do not say where
+        ("auto", True, checkpoint(), "bf16"),  # by the notebook's program, which records no device
     ],
 )
 def test_auto_keeps_what_the_run_began_in(
@@ -110,7 +114,7 @@ def test_auto_keeps_what_the_run_began_in(
 
 
 def test_a_gpu_that_does_not_compute_what_the_run_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" does not refuse itself."""
+    """On a GPU without bf16, "auto" resumes a bf16 run in fp16 instead of failing."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
     began = checkpoint(device="NVIDIA A100", precision="bf16")
@@ -118,7 +122,7 @@ def test_a_gpu_that_does_not_compute_what_the_run_began_in(monkeypatch: pytest.M
 
 
 def test_a_search_is_done_in_what_the_run_began_in(shop: Workshop, fp32_loss: float) -> None:
-    """With "auto" as on a processor that is slow in bf16."""
+    """With "auto", the microbatch search uses the precision of the checkpoint, here fp32."""
     run = Path(shutil.copytree(shop.runs / "fp32", shop.runs / "begun", symlinks=True))
     (run / "train.json").write_text((run / "train.json").read_text().replace('"fp32"', '"auto"'))
     path = run / "checkpoints" / "latest" / "meta.json"

@@ -1,16 +1,19 @@
-"""Ten steps of a tiny run with each lever, optimizer and schedule alone, and with all of them, against losses that
-were recorded: whatever changes a run's numbers is seen here, on every machine.
+"""Golden losses: ten steps of a tiny run, with each model option, optimizer and schedule alone and with all together,
+are compared with recorded losses. Every change of a run's numbers fails a test here, on any machine.
 
-In fp64, where instructions and the order of additions decide nothing but the last of sixteen digits, the losses are
-those recorded to `EXACT`: any change of a formula shows. In its own precision a run is held against these, too. It may
-be off by `MARGIN` times `rounding`, which was measured when they were recorded: how far the losses move in fp64 if
-before each step every weight is off by one roundoff of that precision, and every gradient by one of the largest number
-of its tensor (root mean square over a few draws of the signs, at this step or an earlier one, and a roundoff of the
-loss itself). Equal bits are asked for under the conditions that a run was recorded under: the same build of torch on
-the same kind of processor, with the same instructions.
+Each run is compared in three ways:
+- In fp64 its losses equal the recorded ones to a relative error of `EXACT`. Instruction sets and the order of additions
+  change only the last of sixteen digits there, so any larger difference is a changed formula.
+- In the run's own precision its losses differ from the recorded fp64 losses by less than `MARGIN` times `rounding`.
+  `rounding` was measured in fp64 when the losses were recorded. Before each step every weight was changed by one
+  roundoff of the run's precision, and every nonzero gradient by one roundoff of the largest gradient of its tensor.
+  `rounding` is the root mean square of the change of the loss over a few draws of the signs, plus one roundoff of the
+  loss. It is the largest of these values up to the step.
+- In the run's own precision its losses equal the recorded ones to the bit, if the conditions are those of the
+  recording: the same build of torch, processor model and instruction sets.
 
-To change a run on purpose, record again, and say in the commit why; to compare the last bits before and after other
-changes on a machine that the file is not from, record there first:
+If a run changes on purpose, record the losses again and give the reason in the commit. To compare bits before and after
+another change on a machine other than the one that recorded the file, first record the losses on that machine:
 
     uv run python -m tests.training.test_golden_runs
 """
@@ -45,15 +48,15 @@ from tests.support.configs import SEED_TRAIN
 RECORDED = Path(__file__).parent / "golden_losses.json"
 CPUINFO = Path("/proc/cpuinfo")
 PROCESSOR = ("vendor_id", "model name", "cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part")
-INSTRUCTIONS = ("sse", "avx", "amx", "fma", "f16c")  # how flags of those that compute begin
-LIBRARIES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")  # how variables begin that choose among a library's kernels
+INSTRUCTIONS = ("sse", "avx", "amx", "fma", "f16c")  # prefixes of the processor flags for arithmetic instructions
+LIBRARIES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")  # prefixes of environment variables that choose a library's kernels
 STEPS, SHOWN = 10, (0, 2, 4, 6, 9)
 EXACT, MARGIN, DRAWS = 1e-9, 8, 4
-FP64 = {"precision": "fp32", "residual_precision": "fp32"}  # nothing is rounded to less than the weights have
+FP64 = {"precision": "fp32", "residual_precision": "fp32"}  # nothing is computed in less than the weights' precision
 
 TRAIN: dict[str, Any] = {
     "learning_rate": 0.01,
-    "eps": 1e-3,  # by default AdamW takes gradients that are nothing but rounding for a direction
+    "eps": 1e-3,  # with the default, AdamW updates weights by full steps where the gradient is only rounding error
     "clipping_max_norm": 1.0,
     "precision": "fp32",
     "microbatch_size": 2,
@@ -67,7 +70,7 @@ SCALED: dict[str, Any] = {
     "scale_with_batch": {"reference_tokens": 64, "reference_train_tokens": 1200},
     "scale_with_depth": {"reference_layers": 3},
 }
-# SCALED's own reference is as deep as the model here, and changes nothing.
+# The reference of SCALED has as many layers as this model, so its "scale_with_depth" changes nothing. This one does.
 DEEPER: dict[str, Any] = {"scale_with_depth": {"reference_layers": 9}}
 WRITEUPS = {"optimizer": "muon", "muon_update_scale": "original", "muon_learning_rate": 0.02}
 MUON: dict[str, Any] = {
@@ -82,7 +85,7 @@ MUON: dict[str, Any] = {
 BF16 = {"precision": "bf16"}
 LINEAR = {"lr_schedule": "linear", "warmup_steps": 3}
 EXPERTS: dict[str, Any] = {"moe": {"num_experts": 5, "num_active_experts": 2}}
-# As runs/quickstart, but for its size and its rates.
+# The model options of runs/quickstart, in a smaller model.
 STACK: dict[str, Any] = {
     "position": "rope",
     "qk_norm": True,
@@ -94,7 +97,7 @@ STACK: dict[str, Any] = {
     "bigram_embedding": 50,
 }
 DROPOUT = {"embedding": 0.1, "attention_weights": 0.2, "attention_output": 0.0, "mlp_output": 0.1}
-# By name: keys of model.json, and of train.json.
+# Name of the run -> changed keys of model.json and of train.json.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
     **{name: (changes, {}) for name, changes in LEVERS.items()},
@@ -147,7 +150,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def built(name: str, config: TrainConfig) -> GPTModel:
-    """The run's model in fp64, in which it is drawn for every precision: draws of fp32 depend on the instructions."""
+    """Return the run's model in fp64. Weights are drawn in fp64 for every precision, because draws in fp32 depend on
+    the processor's instructions."""
     precision = Precision.for_training(config.precision, torch.device("cpu"))
     residual_dtype = precision.residual_dtype(config.residual_precision)
     torch.manual_seed(42)
@@ -164,13 +168,14 @@ def built(name: str, config: TrainConfig) -> GPTModel:
 
 @torch.no_grad()
 def put_off(numbers: Tensor, sizes: Tensor, signs: torch.Generator) -> None:
-    """Add to each number its size, or take it away."""
+    """Add each element of `sizes` to the same element of `numbers`, or subtract it, at random. In place."""
     numbers += sizes * (torch.randint(2, numbers.shape, generator=signs) * 2 - 1)
 
 
 def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int = 0) -> list[float]:
-    """The cross-entropies of some steps on text that can be learnt: each token decides the next but for some noise.
-    With a `roundoff` weights and gradients are off by as much, up or down as the seed has it."""
+    """Train the run and return the losses of the steps in SHOWN. Each token of the text determines the next one, but
+    for some noise. With a `roundoff`, weights and gradients get errors of this relative size, with signs drawn from
+    `seed`."""
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **RUNS[name][1], **(FP64 if fp64 else {})})
     model = built(name, config) if fp64 else built(name, config).float()
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
@@ -202,7 +207,8 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
 
 
 def rounding_of(name: str, exact: list[float]) -> list[float]:
-    """Expected distance of the losses from the `exact` ones in the run's own precision: see above."""
+    """Return the difference from the `exact` losses that rounding is expected to make in the run's own precision, for
+    each step in SHOWN. The module's docstring says how it is measured."""
     dtype = DTYPES.get(RUNS[name][1].get("precision", ""), torch.float32)
     roundoff = torch.finfo(dtype).eps / 2
     draws = [losses_of(name, fp64=True, roundoff=roundoff, seed=seed) for seed in range(DRAWS)]
@@ -211,7 +217,8 @@ def rounding_of(name: str, exact: list[float]) -> list[float]:
 
 
 def conditions() -> list[str]:
-    """Conditions of the last bits of a result on one thread: torch, the processor, and the instructions in use."""
+    """Return all that decides the last bits of a result on one thread: torch's version, the processor and the
+    instructions in use."""
     first = CPUINFO.read_text().split("\n\n")[0] if CPUINFO.exists() else f"model name: {platform.processor()}"
     known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     processor = [known[key] for key in PROCESSOR if key in known]
@@ -242,13 +249,13 @@ def test_in_fp64_losses_are_those_recorded(recorded: dict[str, Any], name: str) 
 def test_in_its_own_precision_a_run_is_off_by_rounding(recorded: dict[str, Any], name: str) -> None:
     found = losses_of(name)
     off = np.abs(np.array(found) - recorded["fp64"][name]) / recorded["rounding"][name]
-    assert off.max() < MARGIN, f"{found}, off by {off} times the rounding that is to be expected"
+    assert off.max() < MARGIN, f"the losses {found} differ from those in fp64 by {off} times the expected rounding"
     if conditions() == recorded["bits"]["conditions"]:
-        assert found == recorded["bits"]["losses"][name], "other bits than when it was recorded on such a machine"
+        assert found == recorded["bits"]["losses"][name], "the losses are not the recorded ones to the bit"
 
 
 def test_every_lever_changes_the_run(recorded: dict[str, Any]) -> None:
-    """No recorded run is the same as another."""
+    """No two recorded runs end with the same loss."""
     losses = recorded["bits"]["losses"]
     assert losses.keys() == recorded["fp64"].keys() == recorded["rounding"].keys() == RUNS.keys()
     assert len({each[-1] for each in losses.values()}) == len(RUNS)
@@ -266,7 +273,8 @@ def test_conditions_tell_processors_and_instructions_apart(monkeypatch: pytest.M
 
 
 def record() -> None:
-    """Write down this version's losses: those in fp64 to fewer digits than a machine changes."""
+    """Record the losses of this version. Losses in fp64 are written with only the digits that are equal on all
+    machines."""
     torch.set_num_threads(1)
     fp64 = {name: losses_of(name, fp64=True) for name in RUNS}
     content = {
@@ -275,7 +283,7 @@ def record() -> None:
         "bits": {"conditions": conditions(), "losses": {name: losses_of(name) for name in RUNS}},
     }
     text = json.dumps(content, indent=1)
-    RECORDED.write_text(re.sub(r"\s+(?=[\d\]])", " ", text) + "\n")  # a run a line
+    RECORDED.write_text(re.sub(r"\s+(?=[\d\]])", " ", text) + "\n")  # one line for each run
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Data parallelism is only a way to compute: the gradient does not depend on how a global batch is spread."""
+"""The gradient does not depend on how a global batch is divided into ranks, accumulation steps and microbatches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from tests.support.launch import Workshop, finish, free_port
 
-# Builds the model and the step as training does, in fp64, and saves for each run the gradient of the first global batch
-# and the buckets that were exchanged for it.
+# Builds the model and the step as training does, but in fp64. For each run it saves the gradient of the first global
+# batch and the indexes of the buckets that DDP exchanged for it.
 WORKER = """
 import os
 import sys
@@ -62,7 +62,8 @@ os._exit(0)  # a Python hook may still wait for the interpreter lock in one of g
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """First optimizer step on the same 16 sequences, by ranks, and then by the name of the run."""
+    """Gradients and buckets of the first optimizer step: number of ranks -> name of the run -> result. All runs but
+    "experts" have the same 16 sequences."""
     shop = Workshop(tmp_path_factory.mktemp("gradients"))
     shop.add_dataset()
     return {ranks: _first_steps(shop, ranks) for ranks in (1, 2, 4)}
@@ -70,11 +71,12 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 def _first_steps(shop: Workshop, ranks: int) -> dict[str, Any]:
     for accumulation in (1, 2, 4):
-        # Embeddings of a megabyte each, so that there are several buckets.
+        # Embedding and head have a mebibyte each, so that gradients need several buckets.
         model: dict[str, Any] = {"drop_rate": 0.0, "vocab_size": 2048, "emb_dim": 64}
         sequences = {"microbatch_size": 16 // ranks // accumulation, "gradient_accumulation_steps": accumulation}
         shop.add_run(f"a{accumulation}", model=model, **sequences)
-    # Microbatches are the same ones on any number of ranks. More experts than a rank's tokens can go to.
+    # The balancing loss depends on the microbatches, so these are the same on any number of ranks. There are more
+    # experts than a microbatch's tokens can be routed to.
     model = {"drop_rate": 0.0, "moe": {"num_experts": 80, "num_active_experts": 2}}
     shop.add_run("experts", model=model, microbatch_size=1, gradient_accumulation_steps=4 // ranks)
     names = ["a1", "a2", "a4", "experts"]
@@ -91,7 +93,7 @@ def _first_steps(shop: Workshop, ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", ["a1", "a2", "a4", "experts"])
 def test_the_gradient_does_not_depend_on_the_spread(steps: dict[int, Any], ranks: int, name: str) -> None:
-    """The balancing loss's part included, which is of each microbatch."""
+    """The gradient includes that of the experts' balancing loss, which is computed for each microbatch."""
     reference = steps[1]["experts" if name == "experts" else "a1"]["gradients"]
     gradients = steps[ranks][name]["gradients"]
     assert gradients.keys() == reference.keys()
@@ -109,7 +111,7 @@ def test_some_experts_have_no_tokens_and_all_routers_learn(steps: dict[int, Any]
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_are_exchanged_once_per_step(steps: dict[int, Any], ranks: int) -> None:
-    """Reductions are as many with four accumulation steps as with one: each bucket once."""
+    """With one accumulation step and with four, each bucket is exchanged once in an optimizer step."""
     once = steps[ranks]["a1"]["exchanged"]
     assert sorted(once) == list(range(len(once)))
     assert len(once) > 1

@@ -1,4 +1,4 @@
-"""Copies of what is saved: the same bytes, in memory that is kept, and asked of a GPU without waiting for it."""
+"""HostCopies of tensors to be saved: equal bytes, in memory that is reused, copied from a GPU asynchronously."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def tree() -> dict[str, Any]:
-    """Tensors as a checkpoint has them: pieces of a fused tensor, one tensor twice, scalars, several types."""
+    """Return tensors like a checkpoint's: views of a fused tensor, one tensor twice, scalars, several dtypes."""
     torch.manual_seed(0)
     fused = torch.randn(9, 5)
     return {
@@ -30,7 +30,8 @@ def leaves(copied: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
-    """Later changes do not reach a copy."""
+    """Copies equal the tensors in value, dtype and shape. Each has its own storage, so that later changes of a tensor
+    do not change its copy."""
     given = tree()
     copied = HostCopies(CPU, keep=keep).copy(given)
     assert copied.keys() == given.keys()
@@ -42,7 +43,7 @@ def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
         assert other.is_contiguous()
         assert other.untyped_storage().nbytes() == other.nbytes, "torch.save writes whole storages"
     assert len({each.untyped_storage().data_ptr() for each in leaves(copied)}) == len(leaves(given))
-    # What is saved of a copy is, byte for byte, what is saved of a tensor's own copy.
+    # torch.save writes the same bytes for these copies as for copies made by Tensor.to.
     files = [tmp_path / "ours" / "a.pt", tmp_path / "plain" / "a.pt"]
     plain = {name: each.detach().to("cpu", copy=True) for name, each in given["weights"].items()}
     for file, tensors in zip(files, (copied["weights"], plain), strict=True):
@@ -54,8 +55,8 @@ def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
     assert torch.equal(copied["weights"]["tied"], expected)
 
 
-def test_the_memory_is_kept_and_grows_where_there_is_more() -> None:
-    """Before the first step there is no optimizer's state; afterwards the same memory serves every save."""
+def test_the_memory_is_reused_and_grows_when_more_is_needed() -> None:
+    """Memory is allocated for the optimizer state when it first exists, and each later save reuses the same memory."""
     copies, given = HostCopies(CPU, keep=True), tree()
     copies.copy({"weights": given["weights"], "optimizer": {}})
     addresses = [[each.data_ptr() for each in leaves(copies.copy(given))] for _ in range(3)]
@@ -63,12 +64,12 @@ def test_the_memory_is_kept_and_grows_where_there_is_more() -> None:
 
 
 class PretendedEvent:
-    """Stand-in for the used part of torch.cuda.Event; notes what happens in which order."""
+    """Fake of torch.cuda.Event that appends its calls to `done`."""
 
     done: list[str]
 
     def __init__(self, *, blocking: bool) -> None:
-        assert blocking, "the writer's thread would burn a core while it waits"
+        assert blocking, "without blocking=True the writer thread spins while it waits"
 
     def record(self) -> None:
         self.done.append("record")
@@ -79,7 +80,8 @@ class PretendedEvent:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Pretend that tensors are on a GPU; return its operations in order. Pinned memory is ordinary memory here."""
+    """Replace torch's functions as if tensors were on a GPU, and return the list of their calls in order. Pinned memory
+    is ordinary memory here."""
     done: list[str] = []
     empty, copy = torch.empty, Tensor.copy_
 
@@ -98,7 +100,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_from_a_gpu_nobody_waits_but_the_reader(card: list[str]) -> None:
+def test_only_the_reader_waits_for_copies_from_a_gpu(card: list[str]) -> None:
     copies, given = HostCopies(CUDA, keep=True), tree()
     count = len(leaves(given))
     for save in range(2):
@@ -110,7 +112,7 @@ def test_from_a_gpu_nobody_waits_but_the_reader(card: list[str]) -> None:
         assert all(map(torch.equal, leaves(copied), leaves(given)))
 
 
-def test_memory_that_cannot_be_pinned_is_told_and_used_as_it_is(
+def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(
     card: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = torch.empty

@@ -1,5 +1,5 @@
-"""Measurements are true: losses between reports, validation shared out or not, speed, dollars, charts,
-samples."""
+"""Numbers that training measures and prints: losses between reports, validation on one rank and on all, speed,
+dollars, charts and samples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_window_reports_means_extremes_and_rows_of_skipped_steps() -> None:
     assert (report.loss, report.loss_min, report.loss_max) == (3.0, 1.0, 5.0)
     assert (report.microbatches, report.gradient_norm) == (6, 9.0)
     assert (report.skipped_steps, report.skipped_in_a_row) == (1, 1)
-    # A row of skipped steps goes on over a report.
+    # Skipped steps in a row are counted across a report.
     for _ in range(2):
         window.add(result(1.0, skipped=1.0))
     assert window.reduce(ALONE).skipped_in_a_row == 3
@@ -74,7 +74,8 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(shop: Workshop, in_background: bool) -> None:
-    """The training thread only opens and writes for a line; a checkpoint is published after metrics.jsonl is synced."""
+    """For a line of metrics.jsonl the training thread only opens the file and writes. A checkpoint is renamed to its
+    final name after metrics.jsonl is synced."""
     shop.add_run(async_checkpoint=in_background)
     save = "background save" if in_background else "save"
     files = {call: shop.path / call for call in ("metrics", save)}
@@ -117,7 +118,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
 
 
 def test_accumulation_in_half_precision_scales_and_unscales() -> None:
-    """fp16's gradient scale does not show in the gradient norm that is reported and clipped by."""
+    """The gradient norm that is reported and used for clipping does not contain fp16's gradient scale."""
     norms = {}
     for name in ("fp32", "fp16"):
         torch.manual_seed(0)
@@ -157,7 +158,7 @@ def test_frequencies_of_samples_are_the_softmax() -> None:
 def test_bits_per_byte_dollars_and_mfu() -> None:
     assert bits_per_byte(math.log(2) * 8, 4.0) == pytest.approx(2.0)  # 8 bits per token of 4 bytes
     speed = Throughput(flops_per_token=10**9, peak_flops=312e12, price_per_hour=10.32)
-    # The notebook's first machine: 13,904 seconds at 10.32 dollars an hour.
+    # The notebook's first run took 13,904 seconds at 10.32 dollars an hour.
     assert speed.dollars(13_904) == pytest.approx(39.86, abs=0.005)
     assert speed.mfu(31_200) == pytest.approx(0.1)
     assert Throughput(1, None, None).mfu(1) is None
@@ -193,7 +194,7 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
     ],
 )
 def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> None:
-    """A part of another name is no reason to take the other's."""
+    """A device gets a peak only if its exact name is in the table; a similar name is not enough."""
     assert peak_flops(device) == peak
     remark = unknown_peak(device)
     assert remark == (f"MFU unknown: the peak of {device} is in no table of this program" if peak is None else None)
@@ -201,7 +202,7 @@ def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> N
 
 @pytest.mark.parametrize(("device", "lines"), [("NVIDIA X999", 1), ("x86_64 CPU", 0)])
 def test_the_summary_says_that_a_gpus_peak_is_unknown(device: str, lines: int) -> None:
-    """The line is missing for a CPU."""
+    """The summary has the line for an unknown GPU, but not for a CPU."""
     seconds = {"training": 1.0, "total": 1.0}
     summary = RunSummary(
         device=device, world_size=1, seconds=seconds, tokens_seen=1, trained_tokens=1, peak_memory_gib=1.0
@@ -220,7 +221,8 @@ def test_the_clock_counts_each_second_once() -> None:
 
 
 def test_a_chart_of_a_run_is_drawn_even_while_its_file_is_being_written(tmp_path: Path) -> None:
-    import matplotlib.image  # here, since every process that runs tests loads this file
+    # Imported here, because every process that runs tests imports this file.
+    import matplotlib.image
 
     from harness.runs.chart import draw_training_chart
 

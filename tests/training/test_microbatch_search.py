@@ -1,7 +1,7 @@
-"""The search for the largest microbatch: the algorithm against brute force, and -f for real on the CPU.
+"""The search for the largest microbatch: the algorithm against brute force, and the real command with -f on the CPU.
 
-The memory limits are chosen from what the program takes on this machine before it has a model: threads' stacks and
-libraries make that a matter of the machine.
+The memory limits of these tests are added to `base_gib`, the memory that the program uses before it builds a model.
+That memory is measured, because it depends on the machine's libraries and threads.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ from tests.model.test_levers import ALL
 from tests.support.isolation import on_path
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, free_port
 
-# Little arithmetic, much memory: with dropout the CPU keeps the T x T attention weights of every head.
+# This model needs little arithmetic and much memory: with dropout the CPU stores the T x T attention weights of each
+# head.
 HUNGRY: dict[str, Any] = {"context_length": 1024, "emb_dim": 16, "n_heads": 4, "n_layers": 1, "drop_rate": 0.1}
 GIB = 2**30
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 LEVERS = {**ALL, "qkv_bias": False, "n_heads": 4, "head_dim": 6, "n_layers": 2}
-ROOM, MORE_ROOM = 0.3, 0.4  # GiB beyond what the program takes: for a few sequences
+ROOM, MORE_ROOM = 0.3, 0.4  # GiB above base_gib, enough for a few sequences
 
 
 class Sizes:
-    """The sizes that a search asks about, and the memory of those that fit, of which it may guess by a line."""
+    """Simulated device on which sizes up to `largest` fit. Records the sizes that a search tries and the memory of
+    those that fit, and guesses the answer from a line through that memory."""
 
     def __init__(self, largest: int, memory: Callable[[int], float] = float, limit: float | None = None) -> None:
         self.asked: list[int] = []
@@ -67,14 +69,14 @@ class Sizes:
 
 @given(st.integers(0, 5000), st.integers(0, 3000), st.lists(st.none() | st.integers(0, 6000), max_size=30))
 def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int, guesses: list[int | None]) -> None:
-    """Guesses change nothing but the way."""
+    """The answer is the same with any guesses; only the sizes that are tried differ."""
     sizes, has_guesses = Sizes(threshold), bool(guesses)
     found = largest_that_fits(sizes.fits, ceiling, lambda: guesses.pop(0) if guesses else None)
     assert found == min(threshold, ceiling)
     assert len(sizes.asked) == len(set(sizes.asked)), "each size is tried once"
     most = 2.5 * math.log2(found + 1) + 4 if has_guesses else 2 * math.log2(found + 1) + 2
-    assert len(sizes.asked) <= most, "doubling, then bisecting"
-    # Never far beyond what fits: a size that is far too large may take the whole machine along.
+    assert len(sizes.asked) <= most, "more sizes were tried than doubling and then bisecting needs"
+    # No tried size is far above the answer, because a size that is far too large may use up the machine's memory.
     assert all(1 <= n <= min(ceiling, max(1, 2 * found)) for n in sizes.asked)
 
 
@@ -86,10 +88,11 @@ def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int, guesse
     gaps=st.floats(0.0, 0.5),
     hidden=st.integers(0, 30),
 )
-def test_guesses_by_a_line_that_is_none_cost_little(
+def test_guesses_from_memory_that_is_not_linear_cost_little(
     answer: int, slope: float, fixed: float, power: float, gaps: float, hidden: int
 ) -> None:
-    """Memory that bends, has gaps between its blocks, or begins to grow beyond what the program took before."""
+    """Guesses from a line cost at most three more tries than no guesses where memory does not follow a line: where it
+    bends, where the allocator leaves gaps, and where it first grows after some sequences."""
     sizes = Sizes(answer, lambda n: fixed + slope * (max(0, n - hidden) ** power + gaps * math.sin(n)))
     assert largest_that_fits(sizes.fits, 10**6, sizes.guess) == answer
     assert len(sizes.asked) <= 2 * math.log2(answer + 1) + 5, "three more than without guesses"
@@ -97,7 +100,8 @@ def test_guesses_by_a_line_that_is_none_cost_little(
 
 @given(st.integers(1, 900), st.floats(0.05, 2.0), st.floats(0.0, 6.0), st.floats(0.0, 0.05))
 def test_sizes_are_few_where_each_is_compiled(answer: int, slope: float, fixed: float, bend: float) -> None:
-    """Memory on a line, bent a little by gaps between blocks. Under five minutes at 30 s a compilation."""
+    """At most nine sizes are compiled if memory follows a line but for small gaps. At 30 s a compilation that is less
+    than five minutes."""
 
     def memory(size: int) -> float:
         return fixed + slope * size + bend * math.sin(size)
@@ -112,11 +116,11 @@ def test_sizes_are_few_where_each_is_compiled(answer: int, slope: float, fixed: 
 
 @pytest.mark.parametrize("answer", [129, 175, 236, 253])
 def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
-    """The peaks of sizes up to 128 give room for 260, but 256 does not fit."""
+    """A guess of 260, made from sizes up to 128, costs no extra try if 256 does not fit."""
     sizes = Sizes(answer)
     assert largest_that_fits(sizes.fits, 10_000, lambda: 260) == answer
     assert sizes.asked[:9] == [2**n for n in range(9)]
-    assert len(sizes.asked[9:]) == 7, "halvings alone"
+    assert len(sizes.asked[9:]) == 7, "after 256 failed, the search did not only bisect"
 
 
 def test_a_right_guess_ends_the_search_soon() -> None:
@@ -127,7 +131,8 @@ def test_a_right_guess_ends_the_search_soon() -> None:
 
 @pytest.fixture(scope="module")
 def base_gib(workshop: Workshop) -> float:
-    """Writable memory of the command before it builds a model, which a limit has to leave room for, as it says."""
+    """GiB of the smallest useful limit: the program's own memory before it builds a model, read from the error message,
+    and the reserve."""
     result = run_cold(workshop, "r", "-f", "--memory-limit-gib", "0.1", expect=1)
     assert len(result.error_lines) == 1
     found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
@@ -149,7 +154,8 @@ def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1,
 
 
 def answer(result: Result) -> int:
-    """N of a search that went well; what was printed must be consistent with it."""
+    """Return N of "Max microbatch size was N", after checking that the search succeeded and that all it printed agrees
+    with N."""
     assert result.status == 0, result.stdout + result.stderr
     assert result.error_lines == []
     assert "leaked" not in result.stderr
@@ -160,13 +166,13 @@ def answer(result: Result) -> int:
     assert tried[number] == "fits"
     assert all((size <= number) == (verdict == "fits") for size, verdict in tried.items())
     if "limited by the data" not in result.stdout:
-        assert tried[number + 1] == "out of memory", "the next size was tried, and did not fit"
+        assert tried[number + 1] == "out of memory", "the next larger size was not tried, or fits"
     return number
 
 
 def probes(result: Result) -> dict[int, str]:
     found = re.findall(r"^microbatch (\d+): (fits|out of memory)$", result.stdout, re.MULTILINE)
-    assert len(found) == len({size for size, _ in found}), "each size is tried, and printed, once"
+    assert len(found) == len({size for size, _ in found}), "a size was tried more than once"
     return {int(size): verdict for size, verdict in found}
 
 
@@ -186,18 +192,22 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], base_g
     number, result = first
     assert number >= 2
     per_sequence, fixed = fitted_line(result)
-    weights = 4 * 1024 * 1024 * 4 / GIB  # of all heads' attention, of which some are kept, and some in the making
+    # Attention weights of all four heads. A forward pass keeps several tensors of this size and computes others.
+    weights = 4 * 1024 * 1024 * 4 / GIB
     assert weights < per_sequence < 8 * weights
     assert fixed < base_gib + 0.2
-    # The line is a prediction that someone will use: it must not promise more than a sequence beyond the answer.
+    # Users predict memory from the line. Under this limit it must predict the answer, or at most one sequence more.
     assert fixed + per_sequence * number <= base_gib + ROOM
-    assert fixed + per_sequence * (number + 2) > base_gib + ROOM, "nor less: it misleads about other cards"
+    assert fixed + per_sequence * (number + 2) > base_gib + ROOM, "the line predicts two sequences more than fit"
 
 
 @pytest.mark.parametrize(("global_batch", "found", "written"), [(12, 5, 3), (8, 4, 4)])
 def test_write_changes_one_number_and_nothing_else(tmp_path: Path, global_batch: int, found: int, written: int) -> None:
-    """No limit, but few data after the slice's start: 10 sequences for 2 ranks are 5 each; a global batch of 12
-    sequences allows 3 of them, and one of 8 no more than 4. The sample prompt comes first, and looks like the key."""
+    """--write replaces only the number after "microbatch_size". A sample prompt before the key contains the same text.
+
+    The data allows 5 sequences on each of 2 ranks. A global batch of 12 sequences then allows a microbatch of 3, and
+    one of 8 a microbatch of 4.
+    """
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=100 + 16 * 10 + 1)
     run = shop.add_run()
@@ -220,14 +230,14 @@ def test_write_changes_one_number_and_nothing_else(tmp_path: Path, global_batch:
 
 
 def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
-    """No size is tried after the time for the search: what has fitted by then is the answer."""
+    """After SEARCH_SECONDS no further size is tried, and the answer is the largest size that has fitted."""
     hurried = "import harness.training.batch_size_finder as finder\nfinder.SEARCH_SECONDS = 0.0\n"
     result = workshop.train("r", "-f", ranks=2, prelude=hurried)
     assert probes(result) == {1: "fits"}
     assert "Max microbatch size was 1\nMore may fit; the search has ended after 0 s\n" in result.stdout
 
 
-# Writes down the sequences of each forward pass of rank 0 and the bytes of gradients that it meets.
+# For each forward pass on rank 0, writes a line with the number of sequences and the bytes of gradients then allocated.
 GRADIENTS = """
 import os
 import gpt
@@ -243,8 +253,8 @@ gpt.GPTModel.forward = forward
 
 
 def test_a_search_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path: Path) -> None:
-    """On several ranks gradients are the buckets of their exchange, there in each forward pass; and each rank has its
-    share of the optimizer's state."""
+    """The search on two ranks allocates as many bytes of gradients as training. On several ranks gradients are views of
+    DDP's buckets, which are allocated during each forward pass."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=16 * 2 * 2 + 1)
     settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "microbatch_size": 1, "min_train_tokens": -1}
@@ -260,7 +270,8 @@ def test_a_search_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path:
 def test_without_write_only_what_was_measured_is_written(
     first: tuple[int, Result], workshop: Workshop, base_gib: float
 ) -> None:
-    """The line that was printed can be drawn again from it."""
+    """Without --write the search leaves train.json unchanged and writes a result, from which the line that it printed
+    can be computed again."""
     number, result = first
     run = RunDirectory(workshop.runs / "r")
     assert json.loads(run.train_json.read_text())["microbatch_size"] == 2
@@ -295,7 +306,7 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ran
 
 @pytest.mark.slow
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
-    """N, or one line that says why not, wherever the limit falls."""
+    """For each limit near `base_gib` the command prints N or fails with one line."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
     shop.add_dataset(tokens=500)
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
@@ -312,7 +323,7 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
 def test_a_hard_limit_of_the_system_below_the_option(
     workshop: Workshop, first: tuple[int, Result], base_gib: float
 ) -> None:
-    """`ulimit -d` binds whatever the option says; the search then works within it."""
+    """The search stays within `ulimit -d` if that is below --memory-limit-gib."""
     hard = int((base_gib + ROOM) * GIB)
     bound = f"import resource\nresource.setrlimit(resource.RLIMIT_DATA, ({hard}, {hard}))\n"
     assert abs(answer(search(workshop, limit=64, prelude=bound)) - first[0]) <= 1
@@ -328,7 +339,8 @@ def search_on_two_ranks(shop: Workshop, limit: float) -> int:
 
 
 def on_two_ranks(shop: Workshop, *arguments: str, limits: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Cold processes: the memory of forked ones is partly that of the process they were forked from."""
+    """Run ddp_train.py in two new processes and return the stdout and stderr of each. Forked processes would also hold
+    memory of their parent."""
     command = cold_command(shop, *arguments, limits=limits)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = [shop.spawn(command, shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
@@ -347,7 +359,7 @@ def cold_command(shop: Workshop, name: str, *arguments: str, limits: Sequence[st
 
 
 def run_cold(shop: Workshop, *arguments: str, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
-    """Run ddp_train.py in a process of its own: a forked one holds its parent's memory, too."""
+    """Run ddp_train.py in a new process. A forked process would also hold memory of its parent."""
     process = shop.spawn(cold_command(shop, *arguments, limits=limits), {})
     return finish([process], expect=expect, timeout=PATIENCE_SECONDS)
 
@@ -357,7 +369,8 @@ def limits_of(gib: float) -> list[str]:
 
 
 def add_training(shop: Workshop, size: int, ranks: int = 1) -> Path:
-    """A run like the one that was searched for, of four steps, with validation, checkpoints and charts between them."""
+    """Add a run of four steps with the searched model and the given microbatch, with validations, checkpoints and
+    charts, and return its directory."""
     settings = {"gradient_accumulation_steps": None, "validation_interval": 2, "validation_batches": 1}
     run = shop.add_run(f"{ranks}x{size}", model=HUNGRY, microbatch_size=size, **settings)
     train = json.loads((run / "train.json").read_text())
@@ -373,7 +386,7 @@ def assert_trained(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Workshop with tokens enough to validate on."""
+    """Workshop whose validation split is long enough for each microbatch."""
     shop = Workshop(tmp_path_factory.mktemp("roomy"), {"CUDA_VISIBLE_DEVICES": ""})
     folder = shop.add_dataset(tokens=400_000)
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
@@ -382,7 +395,8 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
-    """A microbatch that fits may be too large for the validation split: training with it would be refused."""
+    """A note is printed if the found microbatch is too large for the validation split, because training would refuse
+    it."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=400)
     shop.add_run(gradient_accumulation_steps=None)
@@ -394,7 +408,8 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
-    """The whole of training, in processes that the system gives no more memory; and not much more than it would."""
+    """Training with the found microbatch succeeds in a process that can allocate no more than the limit, and training
+    with three sequences more runs out of memory."""
     limit = round(base_gib + MORE_ROOM, 3)
     result = run_cold(roomy, "r", "-f", "--memory-limit-gib", str(limit))
     number = answer(result)
@@ -403,7 +418,7 @@ def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float
     run = add_training(roomy, number)
     run_cold(roomy, run.name, limits=limits_of(limit))
     assert_trained(run)
-    # The reserve is one sequence of this model, or two.
+    # One or two more sequences of this model could fit into the reserve.
     more = add_training(roomy, number + 3)
     failed = run_cold(roomy, more.name, limits=limits_of(limit), expect=1)
     assert "error: out of memory with microbatch_size" in failed.stderr
@@ -413,8 +428,8 @@ def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float
 def test_two_ranks_agree_on_the_smaller_answer_and_train_with_it(
     roomy: Workshop, base_gib: float, tmp_path: Path
 ) -> None:
-    """Rank 1's verdict counts if it runs out of memory first, and rank 0 does not wait for it forever. The limit is
-    each process's."""
+    """If rank 1 runs out of memory first, its smaller answer is printed, and rank 0 does not wait for it forever. The
+    limit holds for each process separately."""
     limit = round(base_gib + MORE_ROOM, 3)
     alike = search_on_two_ranks(roomy, limit)
     (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.2 * GIB)))
@@ -425,17 +440,17 @@ def test_two_ranks_agree_on_the_smaller_answer_and_train_with_it(
     assert_trained(run)
 
 
-# As on a GPU: all sizes in this process. The memory of the device is pretended.
+# All sizes are tried in this process, as on a GPU. The device's memory is simulated.
 
 
 class InThisProcess(MicrobatchSearcher):
-    """A search by real steps on a device that holds `holds` sequences."""
+    """Searcher that trains real steps in this process on a simulated device with memory for `holds` sequences."""
 
     holds = 5
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
         if self._step is not None:
-            assert all(each.grad is None for each in self._step.bare_model.parameters()), "they would have to fit, too"
+            assert all(each.grad is None for each in self._step.bare_model.parameters()), "gradients use memory"
         return None if self._try(microbatch_size) is None else 100 * microbatch_size
 
     def _train(self, microbatch_size: int) -> None:
@@ -462,7 +477,8 @@ def searcher(tmp_path: Path, model: dict[str, Any] | None = None, **train: Any) 
 def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
     accumulated: int, model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one microbatch a step none; with more those of the microbatches before. None of a size that failed."""
+    """Forward passes of a tried size run with the same gradients in memory as in training: none with one microbatch in
+    a step, those of the previous microbatches with two. Gradients of a size that failed are freed."""
     plain, met = gpt.GPTModel.forward, set[bool]()
 
     def forward(self: Any, inputs: torch.Tensor, *others: Any) -> Any:
@@ -479,7 +495,8 @@ def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """torch's counters, of a compiler that traces and makes no machine code; nothing may be computed without it."""
+    """Compile with the backend "eager", which generates no machine code, and yield torch's counters of compiled graphs.
+    The loss may only be computed in compiled code."""
 
     def loss(
         features_NxC: torch.Tensor, weight_VxC: torch.Tensor, targets_N: torch.Tensor, *, softcap: None
@@ -498,7 +515,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_compiled_each_size_has_a_program_of_its_own(tmp_path: Path, programs: Any) -> None:
     assert searcher(tmp_path, compile=True).find(2) == 2
-    assert programs["stats"]["unique_graphs"] == 2, "of one sequence and of two"
+    assert programs["stats"]["unique_graphs"] == 2, "one graph for one sequence, and one for two"
 
 
 def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Any) -> None:

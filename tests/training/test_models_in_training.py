@@ -1,4 +1,4 @@
-"""Runs with every option of model.json, and with a mixture of experts, through the real commands."""
+"""Real commands on a run with all model options in model.json, and on one with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def train_events(run: Path) -> list[TrainEvent]:
 
 
 def loads_of(event: TrainEvent) -> list[list[float]]:
-    """Loads of each block's experts."""
+    """Return the loads of each block's experts."""
     assert event.expert_load is not None
     return [[load for load in block if load is not None] for block in event.expert_load]
 
@@ -86,13 +86,13 @@ def test_it_learns_on_two_ranks(either: Trained) -> None:
     assert losses[-1] < losses[0] - 0.3
     summary = json.loads((either[1] / "summary.json").read_text())
     recorded = summary["model"]
-    assert recorded.get("rope_base") == (10_000 if recorded["position"] == "rope" else None), "what is recorded says it"
+    assert recorded.get("rope_base") == (10_000 if recorded["position"] == "rope" else None), "the default is recorded"
     config = ModelConfig.model_validate(json.loads((either[1] / "model.json").read_text()))
     assert (summary["parameters"], summary["flops_per_token"]) == (config.parameters, config.flops_per_token)
 
 
 def test_it_goes_on_bit_for_bit(either: Trained) -> None:
-    """A checkpoint between two reports, with the experts' loads in it, continues to the same end."""
+    """A run resumed from a checkpoint between two reports, which holds the experts' loads so far, has the same end."""
     assert_goes_on_to_the_same_end(either[0], either[1])
 
 
@@ -129,7 +129,7 @@ def test_the_load_is_reported(trained: Trained) -> None:
         blocks = loads_of(event)
         flat = [load for block in blocks for load in block]
         assert [len(block) for block in blocks] == [4, 4]
-        assert all(sum(block) == pytest.approx(4, abs=1e-3) for block in blocks), "over an even load"
+        assert all(sum(block) == pytest.approx(4, abs=1e-3) for block in blocks), "the mean load is not 1"
         assert (event.expert_load_min, event.expert_load_max) == pytest.approx((min(flat), max(flat)), abs=1e-4)
         shown = f"experts {event.expert_load_min:.2f}-{event.expert_load_max:.2f}"
         assert re.search(rf"^global step {event.global_step}/.* {re.escape(shown)}", result.stdout, re.M), result.stdout
@@ -153,7 +153,8 @@ def test_the_load_is_reported(trained: Trained) -> None:
 def test_the_notebooks_runs_balance_experts_where_they_say_so(
     tmp_path: Path, train: dict[str, Any], weight: float
 ) -> None:
-    """So do runs derived from them; and the name of a log in "moe" has no effect."""
+    """Runs of the notebook's program have a balancing loss only if train.json sets one, and so do runs derived from
+    them. "log_moe_balance_file" in "moe" has no effect."""
     shop = Workshop(tmp_path)
     shop.add_dataset()
     shop.add_run(model={"moe": MOE | {"log_moe_balance_file": "routing_logits.jsonl"}}, **train)
@@ -168,7 +169,8 @@ def test_the_notebooks_runs_balance_experts_where_they_say_so(
     "changes", [{"precision": "bf16", "activation_checkpointing": True}, {"precision": "fp16"}], ids=["bf16", "fp16"]
 )
 def test_half_precision_ends_near_fp32(trained: Trained, changes: dict[str, Any]) -> None:
-    """A token's experts may be others where two are nearly alike: the losses are near, not the same."""
+    """The final loss in half precision is within 0.03 of fp32's. Rounding may route a token to another expert if two
+    scores are nearly equal, so the losses are close but not equal."""
     shop, run, _ = trained
     name = str(changes["precision"])
     shop.add_run(name, model={"moe": MOE}, **SETTINGS | changes)
@@ -181,7 +183,8 @@ def test_half_precision_ends_near_fp32(trained: Trained, changes: dict[str, Any]
 
 
 def test_it_goes_on_with_another_number_of_ranks(trained: Trained) -> None:
-    """The next report after a checkpoint between two reports includes the tokens before it."""
+    """After a run resumes from a checkpoint between two reports with another number of ranks, its next report includes
+    the tokens before the checkpoint."""
     shop, run, _ = trained
     folder = Path(shutil.copytree(run, shop.runs / "one", symlinks=True))
     shop.train("one", list_checkpoints(run / "checkpoints")[1][1].name, ranks=1)
@@ -191,7 +194,8 @@ def test_it_goes_on_with_another_number_of_ranks(trained: Trained) -> None:
 
 
 def test_muon_sees_each_experts_matrices_and_the_router() -> None:
-    """Muon takes all matrices but embeddings and head: Moonlight (arXiv:2502.16982), GLM-4.5 (arXiv:2508.06471)."""
+    """Muon updates all matrices but embeddings and head, as in Moonlight (arXiv:2502.16982) and GLM-4.5
+    (arXiv:2508.06471)."""
     from harness.training.muon import Muon
 
     model = GPTModel(shape(moe=MOE, mlp="swiglu"))
@@ -259,7 +263,7 @@ def test_the_load_is_of_all_microbatches_since_the_last_report() -> None:
     for other in (LossMeter(CPU, model), LossMeter(CPU, model)):
         other.load_state(state)
         assert other.reduce(alone).expert_load == [[2, 1, 1, 0], [0.5, 1, 1.5, 1]]
-        assert other.state() == LossMeter(CPU, model).state(), "it begins anew"
+        assert other.state() == LossMeter(CPU, model).state(), "a report resets the meter"
     merged = LossMeter(CPU, model)
     merged.load_merged([state, LossMeter(CPU, model).state()])
     report = merged.reduce(alone)

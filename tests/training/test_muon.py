@@ -1,4 +1,5 @@
-"""Muon is torch.optim.Muon on the blocks' matrices and AdamW on the rest; skipped steps and saved states are exact."""
+"""`Muon` equals torch.optim.Muon on the matrices of the transformer blocks and torch.optim.AdamW on all other
+parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ RATES = {"muon_learning_rate": 0.02, "muon_weight_decay": 0.3, "muon_momentum": 
 
 
 class InFp64(TorchFunctionMode):
-    """torch.optim.Muon rounds what it orthogonalises to bf16, whatever the weights are. Here it does not."""
+    """Mode in which torch.optim.Muon orthogonalises in fp64 instead of rounding every matrix to bf16."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -44,12 +45,13 @@ def with_gradients(model: nn.Module, seed: int, size: float = 1.0) -> None:
 
 
 def as_in_checkpoints(model: GPTModel, name: str, tensor: Tensor) -> list[Tensor]:
-    """Query, key and value of a fused tensor, by the sizes that the layer splits its output by."""
+    """Return `tensor` as checkpoints store it: split into query, key and value if it is fused, else whole."""
     return list(tensor.split(model.trf_blocks[0].att.qkv_sizes)) if ".qkv." in name else [tensor]  # type: ignore[union-attr]
 
 
 class Reference:
-    """torch's own two optimizers, with copies of the matrices as they are in checkpoints."""
+    """torch.optim.Muon and torch.optim.AdamW for one model. Muon updates copies of the matrices that are split as in
+    checkpoints, so that query, key and value are orthogonalised separately."""
 
     def __init__(self, model: GPTModel, config: TrainConfig) -> None:
         is_muons = lambda name, each: name.startswith("trf_blocks.") and each.dim() == 2  # noqa: E731
@@ -97,7 +99,8 @@ def fp64_pair(config: TrainConfig) -> tuple[GPTModel, Muon, GPTModel, Reference]
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("rates", [{}, RATES])
 def test_muon_is_torchs_in_fp64(scale: str, rates: dict[str, Any]) -> None:
-    """Over steps of different rates; AdamW's part is torch's AdamW, to the bit."""
+    """Over steps with different learning rates, the weights that Muon updates equal torch's to 1e-12, and those that
+    AdamW updates equal torch's to the bit."""
     config = MUON.model_copy(update={"muon_update_scale": scale, **rates})
     ours, optimizer, theirs, reference = fp64_pair(config)
     for number in range(6):
@@ -117,8 +120,8 @@ def test_muon_is_torchs_in_fp64(scale: str, rates: dict[str, Any]) -> None:
     assert changed == 4 * CONFIG.n_layers
 
 
-def test_in_bf16_products_it_is_torchs_as_it_stands() -> None:
-    """Weights of fp32, and what is orthogonalised rounded to bf16 by both: to a few units of bf16's last place."""
+def test_orthogonalised_in_bf16_a_step_is_torchs() -> None:
+    """With fp32 weights, where both orthogonalise in bf16, the steps agree to a few units in bf16's last place."""
     torch.manual_seed(0)
     matrix = torch.randn(48, 16)
     parameter, theirs = nn.Parameter(torch.zeros(48, 16)), nn.Parameter(torch.zeros(48, 16))
@@ -131,7 +134,8 @@ def test_in_bf16_products_it_is_torchs_as_it_stands() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (5, 7), (1, 9)])
 def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
-    """Applied to U·S·Vᵀ, it is U·p(S)·Vᵀ, p the quintic five times over: between 0.65 and 1.25 for all above 0.02."""
+    """Orthogonalising U·S·Vᵀ gives U·p(S)·Vᵀ, where p applies the quintic polynomial five times. p(s) is between 0.65
+    and 1.25 for every s above 0.02."""
     torch.manual_seed(0)
     rows, columns = shape
     u, _, vh = torch.linalg.svd(torch.randn(3, rows, columns, dtype=torch.float64), full_matrices=False)
@@ -150,7 +154,7 @@ def test_a_matrix_of_zeros_stays_zero() -> None:
 
 
 def test_momentum_warms_up_in_a_straight_line_over_the_steps_done() -> None:
-    """Momentum rises from 0.85 to 0.95 over four steps; a skipped step is none."""
+    """Momentum rises from 0.85 to 0.95 over four steps. A skipped step is not counted."""
     config = MUON.model_copy(update={"muon_momentum_warmup_steps": 4})
     ours, optimizer, theirs, reference = fp64_pair(config)
     for number, momentum in enumerate((0.85, 0.875, 0.9, 0.925, 0.95, 0.95)):
@@ -174,12 +178,12 @@ def test_gradients_are_clipped_by_their_norm_over_everything() -> None:
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).float())
         reference.step()
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)  # the divisor is of fp32
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)  # gradients are divided by a norm in fp32
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_kinds_of_parameters_have_their_own_rates(optimizer: str) -> None:
-    """Each kind moves as in a run in which everything has its rate."""
+    """Each kind of parameter changes as it does if all parameters have that kind's learning rate."""
     own = {"embedding_learning_rate": 0.1, "head_learning_rate": 0.2, "vector_learning_rate": 0.3}
     kinds = {"tok_emb.weight": 0.1, "pos_emb.weight": 0.1, "out_head.weight": 0.2}
     config = TRAIN.model_copy(update={"optimizer": optimizer, "precision": "fp32", **own})
@@ -212,7 +216,7 @@ def test_a_tied_head_is_one_parameter_with_the_embeddings_rate() -> None:
     assert "out_head.weight" not in optimizer.state_shapes()
 
 
-# What is orthogonalised together, and in what
+# Which matrices are orthogonalised in one batch, and in which dtype
 
 
 def test_large_matrices_are_orthogonalised_alone() -> None:

@@ -1,4 +1,4 @@
-"""Each optimizer: AdamW is torch's, the state goes by name, and a step that is skipped changes nothing."""
+"""Both optimizers: AdamW equals torch's, the state is stored by parameter name, and a skipped step changes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trained_step(config: TrainConfig = TRAIN, steps: int = 3) -> OptimizerStep:
 
 
 def alike(left: NamedState, right: NamedState) -> bool:
-    """Same parameters, same tensors to the bit."""
+    """Return True if both states have the same parameters and keys, and tensors that are equal to the bit."""
     return left.keys() == right.keys() and all(
         left[name].keys() == right[name].keys()
         and all(torch.equal(left[name][key], right[name][key]) for key in left[name])
@@ -67,7 +67,8 @@ def same_weights(left: nn.Module, right: nn.Module) -> bool:
 
 
 def test_adamw_is_torchs_to_the_bit() -> None:
-    """Without clipping; over steps of different rates, with both kinds of groups."""
+    """Without clipping, weights and state equal torch's AdamW to the bit over steps with different learning rates, with
+    weight decay of all parameters and of matrices only."""
     for config in (TRAIN, MATRICES_ONLY):
         ours, theirs = fresh_model(), fresh_model()
         optimizer = AdamW(ours, config)
@@ -153,10 +154,11 @@ def test_weight_decay_on_matrices_only() -> None:
 
 @EACH
 def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfig) -> None:
-    """Its bytes are those that were reckoned, but for the numbers of steps."""
+    """The state has each parameter by name in fp32, and as many bytes as `optimizer_state_bytes` returns, not counting
+    the "step" tensors."""
     model = fresh_model()
     step = build_step(model, model, config)
-    assert step.optimizer.named_state(ALONE) == {}, "before the first step"
+    assert step.optimizer.named_state(ALONE) == {}, "there is no state before the first step"
     for batch in BATCHES[:3]:
         step.run(batch, 1.0)
     state = step.optimizer.named_state(ALONE)
@@ -175,7 +177,8 @@ def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfi
 
 @EACH
 def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
-    """Muon's momentum is still warming up."""
+    """A model resumed after two steps ends equal to one trained without a stop, even if Muon's momentum is still
+    warming up."""
     at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
     steps = {model: build_step(model, model, config) for model in (at_once, stopped, continued)}
     for batch in BATCHES:
@@ -192,7 +195,8 @@ def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
 
 
 def test_the_state_is_the_optimizers_own_and_rank_0s_alone() -> None:
-    """Nothing is copied twice: HostCopies does it."""
+    """On rank 0 `named_state` returns the optimizer's own tensors, because HostCopies copies them later. On other ranks
+    it returns an empty dict."""
     step = trained_step()
     state = step.optimizer.named_state(ALONE)
     kept = copy.deepcopy(state)
@@ -205,7 +209,8 @@ def test_the_state_is_the_optimizers_own_and_rank_0s_alone() -> None:
 @pytest.mark.parametrize("saved_by", [TRAIN, MATRICES_ONLY])
 @pytest.mark.parametrize("loaded_by", [TRAIN, MATRICES_ONLY])
 def test_a_state_does_not_depend_on_how_parameters_are_grouped(saved_by: TrainConfig, loaded_by: TrainConfig) -> None:
-    """The groups' own settings stay those of train.json as it is now."""
+    """A state saved with one grouping of parameters can be loaded with another. Loading leaves the settings of the
+    groups as the current train.json has them."""
     saved = trained_step(saved_by).optimizer.named_state(ALONE)
     optimizer = AdamW(fresh_model(), loaded_by)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -261,7 +266,7 @@ def test_optimizers_refuse_each_others_state(own: TrainConfig, other: TrainConfi
 
 
 def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
-    """The notebook's is AdamW's: numbered, and without momentum."""
+    """Muon refuses a checkpoint of the notebook, whose AdamW state is numbered and has no momentum."""
     step = trained_step(MUON)
     tensors = step.bare_model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}

@@ -1,5 +1,5 @@
-"""Whole runs through the real command, against the same steps written down here by their formulas in fp64: batches that
-grow, schedule, scaling rules, clipping, Muon and AdamW."""
+"""Whole runs of the real command end in the weights of a reference implementation in this file, which computes the same
+steps from their formulas in fp64: batch ramp, schedule, scaling rules, clipping, Muon and AdamW."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt import GPTModel, ModelConfig
 from tests.support.launch import DATASET, MODEL, Workshop, metrics
 
-# No biases of keys: their gradient is nothing but rounding, which AdamW takes for a direction.
+# Without biases of keys, because their gradient is only rounding error, by which AdamW would still make full updates.
 SHAPE = MODEL | {"drop_rate": 0.0, "emb_dim": 24, "qkv_bias": False}
 SETTINGS: dict[str, Any] = {
     "gradient_accumulation_steps": None,
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "report_interval": 1,
     "precision": "fp32",
 }
-# 16 tokens a sequence: five steps of 2 sequences, three of 4 (up to 352 tokens), six of 8; 1,120 tokens in all.
+# Number of 16-token sequences in each step's global batch. The batch grows after 160 and 352 of the 1,120 tokens.
 SEQUENCES = [2] * 5 + [4] * 3 + [8] * 6
 MUON: dict[str, Any] = {
     "optimizer": "muon",
@@ -53,7 +53,7 @@ MUON: dict[str, Any] = {
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Five steps of a·x + b·x³ + c·x⁵ on the singular values, by the singular value decomposition."""
+    """Return the matrix, divided by its norm, after five steps x -> a·x + b·x³ + c·x⁵ on its singular values x."""
     u, s, vh = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -62,7 +62,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 @dataclass
 class ByHand:
-    """Reference training in fp64, one step after the other."""
+    """Reference implementation of training in fp64."""
 
     train: dict[str, Any]
     model: GPTModel
@@ -88,7 +88,8 @@ class ByHand:
         return F.cross_entropy(logits, targets.flatten())
 
     def multiplier(self, step: int) -> float:
-        """Three steps up, then down in a straight line to zero where step 14 would be."""
+        """Return the factor of the learning rate: linear warm-up over three steps, then linear decay that would reach
+        zero at step 14."""
         return (step + 1) / 3 if step < 3 else 1 - (step - 3) / 11
 
     def update(self, step: int, name: str, gradient: Tensor) -> None:
@@ -118,7 +119,7 @@ class ByHand:
         return (first / (1 - low ** (step + 1))) / ((second / (1 - high ** (step + 1))).sqrt() + 1e-8)
 
     def muon(self, step: int, name: str, gradient: Tensor) -> Tensor:
-        """Query, key and value each by itself."""
+        """Return Muon's update. Query, key and value of the fused tensor are orthogonalised separately."""
         (average,) = self.moments.setdefault(name, [torch.zeros_like(gradient)])
         momentum = 0.85 + (self.train["muon_momentum"] - 0.85) * min(step / 8, 1)
         average.mul_(momentum).add_(gradient, alpha=1 - momentum)
@@ -135,7 +136,8 @@ class ByHand:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run: on so many ranks, whose optimizer's state is shared out or not, up to a step or to the end."""
+    """Part of a run: its number of ranks, whether the optimizer state is sharded, and its last step (None for the end
+    of the run)."""
 
     ranks: int
     is_shared: bool = False
@@ -149,11 +151,12 @@ class Part:
 
 
 def start_and_end(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> Iterator[GPTModel]:
-    """Yield the weights that a run starts from, in fp64, and those at its end after several parts."""
+    """Yield a model with the run's initial weights, then train all parts and yield a model with the final weights. Both
+    are in fp64."""
     torch.manual_seed(3)
     model = GPTModel(ModelConfig(**SHAPE))
     with torch.no_grad():
-        for parameter in model.parameters():  # nothing at zero, and all gradients of about one size
+        for parameter in model.parameters():  # so that no weight is zero and all gradients are of similar size
             parameter.add_(0.05 * torch.randn(parameter.shape))
     start = shop.path / "start.safetensors"
     save_file({name: each.contiguous() for name, each in model.to_checkpoint_names().items()}, start)
@@ -167,7 +170,7 @@ def start_and_end(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) 
     yield end.double()
 
 
-# Stopped in the first batch and in the second, each time to go on with other ranks and another way to keep the state.
+# Stopped in the first batch size and in the second. After each stop the number of ranks and `shard_optimizer` change.
 PARTS = (Part(2, True, 3), Part(1, False, 6), Part(2, True))
 
 
@@ -181,7 +184,9 @@ PARTS = (Part(2, True, 3), Part(1, False, 6), Part(2, True))
     ],
     ids=["adamw", "muon-shared", "muon-original", "muon-in-parts"],
 )
-def test_a_run_is_its_formulas(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> None:
+def test_a_run_ends_in_the_weights_of_the_formulas(
+    shop: Workshop, train: dict[str, Any], parts: Sequence[Part]
+) -> None:
     weights = start_and_end(shop, train, parts)
     model = next(weights)
     start = {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -1,4 +1,5 @@
-"""`shard_optimizer`: each rank keeps and updates a share of the optimizer's state, and no bit of the result differs."""
+"""`shard_optimizer`: each rank stores and updates only its part of the optimizer state, and the results equal those of
+training without it to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from harness.training.optimizer import build_optimizer
 from harness.training.zero1 import GRAIN, StatePartition
 from tests.support.launch import Workshop, finish, free_port
 
-# No size divides by the number of ranks, and there are shards on both sides of what travels alone.
+# The ranks' equal parts begin inside parameters, so that some parameters are cut. Some shards are above and some below
+# SMALL_PIECE, the size from which a shard is broadcast in a message of its own.
 MODEL: dict[str, Any] = {
     "vocab_size": 4999,
     "context_length": 9,
@@ -34,8 +36,8 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 0.01,
     "precision": "fp32",
 }
-WORLDS = (4, 2, 1)  # each continues from the state that the one before has saved
-# By name: keys of train.json; "moe" is model.json's.
+WORLDS = (4, 2, 1)  # numbers of ranks; each world starts from the state that the previous world saved
+# Name of the case -> keys of train.json, and "moe", a key of model.json.
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw"},
     "muon": {"optimizer": "muon", "muon_momentum_warmup_steps": 3},
@@ -43,9 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"optimizer": "adamw", "precision": "fp16"},
     "experts": {"optimizer": "muon", "moe": {"num_experts": 3, "num_active_experts": 2}},
 }
-# Trains with gradients that are alike on all ranks, shared out and not; a step whose gradients are not finite is one of
-# them. On rank 0 what both come to is compared to the bit, and saved; every rank says how much state it holds. One job
-# does so for all cases, each from what another world has saved of it.
+# Trains each case twice, with the optimizer state sharded and unsharded, on gradients that are the same on all ranks.
+# The gradients of one step are not finite. Rank 0 checks that both results are equal to the bit and saves the sharded
+# one, with the bytes of state on every rank. One job trains all cases, each from the state that the previous world
+# saved.
 WORKER = """
 import copy
 import json
@@ -123,8 +126,8 @@ world.leave()
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """By ranks: what sharded training has come to in each case, from where the world before has saved it. Within a
-    world it is compared with training that shares nothing."""
+    """Results of sharded training: number of ranks -> case -> result. Each world starts from the results of the
+    previous world, and compares sharded with unsharded training itself."""
     shop, found, earlier = Workshop(tmp_path_factory.mktemp("sharded")), {}, None
     (shop.path / "worker.py").write_text(WORKER)
     cases = {name: SETTINGS | keys for name, keys in CASES.items()}
@@ -153,7 +156,7 @@ def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(trained: 
         assert max(shared) < whole / ranks * 1.1
 
 
-def test_slices_are_equal_cover_everything_and_keep_vectors_whole() -> None:
+def test_shards_are_equal_aligned_and_cover_everything() -> None:
     sizes = {"a": 1000, "b": 7, "c": 64, "d": 12345, "e": 1}
     for ranks in (1, 2, 3, 4, 8, 100):
         shards = StatePartition(0, ranks).cut(sizes)
@@ -173,8 +176,9 @@ def test_works_that_cannot_be_cut_are_spread_by_what_they_cost() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_process_that_rehearses_for_others_keeps_its_own_share_and_saves_the_whole(optimizer: str) -> None:
-    """-f tries microbatches on each rank alone, with the memory that it will have among others."""
+def test_a_rank_that_exchanges_nothing_keeps_its_part_and_returns_full_shapes(optimizer: str) -> None:
+    """A rank that tries microbatches (-f) exchanges nothing with other ranks. It stores only its own part of the
+    optimizer state, as in training, and `named_state` returns tensors of full shape."""
     config = TrainConfig(**SETTINGS | {"optimizer": optimizer, "shard_optimizer": True})
     model = GPTModel(ModelConfig(**MODEL))
     built = build_optimizer(model, config, None, StatePartition(0, 4))

@@ -43,7 +43,7 @@ def test_every_report_is_there_and_strict_json(trained: tuple[Workshop, Path, Re
         kind: [event["global_step"] for event in events if event["event"] == kind]
         for kind in ("train", "validation", "checkpoint")
     }
-    # Every third step, and wherever there is a validation: every fifth, and the last.
+    # Train events come every third step and with every validation. Validations come every fifth step and at the last.
     assert steps == {"train": [0, 3, 5, 6, 9], "validation": [0, 5, 9], "checkpoint": [0, 5, 9]}
     for event in events:
         assert event["tokens_seen"] == (event["global_step"] + 1) * 128
@@ -83,7 +83,7 @@ def test_summary_and_what_is_printed(trained: tuple[Workshop, Path, Result]) -> 
     assert seconds["total"] == pytest.approx(sum(seconds[phase] for phase in seconds if phase != "total"), abs=0.01)
     assert summary["dollars"]["training"] == pytest.approx(seconds["training"] * 0.002, abs=1e-4)
     assert f"Final validation loss: {summary['final_validation_loss']:.3f}" in result.stdout
-    assert result.stdout.count("Training complete") == 1  # rank 0 alone speaks
+    assert result.stdout.count("Training complete") == 1  # only rank 0 prints
     last = [event for event in metrics(run) if event["event"] == "train"][-1]
     shown = f"lr {last['learning_rate']:.2g} norm {last['gradient_norm']:.2f} left 00:00 $ "
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("global step 9/9  loss ")]
@@ -104,7 +104,7 @@ def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Workshop, Pat
 
 def test_one_process_without_torchrun(shop: Workshop) -> None:
     run = shop.add_run(validation_interval=None, validation_batches=None, start_val_token=None, checkpoint_interval=4)
-    rising = "around(FORWARD, lambda original, *a: original(*a) * (1 + Now.step))\n"  # the lowest loss is the first
+    rising = "around(FORWARD, lambda original, *a: original(*a) * (1 + Now.step))\n"  # losses rise from the first step
     minutes = "clock = time.perf_counter; time.perf_counter = lambda: clock() + 60 * max(0, Now.step)\n"
     result = shop.train(ranks=1, prelude="import time\nfrom tests.support.faults import *\n" + rising + minutes)
     assert re.search(r"^global step 9/19  loss .* left 09:\d\d$", result.stdout, re.MULTILINE), result.stdout
@@ -128,7 +128,8 @@ def test_validation_on_all_ranks_prints_the_same_number(trained: tuple[Workshop,
 
 
 def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(trained: tuple[Workshop, Path, Result]) -> None:
-    """Every setting, defaults too; precision, versions, commit, device and seed."""
+    """meta.json and summary.json record all settings, defaults included, and the precision, versions, commit, device
+    and seed."""
     _, run, result = trained
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
     name = Precision.for_training("auto", torch.device("cpu")).name
@@ -146,7 +147,7 @@ def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(trained: 
         assert not {"budget", "scaled"} & record.keys()
 
 
-# Of what training might ask Linux for, macOS has none: functions of os, and files in /proc and /sys.
+# Removes what only Linux has and training might use: functions of `os`, and files in /proc and /sys.
 LIKE_MACOS = """
 import builtins, io, os, sys
 sys.platform = "darwin"
