@@ -70,7 +70,7 @@ def add_run(shop: Workshop, name: str, **train: Any) -> Path:
         "validation_interval": 4,
         "learning_rate": 0.01,
     }
-    # In bf16 scores depend on which texts share a batch, and so on the number of ranks.
+    # In bf16 scores depend on which texts share a batch.
     keys["precision"] = "fp32"
     return shop.add_run(name, model=SHAPE, **keys | train)
 
