@@ -244,7 +244,7 @@ def test_matplotlib_is_imported_in_charts_only() -> None:
 
 
 @pytest.mark.parametrize("module", BEFORE_TORCH)
-def test_what_is_told_before_torch_is_loaded_loads_no_torch(module: str) -> None:
+def test_modules_needed_before_torch_load_no_torch(module: str) -> None:
     loaders = {
         name
         for name in loaded_with(module)

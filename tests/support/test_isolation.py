@@ -94,7 +94,7 @@ def test_each_way_to_reach_into_a_folder(tmp_path: Path) -> None:
     assert all(str(tmp_path) in line for line in lines[1::2]), lines
 
 
-def test_what_is_beside_them_is_free(tmp_path: Path) -> None:
+def test_paths_outside_the_folders_are_free(tmp_path: Path) -> None:
     assert seen(tmp_path, FREE) == []
 
 
