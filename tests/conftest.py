@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support import isolation  # before all that imports torch
+from tests.support import isolation  # must come before every import of torch
 from tests.support.jobs import set_pace
 from tests.support.launch import PATIENCE_SECONDS, Workshop, finish
 from tests.support.stopped_run import build_stopped_run

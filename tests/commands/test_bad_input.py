@@ -213,7 +213,7 @@ def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: li
 def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
     edit(shop, "model.json", vocab_size=63)
     before = tree(shop.path)
-    for arguments in ([], [], ["--plan"]):  # found by a scan, then remembered
+    for arguments in ([], [], ["--plan"]):  # found by a scan at first, then read from the scan's record
         words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
         refused(shop.attempt(*arguments), *words)
     unharmed(shop, before)
@@ -225,7 +225,7 @@ def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
         ({}, 64),  # the largest id of all splits counts, although 62 is enough for the train split
         ({"vocab_size": 100, "eot_token": 99}, 100),
         ({"eot_token": 70}, 71),
-        ({"vocab_size": 8}, 64),  # what meta.json says cannot make the files' ids smaller
+        ({"vocab_size": 8}, 64),  # a smaller number in meta.json does not count, because the files have larger ids
     ],
 )
 def test_the_vocabulary_that_is_named_is_enough(shop: Workshop, about: dict[str, int], size: int) -> None:

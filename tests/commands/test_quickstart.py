@@ -47,7 +47,7 @@ def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
     assert found, result.stdout + result.stderr
     meta = json.loads((shop.datasets / "builtin" / "python-stdlib" / "meta.json").read_text())["splits"]["test"]
     expected = float(found[1]) / 0.6931472 * meta["tokens"] / meta["bytes"]
-    assert float(found[2]) == pytest.approx(expected, rel=0.01)  # the last, incomplete batch is in meta's mean only
+    assert float(found[2]) == pytest.approx(expected, rel=0.01)  # only meta's mean includes the incomplete batch
 
 
 def test_the_full_quickstart_fits_the_dataset(shop: Workshop, tmp_path: Path) -> None:

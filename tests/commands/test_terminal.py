@@ -32,7 +32,7 @@ def terminal() -> Iterator[tuple[int, str]]:
     os.set_blocking(master, False)
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     settings = termios.tcgetattr(slave)
-    settings[3] |= termios.NOFLSH  # else Ctrl-C drops what a test has not read yet
+    settings[3] |= termios.NOFLSH  # otherwise Ctrl-C drops the output that a test has not read yet
     termios.tcsetattr(slave, termios.TCSANOW, settings)
     yield master, os.ttyname(slave)
     os.close(slave)
@@ -42,7 +42,7 @@ def terminal() -> Iterator[tuple[int, str]]:
 def screen(master: int) -> list[str]:
     """Return the lines of the screen. A bar overwrites its own line, so that only its last state is returned."""
     text = b""
-    with suppress(BlockingIOError, OSError):  # the latter: the terminal's first process has ended
+    with suppress(BlockingIOError, OSError):  # OSError if the terminal's first process has ended
         while True:
             text += os.read(master, 1 << 16)
     return [line.rpartition("\r")[2] for line in text.decode().replace("\r\n", "\n").split("\n")]

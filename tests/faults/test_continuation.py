@@ -157,7 +157,7 @@ def test_stopped_after_each_step(
     shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool
 ) -> None:
     """A run in which each process does a single step, and the next process resumes it, reaches the same end."""
-    chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # both precisions, both accumulations
+    chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # have both precisions and both accumulations
     one_step = PRELUDE + "before(BETWEEN_STEPS, tell(SIGTERM), rank=0, call=1)"
     for setup in chosen:
         run = setup.add_run(shop, f"each-{setup.name}")

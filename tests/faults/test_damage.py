@@ -35,7 +35,7 @@ class Damage:
 
     what: str
     do: Callable[[Path], object]  # called with the file, or with the link
-    file: str | None = None  # in the checkpoint; None for the link itself
+    file: str | None = None  # the damaged file of the checkpoint; None damages the link itself
     words: str = ""
 
     def to(self, link: Path) -> None:

@@ -78,7 +78,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         for payload in payloads(mark)
         for form in ("torch", "torch, old", "pickle")
     ]
-    cases = cases if exhaustive else cases[::7]  # every file and every form
+    cases = cases if exhaustive else cases[::7]  # these have every file and every form
     for name, payload, form in cases:
         latest = bench.reset()
         content = {"state": payload}
@@ -98,7 +98,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         assert result.status == 2
         same_as(before, bench.shop.path)
         assert not mark.exists()
-    for payload in payloads(mark):  # in place of the weights
+    for payload in payloads(mark):  # in the place of the weights
         latest = bench.reset()
         (latest / "model.safetensors").write_bytes(pickle.dumps(payload))
         vouch_for(latest, "model.safetensors")
@@ -261,10 +261,10 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
     partial = customer.datasets / "someone" / ".corpus.partial"
     partial.mkdir(parents=True)
     for name, target in (
-        ("train.safetensors", "train.safetensors"),  # a file of the data set, with other content
+        ("train.safetensors", "train.safetensors"),  # a file of the dataset, with other content
         ("meta.json", "meta.json"),
         ("old.json", "file"),
-        ("folder", "folder"),  # would be written into
+        ("folder", "folder"),  # the download would write into this folder
         (".cache", "folder"),
         ("x.incomplete", "file"),
     ):
@@ -300,8 +300,8 @@ def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exh
 
 @pytest.mark.fault("links in an unfinished build", "the data set is built; nothing outside is deleted")
 def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links in leftovers of builds of builtin/python-stdlib are not followed when the leftovers are deleted. The
-    leftovers' names have numbers that are no process's."""
+    """Links in leftovers of builds of builtin/python-stdlib are not followed when the leftovers are deleted. The pids
+    in the leftovers' names belong to no process."""
     before = tree(outside)
     folder = tmp_path / "datasets" / "builtin" / "python-stdlib"
     folder.parent.mkdir(parents=True)

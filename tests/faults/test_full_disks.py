@@ -126,8 +126,8 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.fault("disk full at a line of metrics", "ends with metrics.jsonl named; with space again the same end")
 def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> None:
-    """A line of metrics does not fit on the disk. There are lines for four pages of memory, because a full tmpfs still
-    has the rest of the last page."""
+    """A run survives a disk that is full at a line of metrics. The lines fill four pages of memory, because a full
+    tmpfs can still write the rest of the last page."""
     settings = SETTINGS | {"min_train_tokens": 128 * 40, "report_interval": 1}
     settings |= {"validation_interval": 500, "checkpoint_interval": 500}
     shop.add_run("lines", **settings)

@@ -229,7 +229,7 @@ def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
     prelude = f"before({case.place}, {action}, rank={case.rank}, step=6, call=1)"
     if case.place == "in the backward pass":
         prelude = f"in_gradients(lambda gradient: {action}(), rank={case.rank}, steps=range(6, 7))"
-    elif case.place == "in the evaluation":  # of the second microbatch
+    elif case.place == "in the evaluation":  # in the evaluation of the second microbatch
         prelude = f"after_first_evaluated({action}, step=6)"
     processes = shop.start(run.name, ranks=case.ranks, prelude=FAULTS + prelude)
     others = [process for rank, process in enumerate(processes) if rank != case.rank]

@@ -64,7 +64,7 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> Non
         assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
         time.sleep(0.01)
     while time.time() - float(mark.read_text()) < SLOW_SECONDS - 0.2:
-        assert latest_step(run) is None  # until the bytes are durable
+        assert latest_step(run) is None  # no link before the files are durable
         steps |= {event["global_step"] for event in whole_metrics(run)}
         time.sleep(0.05)
     finish(processes, expect=0, timeout=60)
@@ -201,7 +201,7 @@ def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     for moment in every_moment(exhaustive):
         yield moment.format(action="fill_disk"), (3, 6)
     yield "WRITE, fill_disk, call=5", (9,)  # the last save
-    yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # when all steps are done
+    yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # the last save again, after all steps are done
 
 
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save

@@ -95,11 +95,11 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None
         run = shop.add_run(f"told-{cases.index(case)}", **SETTINGS)
         prelude = acting_at(place, rank, f"tell({int(told)})")
         result = shop.train(run.name, prelude=prelude, expect=128 + told)
-        assert assert_stopped(run, result, told) == 6, place  # where a validation and a save look for signals
+        assert assert_stopped(run, result, told) == 6, place  # its validation and its save look for signals
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
 
-    for_each(cases, stop, at_once=3)  # they wait for each other more than they compute
+    for_each(cases, stop, at_once=3)  # the ranks wait for each other more than they compute
 
 
 @pytest.mark.slow
@@ -162,7 +162,8 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None
         process = job.start(f"before({work}, rank=0, call=1)")
         await_file(mark, process)
         began = time.monotonic()
-        os.kill(process.pid, told)  # Ctrl-C in a terminal reaches the launcher alone, too: its ranks have own sessions
+        # Ctrl-C in a terminal also reaches the launcher alone, because its ranks have their own sessions.
+        os.kill(process.pid, told)
         result = finish([process], expect=128 + told if by_processes else 1, timeout=60)
         seconds = time.monotonic() - began
         assert_stopped(run, result, told)
@@ -303,7 +304,7 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     deaths = list(all_deaths())
     if not exhaustive:
         deaths = deaths[::6]
-    with ThreadPoolExecutor(6) as pool:  # they wait more than they compute
+    with ThreadPoolExecutor(6) as pool:  # the ranks wait more than they compute
         seconds = list(pool.map(lambda case: die(shop, *case), enumerate(deaths)))
     assert max(seconds) < GONE_SECONDS
 
@@ -333,7 +334,7 @@ def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool) -> 
             arguments = [list_checkpoints(run / "checkpoints")[1][1].name]
         die_in_lives(shop, run, deaths, arguments)
         assert_same_end(straight, run)
-        assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # what was asked for was done once
+        assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # --restart or the CHECKPOINT was obeyed once
 
     for_each(enumerate(cases), restart, at_once=3)
 

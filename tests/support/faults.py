@@ -43,7 +43,7 @@ VALIDATION = "harness.training.evaluations:Evaluations.validation_loss"  # on al
 EVALUATION = "harness.training.evaluations:microbatch_losses"  # on ranks that evaluate
 SAVE = "checkpointing:Checkpointer._save"  # on all ranks
 WRITE = "harness.runs.checkpoints:_write_files"  # on rank 0
-SYNC = "harness.common.files:sync"  # on rank 0, of each file of a checkpoint, and of its folders
+SYNC = "harness.common.files:sync"  # on rank 0, for each file of a checkpoint, and for its folders
 METRICS = "harness.runs.metrics:MetricsFile.append"  # on rank 0
 
 

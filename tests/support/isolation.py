@@ -51,7 +51,7 @@ def _isolate() -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(FOLDER / "home"),
         "NO_PROXY": "127.0.0.1,localhost",
-        "OMP_NUM_THREADS": "1",  # small models: a second thread spins for longer than it computes
+        "OMP_NUM_THREADS": "1",  # with small models, a second thread spins for longer than it computes
         "PYTHONUSERBASE": user_site,
         "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),
         **on_path(*(Path(folder) for folder in inherited if folder)),

@@ -26,7 +26,7 @@ from tests.support.warm import ROOT as ROOT
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
-TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # what the command `torchrun` is
+TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # the source of the command `torchrun`
 PATIENCE_SECONDS = 240  # for commands that take two seconds on an idle machine; less than pytest's own timeout
 
 # A model that trains at thousands of tokens per second on one core, with every part of a large one.

@@ -20,7 +20,7 @@ from tests.support.isolation import ROOT, on_path
 from tests.support.launch import PATIENCE_SECONDS, Result, finish
 from tests.support.warm import WarmProcess, warm_server
 
-SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
+SMALL = ["--train-tokenizer", "300"]  # trains a vocabulary that needs no network
 IN_ORDER = ["--split-order", "given"]  # the last documents are for validation, the others for train
 
 WORDS = [

@@ -18,7 +18,7 @@ from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 # ddp_train.py does this first. Here it must run before a prelude imports torch.
 FIRST = "from harness.common.libraries import configure_libraries\nconfigure_libraries()\n"
-MARK = "JOB_OF_A_TEST"  # a variable in the environment of all processes of a job
+MARK = "JOB_OF_A_TEST"  # the name of a variable in the environment of all processes of a job
 
 
 def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
