@@ -1,7 +1,8 @@
-"""Options and fixtures of all tests, and how thorough fault tests are.
+"""Options, hooks and fixtures of all tests.
 
-Tests touch nothing that is not theirs: see `isolation`. A test that injects a fault bears
-`@pytest.mark.fault("its name", "its outcome")`, a line of docs/RELIABILITY.md.
+The option --exhaustive decides at how many places fault tests inject their faults. tests/support/isolation.py keeps
+tests away from files that are not theirs. A test that injects a fault is marked `@pytest.mark.fault("its name", "its
+outcome")`, and the mark is a line of docs/RELIABILITY.md.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support import isolation  # before all that imports torch
+from tests.support import isolation  # must come before every import of torch
 from tests.support.jobs import set_pace
 from tests.support.launch import PATIENCE_SECONDS, Workshop, finish
 from tests.support.stopped_run import build_stopped_run
 from tests.support.straight import build_straight_run
 
 FILES_FOR_SEVERAL_PROCESSES = 4
-# By the time they take: what is begun first is not waited for at the end.
+# The slowest files, the slowest first. They start first, so that the other processes do not wait for one of them at the
+# end.
 LONGEST = (
     *("bench/on_gpu", "commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing"),
     *("commands/quickstart", "model/determinism", "training/compilation"),
@@ -30,7 +32,8 @@ LONGEST = (
     *("faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
 )
-# Another process may run these than the others of their file: what fixtures of the file they need is made again.
+# Tests that may run in another process than the rest of their file. That process makes the file's fixtures that they
+# need once more.
 ALONE = (
     *("search::test_the_answer_trains_under", "search::test_two_ranks_agree", "on_gpu::test_a_rehearsal"),
     *("determinism::test_compiled_code", "compilation::test_two_ranks", "background::test_how_long_the_loop"),
@@ -44,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """One process for a few files: each process loads torch first."""
+    """Run a few files in one process, because each process has to load torch first."""
     files = {each.partition("::")[0] for each in config.args}
     is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
     if is_few:
@@ -56,7 +59,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
-    """Gives a process a file at a time, or one of the tests that are ALONE."""
+    """Scheduler that gives a process one file at a time, or a single test of ALONE."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if any(name in nodeid for name in ALONE) else super()._split_scope(nodeid)
@@ -72,14 +75,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    """Fails the test that did, or whose fixtures or processes did, what no test may do."""
+    """Fail a test if the test, its fixtures or its processes did something that tests may not do."""
     yield
     if found := isolation.trespasses():
         pytest.fail("\n".join(["what tests may not touch (tests/support/isolation.py):", *found]), pytrace=False)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore files without any slow test under `-m slow`: they need not be loaded."""
+    """Ignore files without a slow test under `-m slow`, so that they are not loaded."""
     is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     if config.option.markexpr == "slow" and is_test and "mark.slow" not in collection_path.read_text(encoding="utf-8"):
         return True
@@ -92,18 +95,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what has been imported out of the garbage collector's sight: -f collects after each size that it tries."""
+    """Exclude imported objects from garbage collection, because -f collects after each batch size that it tries."""
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Give it back, for libraries that take themselves apart as the process ends."""
+    """Undo `gc.freeze`, for libraries that clean up after themselves when the process ends."""
     gc.unfreeze()
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
-    """A folder for runs, with a small data set."""
+    """A folder for runs, with a small dataset."""
     made = Workshop(tmp_path)
     made.add_dataset()
     return made
@@ -111,34 +114,35 @@ def shop(tmp_path: Path) -> Workshop:
 
 @pytest.fixture(scope="session")
 def exhaustive(request: pytest.FixtureRequest) -> bool:
-    """True if faults are to be injected at all places; CI takes a few of them."""
+    """True if faults are injected at all places. CI injects them at a few places."""
     return bool(request.config.getoption("--exhaustive"))
 
 
 @pytest.fixture(scope="session")
 def stopped_shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
-    """A run that nothing happens to, and one that was killed, once for all modules that begin with them."""
+    """An undisturbed run and a killed run, trained once for all test modules that start from them."""
     set_pace(exhaustive)
     return build_stopped_run(tmp_path_factory.mktemp("stopped"))
 
 
 @pytest.fixture(scope="session")
 def straight_shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """A run of two ranks that nothing happens to, for modules that compare the ends of theirs with its end."""
+    """An undisturbed run of two ranks. Test modules compare the ends of their own runs with its end."""
     return build_straight_run(tmp_path_factory.mktemp("straight"))
 
 
 @pytest.fixture(scope="session")
 def finished_shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """A run that has trained to its end; train.json asks for more, so that there is something to continue."""
-    from tests.support.hostile import finished_run  # which brings hypothesis
+    """A run that has trained to its end. Its train.json asks for more tokens, so that the run can be resumed."""
+    from tests.support.hostile import finished_run  # imports hypothesis
 
     return finished_run(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The quickstart run of README's first command, trained for twenty of its steps on the dataset it made."""
+    """The quickstart run of README's first command, trained for only twenty steps on the dataset that the command
+    made."""
     return _begun_run("quickstart", tmp_path_factory)
 
 

@@ -1,4 +1,7 @@
-"""The direction of the house's imports, and what may be used where: from the sources, functions' imports too."""
+"""Rules for imports: which packages may import which, and which modules may use certain libraries.
+
+The tests read the sources. Imports in functions count, too.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ COMMANDS = [
     name for name in ROOT_MODULES if re.search(r"^@click\.(command|group)", ROOT_MODULES[name].read_text(), re.M)
 ]
 
-# What each room of the house may import besides itself. Another package is meant with its folders; within a package
-# each folder stands for itself. docs/architecture.md says what each one is for.
+# The packages that each package may import besides itself. A folder of a package has its own line if it has its own
+# rules. An allowed package includes its folders, but within one package each folder must be listed.
+# docs/architecture.md says what each of them is for.
 ROOMS = {
     "harness.common": [],
     "harness.distributed": ["harness.common"],
@@ -62,7 +66,7 @@ ROOMS = {
         *("harness.planning", "harness.training", "gpt"),
     ],
 }
-# Modules that may use something at all: collectives, the DDP wrap, the search.
+# The only modules that may use torch's collectives and the DDP wrapper.
 PLACES = {
     ("torch.distributed",): {
         "harness.distributed.world",
@@ -73,7 +77,7 @@ PLACES = {
         "harness.training.step"
     },
 }
-# Whatever --plan, --schema and a refusal of the command need.
+# Modules that --plan, --schema and the refusal of a wrong command need. They must not load torch.
 BEFORE_TORCH = [
     "harness.distributed.environment",
     "harness.planning.experiment",
@@ -91,7 +95,7 @@ BEFORE_TORCH = [
     "harness.comparison.charts",
     "harness.sweeps.run",
 ]
-HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
+HELP_SECONDS = 0.5  # of processor time, because wall-clock time depends on the machine's other work
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}
 
 
@@ -101,7 +105,8 @@ def tree_of(source: str) -> ast.Module:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Dotted names of what an import statement brings: `from a import b` brings a, and perhaps the module a.b."""
+    """Return the dotted names that an import statement loads: for `from a import b`, a and a.b, which may be a
+    module."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -115,12 +120,12 @@ def for_types_only(node: ast.AST) -> bool:
 
 
 def all_imports(tree: ast.AST) -> list[str]:
-    """Every import in the source, wherever it stands."""
+    """Return the names of every import in a source, including imports in functions."""
     return [name for node in ast.walk(tree) for name in imported(node)]
 
 
 def imports_at_load(tree: ast.AST) -> Iterator[str]:
-    """The imports that run when the module is loaded: not those in functions, nor those for type checkers."""
+    """Yield the names imported when a module is loaded, without imports in functions and under TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
         if not for_types_only(node) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield from imported(node)
@@ -132,7 +137,7 @@ def is_or_below(name: str, module: str) -> bool:
 
 
 def users_of(*modules: str) -> set[str]:
-    """The sources that import one of `modules`, or reach it as an attribute (torch.distributed.barrier())."""
+    """Return the sources that import one of `modules` or use it as an attribute (torch.distributed.barrier())."""
     users = {
         source
         for source in SOURCES
@@ -143,12 +148,12 @@ def users_of(*modules: str) -> set[str]:
 
 @cache
 def attributes_of(source: str) -> set[str]:
-    """The dotted names that a source uses."""
+    """Return the dotted names that a source uses."""
     return {ast.unparse(node) for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
 
 
 def loaded_with(module: str) -> set[str]:
-    """The modules of harness that loading `module` loads, itself included."""
+    """Return the modules of harness that are loaded when `module` is loaded, including `module`."""
     found, waiting = set(), [module]
     while waiting:
         name = waiting.pop()
@@ -167,7 +172,7 @@ def test_the_sources_are_seen() -> None:
 
 
 def room_of(module: str) -> str | None:
-    """The line of ROOMS that a module belongs to: the longest that it is or lies below."""
+    """Return the key of ROOMS that is the module or its closest parent, or None if there is none."""
     return max((room for room in ROOMS if is_or_below(module, room)), key=len, default=None)
 
 
@@ -176,14 +181,16 @@ def package_of(room: str) -> str:
 
 
 def may_import(room: str, other: str | None) -> bool:
-    """A package that is allowed is so with its folders; within a package, each folder stands for itself."""
+    """Return True if `room` may import from `other`. An allowed package includes its folders; within a package each
+    folder must be allowed itself."""
     if other is None or other in {room, *ROOMS[room]}:
         return other is not None
     return package_of(other) != package_of(room) and package_of(other) in ROOMS[room]
 
 
 def modules_imported(module: str) -> set[str]:
-    """Sources of this repository that a module imports, anywhere in it: in functions and for type checkers, too."""
+    """Return the sources of this repository that a module imports, also in functions and for type checkers. Packages
+    are left out."""
     return {name for name in all_imports(tree_of(module)) if name in SOURCES and name != module} - PACKAGES
 
 
@@ -196,7 +203,8 @@ def test_imports_go_in_the_directions_of_the_table(module: str) -> None:
 
 
 def test_nothing_below_the_root_imports_commands_or_tests() -> None:
-    """The model's page is no command; ROOMS says who may import it."""
+    """No module of harness imports a command, a test or a benchmark. gpt.py is not a command, and ROOMS says who may
+    import it."""
     above = {*ROOT_MODULES, "tests", "bench"} - {"gpt"}
     for module in HARNESS_MODULES:
         assert not {name.split(".")[0] for name in all_imports(tree_of(module))} & above
@@ -231,12 +239,12 @@ def test_what_is_used_in_a_few_places_only(libraries: tuple[str, ...], places: s
 
 def test_matplotlib_is_imported_in_charts_only() -> None:
     users = users_of("matplotlib")
-    assert "harness.runs.chart" in users, "this test finds them"
+    assert "harness.runs.chart" in users, "the test must find imports of matplotlib"
     assert all(re.fullmatch(r"harness\.(runs\.chart|(comparison|scaling)\.\w*charts)", name) for name in users), users
 
 
 @pytest.mark.parametrize("module", BEFORE_TORCH)
-def test_what_is_told_before_torch_is_loaded_loads_no_torch(module: str) -> None:
+def test_modules_needed_before_torch_load_no_torch(module: str) -> None:
     loaders = {
         name
         for name in loaded_with(module)
@@ -260,9 +268,9 @@ def assert_no_circle(imports: dict[str, set[str]]) -> None:
 
 
 def test_no_circle_of_modules_rooms_or_packages() -> None:
-    """Imports in functions and for type checkers counted, too."""
+    """No imports form a circle, including imports in functions and for type checkers."""
     modules = {module: modules_imported(module) for module in SOURCES if module not in PACKAGES}
-    assert sum(map(len, modules.values())) > 500, "this test finds them"
+    assert sum(map(len, modules.values())) > 500, "the test must find the imports"
     assert_no_circle(modules)
     for place in (room_of, lambda module: package_of(room_of(module) or module)):
         places: dict[str, set[str]] = {}
@@ -286,7 +294,7 @@ def test_torch_load_never_trusts_a_file() -> None:
                 assert options.get("weights_only") == "True", where
                 assert options.get("map_location") == "'cpu'", where
             assert ast.unparse(node.func) not in {"pickle.load", "pickle.loads"}, where
-    assert calls, "this test finds them"
+    assert calls, "the test must find calls of torch.load"
 
 
 def test_root_names_shadow_no_library() -> None:
@@ -310,7 +318,7 @@ def test_help_is_useful_quick_and_without_torch(command: str) -> None:
         f"    print('loaded:', *sorted({SLOW} & sys.modules.keys()), file=sys.stderr)\n"
     )
     seconds = []
-    for _ in range(3):  # the code is as fast as its fastest run
+    for _ in range(3):  # the fastest of three runs counts
         start = seconds_of_children()
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
         seconds.append(seconds_of_children() - start)
@@ -344,7 +352,7 @@ def test_help_to_a_reader_who_has_gone_is_quiet() -> None:
 
 
 def test_the_tests_do_not_lie_in_the_root() -> None:
-    """Root `test_*.py` are commands: pytest must look into tests/ only."""
+    """pytest looks into tests/ only, because the `test_*.py` files in the root are commands."""
     assert 'testpaths = ["tests"]' in (ROOT / "pyproject.toml").read_text()
     assert not {path.stem for path in (ROOT / "tests").glob("*.py")} & ROOT_MODULES.keys()
     assert Path(__file__).parent.name == "tests"

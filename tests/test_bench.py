@@ -1,4 +1,5 @@
-"""The comparison with other programs runs, by the real command, and says who was slower."""
+"""bench/compare_steps.py: the real command compares our training steps with those of other programs, and says if ours
+are slower."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ TINY = Case(1, 16, 2, 8, 64, 2)
 
 @pytest.mark.parametrize("program", compare_steps.PEERS)
 def test_every_peer_trains_the_same_model(program: str) -> None:
-    """The loss of a fresh model is that of a uniform guess; its parameters are as many as ours."""
+    """A fresh model of each peer has the loss of a uniform guess, and as many parameters as ours."""
     torch.manual_seed(0)
     model, loss = peers_model(program, TINY)
     tokens = torch.randint(64, (2, 9))
@@ -29,7 +30,7 @@ def test_every_peer_trains_the_same_model(program: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_race_of_the_real_command(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program takes as many steps, and an impossible --at-least exits with 1 and the reason."""
+    """Each program takes the same number of steps, and an impossible --at-least exits with status 1 and the reason."""
     monkeypatch.setattr(compare_steps, "SHAPES", (TINY,))
     monkeypatch.setattr(compare_steps, "WARM_UP", 1)
     monkeypatch.setattr(compare_steps, "PRECISIONS", compare_steps.PRECISIONS[2:])

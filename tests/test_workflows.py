@@ -1,4 +1,5 @@
-""".github/workflows/: actions are pinned, may do little, and the Pythons are those that pyproject.toml promises."""
+""".github/workflows/: actions are pinned by commit, may only read, and run on the Python versions that pyproject.toml
+promises."""
 
 from __future__ import annotations
 

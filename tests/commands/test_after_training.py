@@ -1,5 +1,8 @@
-"""The whole way of a checkpoint after its training, by the real commands: fine-tuned and judged, exported and sampled,
-published, and downloaded again. In this order: each test goes on from the one before."""
+"""A checkpoint after its training, with the real commands: fine-tuned and judged, exported and sampled, published, and
+downloaded again.
+
+Each test uses the results of the tests before it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ ENTRIES = [
 
 
 class Journey:
-    """A trained run, and the places that its checkpoint comes through."""
+    """A trained run, and the folders for what is made of its checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.shop = Workshop(path)
@@ -75,7 +78,7 @@ def test_fine_tuned_and_judged(journey: Journey) -> None:
         key = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
         printed = journey.do("test_ift", *options.split(), "--base-url", judge.url, **key).stdout
         assert len(judge.paid) == 4
-        # Judged again by the other command: kept answers cost nothing.
+        # The other command judges the same answers again. Judgements that were kept cost nothing.
         again = journey.do("judge_ift", "responses.json", "--base-url", judge.url, **key).stdout
         assert len(judge.paid) == 4
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", printed)]
@@ -105,7 +108,8 @@ def test_exported_and_sampled_by_transformers(journey: Journey) -> None:
 
 
 def test_published_and_downloaded_again(journey: Journey) -> None:
-    """In processes of their own: huggingface_hub reads the Hub's address when it is imported."""
+    """A published model is the same after its download. Both commands run in their own processes, because
+    huggingface_hub reads the Hub's address when it is imported."""
     with FakeHub() as hub:
         home = hub.environment(journey.shop.path / "home") | {"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
         for arguments in (

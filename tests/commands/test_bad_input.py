@@ -1,4 +1,4 @@
-"""Bad input gets one line that names the file, the key and the remedy; and nothing on disk is harmed."""
+"""Bad input is refused with one line that names the file, the key and the remedy, and nothing on disk is harmed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def shop(tmp_path: Path) -> Workshop:
 
 @pytest.fixture
 def trained(finished_shop: Workshop, tmp_path: Path) -> Workshop:
-    """A copy of it, to harm."""
+    """A copy of the finished run that tests may damage."""
     made = Bench.copy_of(finished_shop, tmp_path / "copy").shop
     edit(made, min_train_tokens=768)
     return made
 
 
 def refused(result: Result, *words: str, status: int = 2) -> None:
-    """One line, no traceback, and every one of `words` in it."""
+    """Assert that a command printed one line with every one of `words`, and no traceback."""
     assert result.status == status, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     lines = [line for line in result.stderr.splitlines() if line.strip()]
@@ -46,22 +46,22 @@ def refused(result: Result, *words: str, status: int = 2) -> None:
 
 
 def unharmed(shop: Workshop, before: dict[str, str]) -> None:
-    """Assert that old files are as they were, and new ones are at most notes beside the datasets."""
+    """Assert that the old files are unchanged, and that new files are at most records of scans beside the datasets."""
     after = tree(shop.path)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after.keys() - before.keys() if not name.startswith("datasets/.scans")]
 
 
 def edit(shop: Workshop, file: str = "train.json", **values: Any) -> None:
-    """Change keys of a run's file; None removes one."""
+    """Change keys of a run's file. A key whose value is None is removed."""
     path = shop.runs / "r" / file
     content = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=4))
 
 
 @pytest.mark.parametrize("name", ["../r", "", "a\nb", ".hidden", "é"], ids=repr)
-def test_names_that_are_none(trained: Workshop, name: str) -> None:
-    """A few by hand; any: faults/test_hostile_input.py."""
+def test_invalid_names(trained: Workshop, name: str) -> None:
+    """Invalid names are refused. tests/faults/test_hostile_input.py tries names of all kinds."""
     before = tree(trained.path)
     refused(trained.attempt(run=name), "run ", "plain name")
     refused(trained.attempt(name), "checkpoint")
@@ -79,7 +79,7 @@ def test_a_misspelt_dataset_has_a_neighbour(shop: Workshop, name: str) -> None:
 
 
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
-    """ddp_train.py runs/* datasets, of two runs and of three."""
+    """`ddp_train.py runs/* datasets` is refused, whether the shell makes two runs of the pattern or three."""
     second = str(shop.add_run("second"))
     refused(shop.command("ddp_train.py", "r", second, str(shop.datasets)), "one run at a time")
     refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "one run at a time")
@@ -124,7 +124,7 @@ def test_a_run_that_is_not_there(shop: Workshop, run: str, words: tuple[str, ...
 
 
 def test_where_runs_were_looked_for(shop: Workshop) -> None:
-    """A command in a folder without runs/ or without runs names the folder that it looked into."""
+    """A command in a folder without runs/, or with an empty one, names the folder that it looked into."""
     (shop.path / "empty" / "runs").mkdir(parents=True)
     for folder, words in (("empty", "there are none in"), ("datasets", "there is no folder")):
         elsewhere = InProcess(shop.path / folder)
@@ -134,7 +134,8 @@ def test_where_runs_were_looked_for(shop: Workshop) -> None:
 
 
 def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
-    """A path is taken as a shell completes it: from the folder that runs/ is in, from runs/ itself, or whole."""
+    """A run may be given by its path as a shell completes it: from the folder that contains runs/, from runs/ itself,
+    from another folder, or absolute."""
     (shop.path / "sub").mkdir()
     for cwd, runs_dir, name in (
         (".", "runs", "r/"),
@@ -168,7 +169,7 @@ def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
     refused(shop.attempt(), f"r/{file}", "directory")
 
 
-# One of each kind; all of them: runs/test_config.py.
+# One error of each kind. tests/runs/test_config.py has all of them.
 KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train.json", {"microbatch_size": None}, ['key "microbatch_size": missing']),
     ("train.json", {"lerning_rate": 0.1}, ['key "lerning_rate": unknown', 'did you mean "learning_rate"?']),
@@ -212,7 +213,7 @@ def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: li
 def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
     edit(shop, "model.json", vocab_size=63)
     before = tree(shop.path)
-    for arguments in ([], [], ["--plan"]):  # found by a scan, then remembered
+    for arguments in ([], [], ["--plan"]):  # found by a scan at first, then read from the scan's record
         words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
         refused(shop.attempt(*arguments), *words)
     unharmed(shop, before)
@@ -221,10 +222,10 @@ def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("about", "size"),
     [
-        ({}, 64),  # the largest id of all splits, though the train split alone would do with 62
+        ({}, 64),  # the largest id of all splits counts, although 62 is enough for the train split
         ({"vocab_size": 100, "eot_token": 99}, 100),
         ({"eot_token": 70}, 71),
-        ({"vocab_size": 8}, 64),  # what meta.json says cannot make the files' ids smaller
+        ({"vocab_size": 8}, 64),  # a smaller number in meta.json does not count, because the files have larger ids
     ],
 )
 def test_the_vocabulary_that_is_named_is_enough(shop: Workshop, about: dict[str, int], size: int) -> None:
@@ -279,7 +280,7 @@ DATASETS: list[tuple[str, Harm, list[str]]] = [
 
 
 @pytest.mark.parametrize(("harm", "words"), [case[1:] for case in DATASETS], ids=[case[0] for case in DATASETS])
-def test_datasets_that_are_none(shop: Workshop, harm: Harm, words: list[str]) -> None:
+def test_invalid_datasets(shop: Workshop, harm: Harm, words: list[str]) -> None:
     harm(shop.datasets / DATASET)
     before = tree(shop.path)
     refused(shop.attempt(), *words)
@@ -407,7 +408,7 @@ MODEL_COMMANDS: list[tuple[str, list[str], list[str]]] = [
 def test_a_misspelt_model_is_told_what_was_meant(
     trained: Workshop, script: str, before: list[str], after: list[str]
 ) -> None:
-    """The names of a run and of its checkpoint, in every command that takes a model."""
+    """Every command that takes a model suggests the right name for a misspelt run or checkpoint."""
     harmless = tree(trained.path)
     for model, words in (
         ("rr", ["runs/rr: no such run", "did you mean r?"]),
@@ -466,7 +467,7 @@ def two_ranks(shop: Workshop, *arguments: str) -> Result:
 
 
 def test_two_ranks_say_it_once(trained: Workshop) -> None:
-    """One line appears where both ranks find the error, where rank 0 does, and where each node's first process does."""
+    """An error is printed once, whether both ranks find it, rank 0 alone, or the first process of each node."""
     before = tree(trained.path)
     refused(two_ranks(trained, "nope"), "no such run")
     unharmed(trained, before)

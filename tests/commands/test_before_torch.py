@@ -1,4 +1,4 @@
-"""Output before torch is loaded, which takes seconds: plans, schemas, and whatever is wrong with the command."""
+"""Plans, schemas and refusals are printed before torch is loaded, which takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.support.fake_hub import FakeHub
 from tests.support.in_process import InProcess
 from tests.support.launch import ROOT, Result, Workshop, finish, free_port
 
-# Neither plans, schemas nor refusals need them; a name that only the Hub can refuse needs the Hub's library.
+# Libraries that plans, schemas and refusals do not need. Only a dataset's name that the Hub has to refuse needs the
+# Hub's library.
 WITH_HUB = ("torch", "pyarrow", "matplotlib", "scipy", "transformers")
 BARRED = (*WITH_HUB, "huggingface_hub")
 WITHOUT_TORCH = """
@@ -29,7 +30,7 @@ runpy.run_path({root!r} + "/" + sys.argv[0], run_name="__main__")
 
 
 def cold(shop: Workshop, *arguments: str, barred: Sequence[str] = BARRED) -> Result:
-    """ddp_train.py in a process that cannot load torch, nor the other libraries that take long."""
+    """Run ddp_train.py in a process that can load neither torch nor the other libraries that take long."""
     source = WITHOUT_TORCH.format(root=str(ROOT), barred=tuple(barred))
     return finish([shop.spawn([sys.executable, "-c", source, "ddp_train.py", *arguments], {})], expect=None, timeout=60)
 
@@ -61,7 +62,7 @@ def test_a_wrong_run(shop: Workshop, there: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("file", "options"), [("train.json", ()), ("model.json", ("--processes", "2"))])
 def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, options: tuple[str, ...]) -> None:
-    """One line, whoever would train: with --processes no rank is started."""
+    """A misspelt key is refused with one line. With --processes, no rank is started for that."""
     path = shop.runs / "r" / file
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lerning_rate": 1}))
     result = quickly(shop, "r", *there, *options)
@@ -79,7 +80,7 @@ def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, .
 
 
 def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) -> None:
-    """Asked before torch is loaded; a plan asks nobody."""
+    """The Hub is asked for a dataset before torch is loaded. A plan does not ask the Hub."""
     shop.add_run(dataset="someone/corpse")
     with FakeHub() as hub:
         shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")
@@ -94,14 +95,15 @@ def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) 
 
 
 def test_the_hub_is_asked_by_one_process_of_a_machine(shop: Workshop, there: tuple[str, ...]) -> None:
-    """Another rank goes on: what is refused there is refused once."""
+    """Only one process of a machine asks the Hub, so that a refusal is printed once. Other ranks continue to their
+    start."""
     shop.add_run(dataset="someone/corpse")
     with FakeHub() as hub:
         shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         shop.environment.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         result = cold(shop, "r", *there)
-        assert "ModuleNotFoundError" in result.stderr, "it has come to where torch is needed"
+        assert "ModuleNotFoundError" in result.stderr, "the rank must have reached the import of torch"
         assert not hub.requests
 
 
@@ -129,7 +131,8 @@ STRAY = [
 @pytest.mark.parametrize(("variables", "words"), STRAY, ids=[" ".join(variables) for variables, _ in STRAY])
 @pytest.mark.parametrize("arguments", [[], ["--plan"]], ids=["train", "plan"])
 def test_leftovers_of_a_launcher(shop: Workshop, arguments: list[str], variables: dict[str, str], words: str) -> None:
-    """At once, and in one line: a stray LOCAL_RANK must not wait for a first process that is not there."""
+    """Stray variables of a launcher are refused at once, with one line. A stray LOCAL_RANK must not wait for a first
+    process that does not exist."""
     began = time.monotonic()
     result = shop.attempt(*arguments, environment=variables)
     assert time.monotonic() - began < SPEAKER_PATIENCE_SECONDS
@@ -140,7 +143,8 @@ def test_leftovers_of_a_launcher(shop: Workshop, arguments: list[str], variables
 
 @pytest.mark.parametrize("rank", "01")
 def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
-    """They cannot be told from a rank that is early: it says for whom it waits."""
+    """A complete set of stray variables looks like a rank that is early, so that the process says for which ranks it
+    waits."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]

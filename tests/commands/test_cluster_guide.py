@@ -1,4 +1,4 @@
-"""The recipes of docs/CLUSTER.md: scripts that shells accept, and what they do when the scheduler speaks to them."""
+"""The recipes of docs/CLUSTER.md: their scripts are valid in a shell, and react as they should to the scheduler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def skypilot_task() -> dict[str, Any]:
 
 
 def pretend(folder: Path, **commands: str) -> dict[str, str]:
-    """Commands that this machine does not have, as shell scripts; the environment in which they are found."""
+    """Write shell scripts in place of commands that this machine does not have. Return the environment in which they
+    are found."""
     folder.mkdir()
     for name, script in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -73,7 +74,8 @@ def test_a_sweep_is_a_job_for_each_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("time_is_up", [True, False])
 def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: bool) -> None:
-    """torchrun ends with status 1 then, as it does after a failure; only the former is started again."""
+    """A job that its time limit stopped is requeued, and a job that failed is not, although torchrun ends with status 1
+    in both cases."""
     environment = pretend(
         tmp_path / "bin",
         scontrol='[ "$1" = show ] && printf "first\\nsecond\\n" || echo "scontrol $*" >> "$NOTES"',
@@ -98,7 +100,8 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
 
 
 def test_skypilot_keeps_and_fetches_checkpoints(tmp_path: Path) -> None:
-    """The next cluster's training begins with the checkpoints that a lost one had kept; half a copy is nothing."""
+    """Training on a new cluster begins with the checkpoints that a lost cluster had kept. A checkpoint that was copied
+    only in part is ignored."""
     kept, run = tmp_path / "kept" / "r", skypilot_task()["run"].replace("/kept/", f"{tmp_path}/kept/")
     environment = {"RUN": "r", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "1", "SKYPILOT_NUM_NODES": "1"}
     environment |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}

@@ -22,7 +22,7 @@ def compare(runs_dir: Path, *arguments: str, status: int = 0) -> subprocess.Comp
 
 
 def values_of(runs_dir: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """The cells of each run, by --json."""
+    """Return the cells of each run, as --json prints them."""
     said = json.loads(compare(runs_dir, *arguments, "--json").stdout)
     return {run["name"]: run["values"] for run in said["runs"]}
 
@@ -67,7 +67,8 @@ SAME_TEXT: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 def test_both_commands_agree_on_what_is_the_same_text(
     tmp_path: Path, train: dict[str, Any], summary: dict[str, Any], is_same: bool
 ) -> None:
-    """The content identifies a text: neither a data set's name nor the size of a microbatch makes another text."""
+    """Both commands identify a validation text by its content. The dataset's name makes no other text, nor does a
+    microbatch of another size with as many tokens in all."""
     for name, settings, values in (("a", {}, {}), ("b", train, summary)):
         RunFolder(tmp_path, name, settings).finish(parameters=29_888, flops_per_token=200_000, **values)
     losses = [values["validation_loss"]["value"] for values in values_of(tmp_path).values()]
@@ -103,7 +104,7 @@ def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Pat
     assert "inconclusive, because no other arm has finished" in against
     (tmp_path / "mine" / "summary.json").unlink()
     (tmp_path / "mine" / "results").rename(tmp_path / "results")
-    assert "shipped" in compare(tmp_path).stdout.split("Settings")[0], "none was trained"
+    assert "shipped" in compare(tmp_path).stdout.split("Settings")[0], "if no run was trained, all are shown"
 
 
 def test_json_has_every_number_and_every_reason(runs: Path) -> None:
@@ -149,7 +150,7 @@ def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
 
 
 def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
-    """Absurd values of hand-edited summaries cost their own cells, no other's, and no line more than 80 columns."""
+    """Absurd values in a hand-edited summary empty cells of that run alone, and no line has more than 80 columns."""
     odd: dict[str, dict[str, Any]] = {
         "huge": {"tokens_per_second": 1e300, "final_validation_loss": 1e300, "seconds": {"total": 1e300}},
         "endless": {"tokens_seen": 10**400, "seconds": {"total": 1e308, "training": 1e308}},
@@ -182,7 +183,7 @@ HOSTILE = "\x1b[2J\nH100\r\x07\u202e\u2028 of anybody's making, and a long one, 
 
 
 def hostile_runs(folder: Path) -> None:
-    """Two runs, every text of which a terminal would obey, by whatever wrote it."""
+    """Write two runs in which every text contains control characters, whichever command would have written it."""
     for name, other in (("a\x1b[31m\nred", ""), ("b", "2")):
         text = HOSTILE + other
         dataset = {**DATASET, "name": text}
@@ -209,7 +210,7 @@ def hostile_runs(folder: Path) -> None:
 
 
 def shown_whole(text: str) -> None:
-    """Lines of which a terminal obeys nothing but their ends."""
+    """Assert that a text has no control characters except line ends."""
     assert [line for line in text.split("\n") if not line.isprintable()] == []
 
 
@@ -220,13 +221,13 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
     shown_whole(done.stdout)
     shown_whole(done.stderr)
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "Glyph" not in done.stderr, "matplotlib has no sign for a control character"
+    assert "Glyph" not in done.stderr, "matplotlib warns of a control character, for which it has no glyph"
     assert r"\x1b[2J\nH100" in done.stdout
     assert r"a\x1b[31m\nred" in done.stdout
     for line in page.read_text().split("\n"):
         assert line.isprintable()
     said = json.loads(compare(tmp_path, "--json").stdout)
-    assert {run["values"]["torch"]["value"] for run in said["runs"]} == {HOSTILE, f"{HOSTILE}2"}, "as it is"
+    assert {run["values"]["torch"]["value"] for run in said["runs"]} == {HOSTILE, f"{HOSTILE}2"}, "unchanged in JSON"
 
 
 def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = compare(tmp_path).stdout.splitlines()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Of processor time, without imports: the machine may have other work.
+    # One second of processor time without imports, because the machine may have other work.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     assert sum(line.startswith("run-") for line in lines) >= 100
 
@@ -298,4 +299,4 @@ def test_a_chart_and_a_page_and_what_is_not_drawn(tmp_path: Path) -> None:
     said = sorted(text.strip() for text in " ".join(map(str.strip, lines[1:-1])).split("not drawn: ")[1:])
     assert said[0] == "never, nor: in no chart: never trained"
     assert said[1].startswith("young: ")
-    assert len(said) == 2, "each once"
+    assert len(said) == 2, "each reason appears once"

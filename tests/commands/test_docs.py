@@ -25,10 +25,10 @@ from tests.support.isolation import ROOT
 from tests.test_architecture import COMMANDS, ROOMS
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CURRENT = [path for path in DOCUMENTS if path.name != "LOG.md"]  # which tells of the code as it was
+CURRENT = [path for path in DOCUMENTS if path.name != "LOG.md"]  # LOG.md describes earlier versions of the code
 README_LINES = 150
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Words after `uv run` that are no script of ours. torchrun is followed by one.
+# Programs after `uv run` that are not scripts of this repository. torchrun is followed by one of its scripts.
 TOOLS = {"pytest", "ruff", "mypy"}
 PYTESTS_OPTIONS = {"-k": "keyword", "-m": "markexpr", "-n": "numprocesses"}
 
@@ -36,7 +36,7 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path:
 
 
 def lines_of(document: Path) -> Iterator[tuple[bool, str]]:
-    """Each line, and whether it is shown as it stands: in a fence, or indented after an empty line."""
+    """Yield each line, after a flag that is True in code blocks (in a fence, or indented after an empty line)."""
     is_fenced, is_shown, before = False, False, ""
     for line in document.read_text(encoding="utf-8").splitlines():
         if line.startswith("```"):
@@ -66,7 +66,8 @@ def anchors_of(document: Path) -> set[str]:
 
 
 def links_of(document: Path) -> list[str]:
-    """The places of this repository that a page leads to, by [text](place) or by [text][name] and [name]: place."""
+    """Return the places in this repository that a page links to, by [text](place) or by [text][name] and [name]:
+    place."""
     text = prose_of(document)
     places = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.MULTILINE))
     targets = re.findall(r"\]\(([^)\s]+)\)", text) + [places[name] for name in re.findall(r"\]\[([\w-]+)\]", text)]
@@ -107,7 +108,7 @@ def test_files_of_ours_that_are_named_exist(document: Path) -> None:
 
 
 def commands_of(document: Path) -> Iterator[list[str]]:
-    """The words of every command that is shown, one that begins with uv, ./ or Python's uv."""
+    """Yield the words of every command on a page that begins with `uv run`, `./`, `.ci/` or `python3 -m uv run`."""
     shown = "\n".join(line.strip() for is_shown, line in lines_of(document) if is_shown).replace("\\\n", " ")
     inline = re.findall(r"`(uv run [^`]*|\./[^`]*|\.ci/run)`", prose_of(document))
     for line in [*shown.splitlines(), *inline]:
@@ -121,7 +122,7 @@ EVERY_COMMAND = [(document, words) for document in CURRENT for words in commands
 
 
 def program_of(words: list[str]) -> list[str]:
-    """A command without uv and its own options, without torchrun and its."""
+    """Return a command without uv and its options, and without torchrun and its options."""
     if words[0].startswith("."):
         return words
     words = words[words.index("run") + 1 :]
@@ -135,7 +136,8 @@ def program_of(words: list[str]) -> list[str]:
 
 
 def click_command(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command of a script at the root, or the one that a group of them names, and its arguments."""
+    """Return the click command of a root script and the command's arguments. If the script has subcommands, return the
+    one that is named."""
     script, *arguments = words
     command = importlib.import_module(Path(script).stem).main
     while isinstance(command, click.Group):
@@ -184,7 +186,7 @@ def test_the_commands_are_seen() -> None:
 
 
 def rows_of(document: Path, first: str) -> list[list[str]]:
-    """The cells of the tables whose first column is headed `first`."""
+    """Return the cells of the tables whose first column has the heading `first`."""
     rows, is_wanted = [], False
     for line in document.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
@@ -195,7 +197,7 @@ def rows_of(document: Path, first: str) -> list[list[str]]:
 
 
 def defaults_of(kind: type[RunFile]) -> dict[str, str]:
-    """Every key that a file may have, and what its row says of its default."""
+    """Return every key that a file may have, with the text for its default that the key's row must have."""
     found = dict.fromkeys(kind.other_keys, "none")
     for name, field in kind.model_fields.items():
         is_needed = field.default is PydanticUndefined
@@ -211,7 +213,7 @@ def test_the_table_of_keys_is_the_schemas() -> None:
     assert written.keys() == expected.keys()
     for key, default in expected.items():
         same = written[key] == default or json.loads(written[key]) == json.loads(default)
-        assert same, f"{key}: {written[key]}, and it is {default}"
+        assert same, f"{key}: the table says {written[key]}, the default is {default}"
 
 
 def test_the_examples_of_both_files_load() -> None:

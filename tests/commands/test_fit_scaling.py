@@ -26,7 +26,7 @@ fit = partial(run_forked, "fit_scaling.py")
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A CSV file of 20 points of a known law, with noise, and one of a run that diverged."""
+    """A CSV file with 20 points of a known law, with noise, and one point of a run that diverged."""
     path = tmp_path_factory.mktemp("points") / "points.csv"
     known = ladder(0.003)
     columns = (known.parameters.tolist(), known.flops.tolist(), known.loss.tolist())
@@ -48,13 +48,13 @@ def test_points_of_a_known_law_are_told_in_eighty_columns(points: str) -> None:
     assert done.stdout.startswith("20 points\n")
     assert "Left out: line 22: its loss is not finite" in done.stdout
     assert "  Tokens were not given: FLOPs / 6 / parameters (the rule C = 6ND)\n" in done.stdout
-    assert "in every point" not in done.stdout, "it is no finding"
+    assert "in every point" not in done.stdout, "tokens computed by the rule cannot confirm it"
     assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in done.stdout
     assert "best split of 1e19 FLOPs: loss " in done.stdout
     assert "EXTRAPOLATED" not in done.stdout
 
 
-# Losses of five sizes at each of four numbers of FLOPs; the best fit has an exponent of parameters of 0.01.
+# Losses of five model sizes at each of four numbers of FLOPs. In the best fit, the exponent of parameters is 0.01.
 HARDLY_FALLING = [
     *(423.3, 418.3, 413.1, 412.2, 411.8),
     *(419.3, 417.2, 413.4, 410.4, 405.6),
@@ -66,7 +66,8 @@ HARDLY_FALLING = [
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["huge", "flat"])
 def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, kind: str) -> None:
-    """One loss of 1e30, and a law of which the loss hardly falls with size: fits of some resamples overflow."""
+    """Fits of some resamples overflow, after one loss of 1e30, or by a law in which the loss hardly falls with size. No
+    warning and no NaN is printed."""
     known = ladder(0.003)
     parameters, flops, losses = known.parameters, known.flops, known.loss.copy()
     if kind == "huge":
@@ -117,7 +118,7 @@ def test_json_has_all_numbers_and_the_seed_decides_them(points: str, tmp_path: P
     (split,) = told["best_splits"]
     assert split["parameters"]["low"] < best_size(1e21) < split["parameters"]["high"]
     assert split["beyond_the_points"] == ["FLOPs 15.6 times the largest"]
-    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml"), "of the kind that its name says"
+    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml"), "the file name decides the image format"
     assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
     assert sorted(os.listdir(tmp_path)) == ["c.pdf", "c.svg"]
 

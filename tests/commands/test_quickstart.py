@@ -1,4 +1,5 @@
-"""The README's first command and what follows it, with the shipped run cut short: no network, no GPU, no account."""
+"""README's first command and the commands after it, on a shortened copy of the shipped run: no network, no GPU, no
+account."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_it_learns_on_a_dataset_made_here(shop: Workshop) -> None:
 
 
 def test_the_checkpoint_brings_its_tokenizer(shop: Workshop, tmp_path: Path) -> None:
-    """Text in, text out, with nothing but the checkpoint's own files; the same seed gives the same text."""
+    """A checkpoint's own files are enough to continue a text, and the same seed gives the same text."""
     texts = [
         shop.script("test_smoke.py", *weights(shop), "--prompt", "import ", "--num-tokens", "12", "--seed", seed).stdout
         for seed in ("1", "1", "2")
@@ -46,29 +47,29 @@ def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
     assert found, result.stdout + result.stderr
     meta = json.loads((shop.datasets / "builtin" / "python-stdlib" / "meta.json").read_text())["splits"]["test"]
     expected = float(found[1]) / 0.6931472 * meta["tokens"] / meta["bytes"]
-    assert float(found[2]) == pytest.approx(expected, rel=0.01)  # the last, incomplete batch is in meta's mean only
+    assert float(found[2]) == pytest.approx(expected, rel=0.01)  # only meta's mean includes the incomplete batch
 
 
 def test_the_full_quickstart_fits_the_dataset(shop: Workshop, tmp_path: Path) -> None:
-    """The shipped run trains on fewer tokens than this Python's library gives: its plan says so without training."""
+    """The standard library of this Python has enough tokens for the whole shipped run, as the run's plan shows."""
     full = Workshop(tmp_path)
     full.add_shipped_run("quickstart")
     plan = shop.script("ddp_train.py", "quickstart", str(shop.datasets), "--plan", "--runs-dir", str(full.runs)).stdout
     assert re.search(r"global steps +600\n", plan), plan
 
 
-# What README shows of it
+# README's output of the quickstart run
 
 OF_THE_MACHINE = re.compile(r"\b(bf16|fp32)\b|\d[\d,.]*")
 
 
 def forms(text: str) -> set[str]:
-    """The lines without their numbers, and without the precision that suits the processor."""
+    """Return a text's lines with N in place of numbers and of the precision, which depend on the machine."""
     return {OF_THE_MACHINE.sub("N", line.strip()) for line in text.splitlines()}
 
 
 def shown(first: str, last: str) -> set[str]:
-    """The forms of README's lines from one to another, those left out there not counted."""
+    """Return the forms of README's lines from `first` to `last`, without those that stand for omitted lines."""
     readme = (ROOT / "README.md").read_text()
     start = readme.index(first)
     return forms(readme[start : readme.index(last, start)]) - {"…", ""}

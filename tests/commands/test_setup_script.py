@@ -1,4 +1,5 @@
-"""setup_lambda.sh, the real script, in a home of its own, with every program that reaches out replaced by a fake."""
+"""setup_lambda.sh, the real script, in a temporary home folder, with fakes of all programs that use the network or the
+system."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from tests.support.isolation import REQUIRED
 
 SCRIPT = Path(__file__).resolve().parents[2] / "setup_lambda.sh"
 FONT = ".local/share/fonts/xkcd-script.ttf"
-# All that the script may use of the real machine; curl, wget, python3, fc-cache and uv are not among it.
+# The only real programs that the script may use. curl, wget, python3, fc-cache and uv are not among them.
 REAL_PROGRAMS = ["bash", "sh", "cat", "chmod", "head", "mkdir", "mktemp", "mv", "od", "rm", "tr"]
 
-# Downloads by the end of the address; `$1` is the address, `$2` the file.
+# Shell code of fake downloads, chosen by the end of the address; `$1` is the address, `$2` the file.
 SERVE_FONT = r"""printf '\000\001\000\000rest of the font' > "$2" """
 SERVE_INSTALLER = r"""cat > "$2" <<'END'
 mkdir -p "$HOME/.local/bin"
@@ -28,7 +29,7 @@ FAIL_HALFWAY = r"""printf '\000\001\000\000half' > "$2"; exit 28"""
 
 
 class Machine:
-    """A home folder and a PATH with the fakes that a test adds."""
+    """A home folder, and a PATH with REAL_PROGRAMS and the fakes that a test adds."""
 
     def __init__(self, folder: Path) -> None:
         self.home, self.bin, self.log = folder / "home", folder / "bin", folder / "calls.log"
@@ -42,13 +43,14 @@ class Machine:
             (self.bin / program).symlink_to(found)
 
     def fake(self, name: str, body: str = "") -> None:
-        """A program that notes its call and then runs `body`."""
+        """Add a program that logs its call and then runs the shell code `body`."""
         path = self.bin / name
         path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{self.log}"\n{body}\n')
         path.chmod(0o755)
 
     def fake_download(self, name: str, *, font: str = SERVE_FONT, installer: str = SERVE_INSTALLER) -> None:
-        """curl or wget: the address is the argument that begins with https, the file follows -o or -O."""
+        """Add a fake curl or wget. The address is the argument that begins with https, and the file follows -o or
+        -O."""
         self.fake(
             name,
             f"""
@@ -73,7 +75,7 @@ class Machine:
         return [line for line in self.log.read_text().splitlines() if line.split()[0] == name]
 
     def leftovers(self) -> list[Path]:
-        """Files that a broken download could have left behind."""
+        """Return files that a broken download has left behind."""
         fonts = self.home / ".local/share/fonts"
         return [*self.temporary.iterdir(), *(path for path in fonts.glob(".*") if path.name not in {".", ".."})]
 
@@ -130,7 +132,7 @@ def test_a_font_that_cannot_be_had_is_a_warning(ready_machine: Machine, font: st
     assert ready_machine.leftovers() == []
     assert ready_machine.calls("fc-cache") == []
     ready_machine.fake_download("curl")
-    assert ready_machine.run().stderr == "", "and the next run tries again"
+    assert ready_machine.run().stderr == "", "the next run must try again"
     assert (ready_machine.home / FONT).exists()
 
 
@@ -172,7 +174,7 @@ def test_matplotlib_forgets_its_font_list_when_a_font_is_new(ready_machine: Mach
     assert other.exists()
     stale.touch()
     ready_machine.run(**environment)
-    assert stale.exists(), "nothing new, nothing to forget"
+    assert stale.exists(), "the list is kept if no font is new"
 
 
 @pytest.mark.parametrize(("downloader", "curl"), [("curl", None), ("wget", None), ("wget", "exit 60")])

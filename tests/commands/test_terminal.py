@@ -18,21 +18,21 @@ import pytest
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish
 from tests.support.warm import FORK_PYTHONS
 
-# In the process that is to be on the terminal, before ddp_train.py.
+# Runs before ddp_train.py, and connects the process's output to the terminal.
 ENTER = "import os\nfor stream in (1, 2): os.dup2(os.open({name!r}, os.O_RDWR | os.O_NOCTTY), stream)\n"
-# As its foreground process, to which Ctrl-C is SIGINT.
+# Also makes the terminal the controlling one, so that Ctrl-C sends SIGINT to the process.
 ENTER_IN_FRONT = ENTER.replace(" | os.O_NOCTTY", "")
 CTRL_C = b"\x03"
 
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, str]]:
-    """A terminal: the descriptor on which its screen is read, and its name."""
+    """A terminal: the descriptor from which its screen is read, and its name."""
     master, slave = pty.openpty()
     os.set_blocking(master, False)
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     settings = termios.tcgetattr(slave)
-    settings[3] |= termios.NOFLSH  # else Ctrl-C drops what a test has not read yet
+    settings[3] |= termios.NOFLSH  # otherwise Ctrl-C drops the output that a test has not read yet
     termios.tcsetattr(slave, termios.TCSANOW, settings)
     yield master, os.ttyname(slave)
     os.close(slave)
@@ -40,16 +40,17 @@ def terminal() -> Iterator[tuple[int, str]]:
 
 
 def screen(master: int) -> list[str]:
-    """The lines, each as it was when the next one began: a bar overwrites its own."""
+    """Return the lines of the screen. A bar overwrites its own line, so that only its last state is returned."""
     text = b""
-    with suppress(BlockingIOError, OSError):  # the latter: the terminal's first process has ended
+    with suppress(BlockingIOError, OSError):  # OSError if the terminal's first process has ended
         while True:
             text += os.read(master, 1 << 16)
     return [line.rpartition("\r")[2] for line in text.decode().replace("\r\n", "\n").split("\n")]
 
 
 def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
-    """The bar begins below what is said before it, and leaves the summary and the next commands to stand alone."""
+    """The progress bar begins on a line below the first messages. The summary and the next commands have lines of their
+    own, too."""
     master, name = terminal
     shop.add_run(price_per_hour=10.32)
     finish(shop.start(ranks=1, prelude=ENTER.format(name=name)), expect=0, timeout=60)
@@ -72,7 +73,7 @@ def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_stream_that_is_closed_from_the_beginning(shop: Workshop, stream: str) -> None:
-    """Python then has None in its place."""
+    """A run completes if standard output or standard error is closed, in whose place Python then has None."""
     run = shop.add_run()
     finish(shop.start(ranks=1, prelude=f"import sys\nsys.{stream} = None\n"), expect=0, timeout=60)
     assert (run / "summary.json").exists()

@@ -1,4 +1,4 @@
-"""Output of a job of several processes: of --processes, and under the real torchrun."""
+"""Output of a job of several processes, started by --processes or by the real torchrun."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from tests.support.torchrun import Torchrun
 
 @pytest.mark.slow
 def test_the_last_words_are_ours(shop: Workshop) -> None:
-    """torchrun ends with a page of its own: a traceback, and a box that says which rank has failed."""
+    """The error line is printed at once, and again at the end of torchrun's own report, which has a traceback and a box
+    that names the failed rank."""
     run = shop.add_run(report_intervall=3)
     result = shop.torchrun("r", expect=1)
     line = f'error: {run}/train.json: key "report_intervall": unknown; did you mean "report_interval"?'
     lines = result.stderr.splitlines()
-    assert line in lines, "at once"
-    assert lines[-2].strip() == line, "below torchrun's report"
+    assert line in lines, "printed by the rank itself"
+    assert lines[-2].strip() == line, "repeated at the end of torchrun's report"
     assert set(lines[-1]) == {"="}, "the lower edge of its box"
 
 
 def test_a_rank_that_is_killed_ends_the_job_in_one_line(shop: Workshop) -> None:
-    """Nobody else can say it; the other rank is told to end, and the same command continues."""
+    """The launcher reports a killed rank in one line, because the rank cannot, and ends the other rank. The same
+    command resumes the run."""
     job = Torchrun(shop, shop.add_run(), are_forked=True, by_processes=True)
     result = finish([job.start("before(STEP, kill, rank=1, step=8)")], expect=137, timeout=60)
     (line,) = result.stderr.split("\n", 1)[-1].splitlines()

@@ -1,7 +1,7 @@
 """Stopping at any step, and going on.
 
-A run that stopped and went on is the run that never stopped, bit for bit: weights, optimizer, scaler, random states of
-each rank, position in the data, metrics but for times, and the best checkpoint so far.
+A run that is stopped and resumed ends like a run that was never stopped, bit for bit: weights, optimizer, scaler,
+random states of each rank, position in the data, metrics except for times, and the best checkpoint so far.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def setups(request: pytest.FixtureRequest) -> list[Setup]:
 
 @pytest.fixture(scope="module")
 def straight(shop: Workshop, setups: list[Setup]) -> dict[Setup, Path]:
-    """Return for each setup the run that never stopped."""
+    """For each setup, the run that was never stopped."""
     runs = {}
     for setup in setups:
         runs[setup] = setup.add_run(shop, f"straight-{setup.name}")
@@ -99,7 +99,8 @@ def planned_checkpoints(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Assert the same end, the same bytes of all planned checkpoints' tensors, and the same best checkpoint."""
+    """Assert that two runs have the same end, the same bytes in the tensors of all planned checkpoints, and the same
+    best checkpoint."""
     assert_same_end(one, other)
     planned = [dict(planned_checkpoints(run)) for run in (one, other)]
     assert list(planned[0]) == list(planned[1]) == [0, 4, 8, 11]
@@ -113,12 +114,12 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def told_to_stop(setup: Setup, step: int) -> str:
-    """The prelude by which one rank alone is told to stop while it is at a step."""
+    """Return the prelude that sends SIGTERM to one rank alone while it is at a step."""
     return PRELUDE + f"before(STEP, tell(SIGTERM), rank={setup.ranks - 1}, step={step})"
 
 
 def stop(shop: Workshop, run: Path, setup: Setup, prelude: str) -> int:
-    """Let a run be stopped; the last step it did."""
+    """Train until the prelude stops the run. Return the last step that was completed."""
     result = shop.train(run.name, ranks=setup.ranks, prelude=prelude, expect=128 + 15)
     (line,) = result.error_lines
     last = int(line.partition("after global step ")[2].partition(";")[0])
@@ -131,14 +132,15 @@ def stop(shop: Workshop, run: Path, setup: Setup, prelude: str) -> int:
     "stopped at a step", "all ranks stop after the same step with a checkpoint; continued to the same end"
 )
 def test_stopped_once(shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool) -> None:
-    # Each step in some of the setups: what a step leaves to do does not depend on how the ranks share it.
+    # Each setup tries only some of the steps, because the work that is left after a step does not depend on how the
+    # ranks share it.
     steps = [range(at % 3, STEPS, 3) if exhaustive else [(3, 8)[at % 2]] for at in range(len(setups))]
     cases = [(setup, step) for setup, own in zip(setups, steps, strict=True) for step in own]
 
     def stop_once(case: tuple[Setup, int]) -> None:
         setup, step = case
         run = setup.add_run(shop, f"once-{step}-{setup.name}")
-        if setup.ranks > 1 and step >= STEPS - 2:  # once the others hear of it, nothing is left to stop, or little
+        if setup.ranks > 1 and step >= STEPS - 2:  # the other ranks may learn of it after the last step
             ended = shop.train(run.name, ranks=setup.ranks, prelude=told_to_stop(setup, step), expect=None)
             assert ended.status in (0, 128 + signal.SIGTERM)
         else:
@@ -154,19 +156,20 @@ def test_stopped_once(shop: Workshop, setups: list[Setup], straight: dict[Setup,
 def test_stopped_after_each_step(
     shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool
 ) -> None:
-    """Each process of as many as steps does one step, and the next continues."""
-    chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # both precisions, both accumulations
+    """A run in which each process does a single step, and the next process resumes it, reaches the same end."""
+    chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # have both precisions and both accumulations
     one_step = PRELUDE + "before(BETWEEN_STEPS, tell(SIGTERM), rank=0, call=1)"
     for setup in chosen:
         run = setup.add_run(shop, f"each-{setup.name}")
-        for step in range(STEPS):  # the last one, too: its validation is left to be done
+        for step in range(STEPS):  # also after the last step, whose validation is still to be done
             assert stop(shop, run, setup, one_step) == step
         shop.train(run.name, ranks=setup.ranks, prelude=PRELUDE)
         assert_same_run(straight[setup], run)
 
 
 def test_the_scaler_has_a_state_to_lose(straight: dict[Setup, Path]) -> None:
-    """The runs above are worth comparing: their scaler grew twice after the overflow, and has counted since."""
+    """The scaler's state changes in the runs above, so that comparing it shows something. The scale grows twice after
+    the overflow, and the scaler counts steps since then."""
     for setup, run in straight.items():
         files = [path / "scaler.pt" for _, path in planned_checkpoints(run)]
         assert all(file.exists() == (setup.precision == "fp16") for file in files)
@@ -197,7 +200,8 @@ FIRST_TOKEN, TOKENS = 123, 2000
     "with another microbatch and accumulation, too: each token is trained on exactly once",
 )
 def test_another_shape(tmp_path: Path, exhaustive: bool) -> None:
-    """World size, microbatch and accumulation change at every stop: no token twice, none left out."""
+    """When world size, microbatch and accumulation change at every stop, no token is trained on twice and none is left
+    out."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=10_000)
     there_and_back = [[one, other, one] for one, other in itertools.combinations(SHAPES, 2)]
@@ -215,7 +219,8 @@ def test_another_shape(tmp_path: Path, exhaustive: bool) -> None:
 
 
 def train_in_shapes(shop: Workshop, name: str, shapes: list[Shape], seen: Path) -> Path:
-    """Train a run to its end in several parts, each of another shape and, but for the last, two steps long."""
+    """Train a run to its end in several parts, each with another batch layout. All parts but the last are two steps
+    long."""
     record = f"from tests.support.faults import *\nrecord_windows({str(seen)!r})\n"
     for index, shape in enumerate(shapes):
         run = shop.add_run(
@@ -233,7 +238,7 @@ def train_in_shapes(shop: Workshop, name: str, shapes: list[Shape], seen: Path) 
 
 
 def windows_in(folder: Path) -> Iterator[tuple[int, int]]:
-    """(first token, tokens) of every window any process trained on."""
+    """Yield (first token, number of tokens) of every window that any process trained on."""
     for path in folder.iterdir():
         for line in path.read_text().splitlines():
             start, count = line.split()

@@ -1,6 +1,6 @@
 """Checkpoints and links that are damaged.
 
-What cannot be read is named, with a way out.
+A message names the file that cannot be read, and a remedy.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Damage:
     """Damage to the checkpoint that a link points to, or to the link."""
 
     what: str
-    do: Callable[[Path], object]  # given the file, or the link
-    file: str | None = None  # in the checkpoint; None for the link itself
+    do: Callable[[Path], object]  # called with the file, or with the link
+    file: str | None = None  # the damaged file of the checkpoint; None damages the link itself
     words: str = ""
 
     def to(self, link: Path) -> None:
@@ -51,7 +51,7 @@ def empty(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle; of meta.json in the digit that counts the tokens seen."""
+    """Flip one bit in the middle of a file. In meta.json, flip one in the number of tokens seen."""
     content = bytearray(path.read_bytes())
     place = content.index(b'"tokens_seen": ') + 15 if path.name == "meta.json" else len(content) // 2
     content[place] ^= 1
@@ -59,7 +59,7 @@ def flip(path: Path) -> None:
 
 
 def lead_out(path: Path) -> None:
-    """Put a link to the same contents elsewhere in the path's place."""
+    """Move what is at the path elsewhere, and put a link to it in its place."""
     elsewhere = path.parent.parent.parent / f"elsewhere-{path.name}"
     (path.resolve() if path.is_symlink() else path).rename(elsewhere)
     path.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ LINK_DAMAGES = [
 
 
 def few(cases: list[Damage], exhaustive: bool) -> list[Damage]:
-    """One for each kind and each file at least."""
+    """Return some of the damages, at least one of each kind and one to each file. With --exhaustive, return all."""
     return cases if exhaustive else cases[:: len(FILES) + 1]
 
 
@@ -152,7 +152,8 @@ def test_damaged_best(shop: Workshop, exhaustive: bool) -> None:
     "latest is no link", "training continues from the checkpoint of the highest step, and latest is a link again"
 )
 def test_latest_is_no_link(shop: Workshop) -> None:
-    """A run continues where programs that do not copy links, or follow them, have left no link."""
+    """A run is resumed even if `latest` is missing, a file or a folder, as programs leave it that do not copy links or
+    that follow them."""
     cases: list[Callable[[Path], object]] = [Path.unlink, become_a_file, become_a_copy]
     for number, do in enumerate(cases):
         run = copy_of_stopped(shop, f"linkless-{number}")
@@ -187,7 +188,7 @@ LINKS = ("latest", "best")
 
 @pytest.mark.fault("a bit flips anywhere", "found in each file of a checkpoint by the check that every start makes")
 def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
-    """The check that every start makes first finds it; here in this process."""
+    """The check that every start makes first finds any flipped bit. The test calls the check in this process."""
     checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
     dice, tried, harmless = random.Random(0), 0, 0
     meta = read_meta(checkpoint)
@@ -201,7 +202,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> N
             tried += 1
             if found := verdict(checkpoint):
                 assert str(checkpoint) in found
-            else:  # 1E-08 is 1e-08
+            else:  # a flip that changes no value, as from 1e-08 to 1E-08
                 assert file == "meta.json"
                 assert read_meta(checkpoint) == meta
                 harmless += 1
@@ -210,7 +211,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> N
 
 
 def verdict(checkpoint: Path) -> str:
-    """Return the error that a checkpoint raises, or an empty string."""
+    """Return the error message for a checkpoint, or an empty string if the checkpoint is whole."""
     try:
         checkpoints.verify_checkpoint(checkpoint)
     except UserError as error:

@@ -1,7 +1,7 @@
 """Links, downloads and pickles that reach for other files, and data that must stay here.
 
-More of what comes from others: whatever a checkpoint, an unfinished download or a list of files names, nothing outside
-is written or deleted, and nothing is run.
+Whatever paths a checkpoint, an unfinished download or a list of files from somebody else contains, nothing outside is
+written or deleted, and no code in them runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bench(finished_shop: Workshop, tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """Folder of somebody else: files, a folder, and what looks like a checkpoint."""
+    """Folder of somebody else, with files, a folder, and files that look like a checkpoint and a dataset."""
     folder = tmp_path / "outside"
     for name in ("file", "folder/file", "20200101Z000000-iteration-0/meta.json", "train.safetensors", "meta.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def outside(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """Something whose unpickling calls a function."""
+    """Object whose unpickling calls a function."""
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
         self.call = (function, arguments)
@@ -69,7 +69,8 @@ def payloads(mark: Path) -> list[Payload]:
 
 @pytest.mark.fault("code in every form of pickle", "never executed; refused with the file's name")
 def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> None:
-    """A hostile checkpoint has right hashes: its sender can write them, too."""
+    """Code in a checkpoint is not executed, although the checkpoint's hashes are right. Its sender can write hashes,
+    too."""
     mark = tmp_path / "executed"
     cases = [
         (name, payload, form)
@@ -77,7 +78,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         for payload in payloads(mark)
         for form in ("torch", "torch, old", "pickle")
     ]
-    cases = cases if exhaustive else cases[::7]  # every file and every form
+    cases = cases if exhaustive else cases[::7]  # these have every file and every form
     for name, payload, form in cases:
         latest = bench.reset()
         content = {"state": payload}
@@ -88,7 +89,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
                 torch.save(content, file, _use_new_zipfile_serialization=form == "torch")
         with contextlib.suppress(Exception):
             torch.load(latest / name, weights_only=False)
-        assert mark.exists(), "it would, if it were let"
+        assert mark.exists(), "the code would run if pickles were trusted"
         mark.unlink()
         vouch_for(latest, name)
         before = tree(bench.shop.path)
@@ -97,7 +98,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         assert result.status == 2
         same_as(before, bench.shop.path)
         assert not mark.exists()
-    for payload in payloads(mark):  # in place of the weights
+    for payload in payloads(mark):  # in the place of the weights
         latest = bench.reset()
         (latest / "model.safetensors").write_bytes(pickle.dumps(payload))
         vouch_for(latest, "model.safetensors")
@@ -110,7 +111,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
 # Links
 
 
-LEADING_OUT: dict[str, list[str]] = {  # each with the run and the checkpoint that are asked for
+LEADING_OUT: dict[str, list[str]] = {  # the path that becomes a link, and the run and checkpoint of the command
     "runs/linked": ["linked"],
     "runs/r/checkpoints/20200101Z000000-iteration-3": ["r", "20200101Z000000-iteration-3"],
     "runs/r/checkpoints/latest": ["r"],
@@ -124,7 +125,8 @@ LEADING_OUT: dict[str, list[str]] = {  # each with the run and the checkpoint th
 @pytest.mark.parametrize(("place", "asked"), LEADING_OUT.items(), ids=LEADING_OUT)
 @pytest.mark.fault("names and links that lead out", "refused; nothing there was read or changed")
 def test_names_stay_in_their_folders(bench: Bench, outside: Path, place: str, asked: list[str]) -> None:
-    """The target of each link is whole: what was there, or another checkpoint or run."""
+    """A link that leads out is refused even if its target is whole: the original, or a copy of another checkpoint or
+    run."""
     latest = bench.reset()
     link = (bench.shop.path / place).parent.resolve() / Path(place).name
     like = link if os.path.lexists(link) else latest if "iteration" in place else bench.shop.runs / "r"
@@ -151,7 +153,7 @@ def test_a_link_upwards(bench: Bench) -> None:
 
 @pytest.mark.fault("links among what is deleted", "the links go; the folder outside is as it was")
 def test_nothing_outside_is_deleted(bench: Bench, outside: Path, tmp_path: Path) -> None:
-    """Leftovers, old checkpoints and half-made datasets are deleted; not what they lead to."""
+    """Leftovers of saves and old checkpoints are deleted, but not what the links in them lead to."""
     folder, shop = bench.reset().parent, bench.shop
     for name in (".saving-1", ".saving-latest-1", ".saving-pruned-x"):
         (folder / name).symlink_to(outside)
@@ -171,7 +173,7 @@ def test_nothing_outside_is_deleted(bench: Bench, outside: Path, tmp_path: Path)
 
 
 def trained_and_continued(shop: Workshop) -> None:
-    """Train, continue, and start again."""
+    """Assert that training, resuming and restarting work."""
     run = shop.add_run(min_train_tokens=256, validation_interval=2)
     for arguments, tokens in (([], 256), ([], 384), (["--restart"], 384)):
         shop.add_run(min_train_tokens=tokens, validation_interval=2)
@@ -183,8 +185,8 @@ def trained_and_continued(shop: Workshop) -> None:
 
 @pytest.mark.fault("folders on another disk, by links", "training, continuing and restarting work; the links stay")
 def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
-    """A folder as a whole may be on a larger disk: such a link is the user's own, and leads where the user says. What
-    must not lead out is a name that is typed or stands in a file, and what comes with somebody else's files."""
+    """A whole folder may be on a larger disk, because such a link is the user's own. Only names that are typed or read
+    from a file, and links in somebody else's files, must not lead out."""
     places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
     places = places if exhaustive else places[:2]
     for number, place in enumerate(places):
@@ -216,7 +218,8 @@ def test_lock_that_is_a_link(bench: Bench, outside: Path) -> None:
 
 @pytest.mark.fault("a link in the place of a draft", "the link is replaced; the file it leads to is as it was")
 def test_drafts_that_are_links(tmp_path: Path, outside: Path) -> None:
-    """Names with this process's number are easily foretold."""
+    """A link in the place of a temporary file is replaced, not followed. The names are easy to guess, because they
+    contain the process's pid."""
     before = tree(outside)
     shop = InProcess(tmp_path / "shop")
     shop.add_dataset()
@@ -234,7 +237,7 @@ def test_drafts_that_are_links(tmp_path: Path, outside: Path) -> None:
     assert (run / "summary.json").is_file()
 
 
-# Data sets
+# Datasets
 
 
 @pytest.fixture
@@ -245,7 +248,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def customer(hub: FakeHub, tmp_path: Path) -> Workshop:
-    """A run whose data set has to be fetched."""
+    """A run whose dataset has to be downloaded."""
     shop = Workshop(tmp_path / "shop", hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
     shop.add_run(dataset=NAME, min_train_tokens=64)
     return shop
@@ -258,10 +261,10 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
     partial = customer.datasets / "someone" / ".corpus.partial"
     partial.mkdir(parents=True)
     for name, target in (
-        ("train.safetensors", "train.safetensors"),  # a file of the data set, with other content
+        ("train.safetensors", "train.safetensors"),  # a file of the dataset, with other content
         ("meta.json", "meta.json"),
         ("old.json", "file"),
-        ("folder", "folder"),  # would be written into
+        ("folder", "folder"),  # the download would write into this folder
         (".cache", "folder"),
         ("x.incomplete", "file"),
     ):
@@ -280,7 +283,8 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
 
 @pytest.mark.fault("a hub that names files elsewhere", "refused before anything is downloaded")
 def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exhaustive: bool) -> None:
-    """An endpoint other than the Hub itself could list any path, to have a file written or, for its hash, deleted."""
+    """Paths that lead out of the dataset's folder are refused. An endpoint other than the Hub itself could list such a
+    path to have a file written there or, because of its hash, deleted."""
     before = tree(outside)
     above = "../../../../outside/file"
     paths = [above, str(outside / "file"), f"a/../{above}", "./train.json", "a//b.json"]
@@ -296,7 +300,8 @@ def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exh
 
 @pytest.mark.fault("links in an unfinished build", "the data set is built; nothing outside is deleted")
 def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leftovers of builtin/python-stdlib, named by numbers that no process has, lead to no deletion outside."""
+    """Links in leftovers of builds of builtin/python-stdlib are not followed when the leftovers are deleted. The pids
+    in the leftovers' names belong to no process."""
     before = tree(outside)
     folder = tmp_path / "datasets" / "builtin" / "python-stdlib"
     folder.parent.mkdir(parents=True)
@@ -320,7 +325,7 @@ SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-senti
 
 @pytest.mark.fault("tokens in the environment", "in no output and in no file")
 def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
-    """The Hub gets its token; no file and no line of output has it or the other."""
+    """No file and no line of output has the Hub's token or the API key, even when the Hub is asked with its token."""
     shop = bench.shop
     forked = Workshop(shop.path, dict(SECRETS))
     evaluated = [*files_of(shop.runs / "r"), "--dataset", "local/letters"]
@@ -349,7 +354,8 @@ def files_of(run: Path) -> tuple[str, str]:
     "a machine in a hostile network", "all sockets of ranks of one machine are bound to the loopback interface"
 )
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
-    """Under the real torchrun, whose own store is torch's, and with --processes, where rank 0 keeps it."""
+    """Ranks listen on the loopback interface alone, under the real torchrun, whose store is torch's own, and with
+    --processes, whose store rank 0 keeps."""
     import psutil  # type: ignore[import-untyped]
 
     shop = Workshop(tmp_path)

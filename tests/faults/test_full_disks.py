@@ -1,6 +1,6 @@
 """Full disks.
 
-What cannot be written ends the run on every rank and harms nothing.
+A file that cannot be written ends the run on every rank, and nothing is harmed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shop(stopped_shop: Workshop) -> Workshop:
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own at `folder`."""
+    """Mount a small file system at `folder`. Skips the test if this machine does not allow that."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
@@ -45,14 +45,14 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 @contextmanager
 def shop_on_small_disk(shop: Workshop, name: str, options: str = "size=12m,nr_inodes=120") -> Iterator[Workshop]:
-    """A workshop whose runs are on a small disk, and whose datasets are not."""
+    """Yield a workshop whose runs are on a small disk. Its datasets are not."""
     with small_disk(shop.path / name, options) as disk:
         (disk / "datasets").symlink_to(shop.datasets)
         yield Workshop(disk)
 
 
 def assert_out_of_space(result: Result, place: Path) -> None:
-    """The job has ended with one line that says where there was no space."""
+    """Assert that the job has ended with one line, which says that there was no space left at `place`."""
     assert result.status == 1, result
     assert "Traceback" not in result.stderr, result.stderr
     (line,) = result.error_lines
@@ -62,21 +62,22 @@ def assert_out_of_space(result: Result, place: Path) -> None:
 
 @dataclass(frozen=True)
 class Full:
-    """Moment at which a disk becomes full: at a file operation of a call of file_operations.CALLS."""
+    """Moment at which a disk becomes full: before a file operation of a call of file_operations.CALLS."""
 
     call: str
     number: int
     operation: int
-    room: int  # bytes that are left; -1: bytes enough, but no inodes
+    room: int  # bytes that are left; -1 stands for enough bytes, but no inodes
 
     def prelude(self, disk: Path) -> str:
         return file_operations.prelude(self.call, self.number, "fill", self.operation, disk, self.room)
 
 
 def assert_survived(shop: Workshop, run: Path, *arguments: str) -> None:
-    """Assert that the rest is whole after a disk was full, and with space the same command reaches the same end."""
+    """Assert that all checkpoints are whole after the disk was full, and that the same command reaches the same end
+    once there is space."""
     assert_named_are_whole(run)
-    assert not list((run / "checkpoints").glob(".*")), "what was half written is gone"
+    assert not list((run / "checkpoints").glob(".*")), "half-written files are removed"
     file_operations.empty_disk(run.parent.parent)
     train(Workshop(run.parent.parent), run.name, *arguments)
     assert_same_end(shop.runs / "straight", run)
@@ -125,7 +126,8 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.fault("disk full at a line of metrics", "ends with metrics.jsonl named; with space again the same end")
 def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> None:
-    """Lines enough for four pages of memory, of which what is left of one is all that a full tmpfs has."""
+    """A run survives a disk that is full at a line of metrics. The lines fill four pages of memory, because a full
+    tmpfs can still write the rest of the last page."""
     settings = SETTINGS | {"min_train_tokens": 128 * 40, "report_interval": 1}
     settings |= {"validation_interval": 500, "checkpoint_interval": 500}
     shop.add_run("lines", **settings)
@@ -151,7 +153,7 @@ def stages(shop: Workshop, call: str, arguments: list[str]) -> list[tuple[list[s
 
 
 def fill_a_continued_run(shop: Workshop, case: tuple[list[str], Full]) -> None:
-    """Copy `stopped` to a small disk, continue there until that is full, and then to the end."""
+    """Copy `stopped` to a small disk, resume it there until the disk is full, and then resume it to the end."""
     arguments, full = case
     name = f"{full.call}-{full.operation}-{full.room}".replace(" ", "-")
     with shop_on_small_disk(shop, name) as small:
@@ -181,7 +183,8 @@ def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool) -> 
 @pytest.mark.slow
 @pytest.mark.fault("disk full at the end", "ends with summary.json named; with space again the same command writes it")
 def test_disk_full_at_the_end(shop: Workshop, exhaustive: bool) -> None:
-    # Before anything is there; before it is opened; before it is written, which needs no inode any more.
+    # The disk is full before the first operation, before the file is opened, or before it is written. Writing needs no
+    # more inodes.
     needs = {(0, 0), (0, -1), (1, 0), (1, -1), (2, 0)}
     cases = [case for case in stages(shop, "summary", []) if (case[1].operation, case[1].room) in needs]
     cases = cases if exhaustive else cases[1:3]
@@ -225,7 +228,7 @@ b.read_documents = lambda: dict(list(everything().items())[:80])
     "ends with the data set named; nothing half written is left; with space again it is built",
 )
 def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
-    """Kilobytes enough for nothing, for the tokenizer, or for a split as well."""
+    """The disk has space for nothing, for the tokenizer alone, or for the tokenizer and a split."""
     model = {"vocab_size": 4096, "context_length": 16}
     settings = {"dataset": "builtin/python-stdlib", "precision": "fp32"}
     sizes = [0, 60, 400] if exhaustive else [60]

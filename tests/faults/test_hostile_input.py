@@ -1,8 +1,8 @@
 """Hostile input.
 
-Whatever is in a file or a name: it is accepted as valid, or refused with one line that names the file and the key, and
-nothing on disk is harmed. Most cases are tried on the functions that load things; some go through the real command, on
-one process, this one.
+Whatever a file or a name contains, it is accepted as valid, or refused with one line that names the file and the key,
+and nothing on disk is harmed. Most cases call the functions that load files and names. Some run the real command, on
+one rank, inside the test process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, MODEL, TRAIN, Workshop
 
 WORLD_SIZES = (1, 8)
-# Where a mutation stays within a key's type: values from the sensible to the absurd.
+# Values of a key's own type, from sensible to absurd.
 COUNTS = [1, 2, 3, 4, 7, 16, 20, 64, 1000, 2**31, 2**53 + 1, 2**63 - 1, 0, -1, 2**63, 10**400]
 RATES = [0, 1, 0.0, 1e-320, 1e-8, 0.5, 0.999, 1.0, 1.5, 100, 1e9, 1e300, -0.1]
 CHOICES: dict[str, list[Any]] = {
@@ -67,7 +67,7 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def plausible_train() -> dict[str, list[Any]]:
-    """Return values of its types for each key, from its JSON Schema."""
+    """Return values of the right type for each key of train.json, from its JSON Schema."""
     found: dict[str, list[Any]] = {}
     for key, field in TrainConfig.model_json_schema()["properties"].items():
         types = {each.get("type") for each in [field, *field.get("anyOf", [])]}
@@ -81,7 +81,7 @@ def plausible_train() -> dict[str, list[Any]]:
 PLAUSIBLE_TRAIN = plausible_train()
 UPSTREAM = ["minibatch_size", "use_amp", "schedule_learning_rate"]
 TRAIN_TEXTS = mutations(TRAIN, PLAUSIBLE_TRAIN, UPSTREAM)
-# Either small enough to be made here, or too large for any machine.
+# Sizes of models that are either small enough to be made here, or too large for any machine.
 SIZES = [-1, 0, 1, 2, 3, 16, 10**15, 2**63 - 1, 2**63, 10**30, 10**400]
 PLAUSIBLE_MODEL: dict[str, list[Any]] = {
     **dict.fromkeys(("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "n_kv_heads", "depth"), SIZES),
@@ -139,7 +139,7 @@ def test_train_json(shop: Workshop, exhaustive: bool) -> None:
 
 
 def plan_of(experiment: Experiment, world_size: int) -> None:
-    """Plan as --plan does; what cannot work must be a line, too."""
+    """Plan a run as --plan does. A plan that cannot work must be refused with one line."""
 
     def plan() -> None:
         made = make_plan(experiment, world_size, None)
@@ -168,7 +168,7 @@ def test_model_json(shop: Workshop, exhaustive: bool) -> None:
     assert 0.3 < refused / tried < 0.99
 
 
-# Some are refused when the file is read, the others when their weights would be made: in each case at once.
+# Some are refused when the file is read, the others when their weights would be made. Neither takes long.
 IMPOSSIBLE_MODELS: list[dict[str, Any]] = [
     {"vocab_size": 10**15},
     {"vocab_size": 10**11},
@@ -198,7 +198,7 @@ def test_impossible_models(bench: Bench, exhaustive: bool) -> None:
                 continue
             model = bench.shop.add_run("big", model=sizes) / "model.json"
             result = bench.shop.attempt(*mode, run="big")
-            # Within what a disk might hold, --plan is right to plan it.
+            # --plan may plan a model that a disk could hold.
             assert is_one_line(result) or mode == ["--plan"], result.stdout
             shutil.rmtree(model.parent)
     same_as(before, bench.shop.path)
@@ -208,7 +208,7 @@ def test_impossible_models(bench: Bench, exhaustive: bool) -> None:
 @pytest.mark.fault("train.json and model.json are anything, real command", "refused, planned or trained")
 def test_commands_on_run_files(shop: Workshop, exhaustive: bool) -> None:
     run = shop.runs / "r"
-    # torch.compile takes half a minute on a CPU, and is none of this test's business.
+    # torch.compile takes half a minute on a CPU, and is not tested here.
     slow: dict[str, list[Any]] = {"compile": [False, "auto"], "sample_prompt": [None], "sample_interval": [None]}
     texts = mutations(TRAIN | {"min_train_tokens": 64}, {**PLAUSIBLE_TRAIN, **slow})
     train_texts = texts.filter(lambda text: '"compile": true' not in text and '"sample_prompt": "' not in text)
@@ -245,7 +245,7 @@ LENGTHS = st.sampled_from([-1, 0, 1, 7, 2**31, 2**63 - 1, 2**63, 2**64 - 9])
 
 @st.composite
 def safetensors_files(draw: st.DrawFn) -> bytes:
-    """Files that are right, nearly right, or anything."""
+    """Draw the bytes of a safetensors file that is valid, nearly valid, or anything."""
     tensors, at = [], 0
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3, 0]))):
         dtype = draw(st.sampled_from([*["U16"] * 10, *DTYPES]))
@@ -292,7 +292,7 @@ def test_safetensors(tmp_path: Path, exhaustive: bool) -> None:
             assert file.fingerprint()
         line = line_of(lambda: model.load_checkpoint_tensors(load_weights(path), path))
         assert line is not None
-        assert f"{path}: not " in line  # this model, or readable
+        assert f"{path}: not " in line  # "not this model" or "not a readable safetensors file"
 
     tried = explore(check, safetensors_files(), 2000 if exhaustive else 300)
     assert 0.3 < refused / tried < 0.99
@@ -377,7 +377,8 @@ def test_scan_memory(shop: Workshop, exhaustive: bool) -> None:
 
     def check(text: str) -> None:
         set_text(memory, text)
-        # It knows, or scans again; a number there that is too large is believed, as it might be a scan's.
+        # The memory is used, or the file is scanned again. A largest token in the memory that is too large is used,
+        # too, because a scan could have found it.
         line = line_of(lambda: check_token_ids(dataset, "train", 64))
         assert line is None or "beyond the model's vocabulary" in line
 
@@ -392,7 +393,7 @@ def test_scan_memory(shop: Workshop, exhaustive: bool) -> None:
 
 
 def other_weights(good: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Files of weights that are not this model's."""
+    """Return contents of weights files that do not fit the model, by what is wrong with them."""
     name, matrix = "tok_emb.weight", good["tok_emb.weight"]
     query = "trf_blocks.0.att.W_query.weight"
     return {
@@ -447,7 +448,7 @@ PLAUSIBLE_CHECKPOINT: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def test_meta_of_a_checkpoint_is_what_the_fuzz_starts_from(bench: Bench) -> None:
+def test_the_fuzzed_keys_are_in_a_real_meta_json(bench: Bench) -> None:
     assert bench.meta().keys() >= PLAUSIBLE_CHECKPOINT.keys()
 
 
@@ -473,7 +474,8 @@ WRONG: list[Any] = [None, True, -1, 0, 1.5, 10**18, 10**400, 1e308, "x", "a\nb\x
 
 
 def wrong_metas(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every key, also of the objects in it, with every wrong value, and without the key."""
+    """Return contents of meta.json with each wrong value for each key, also in nested objects, and without each of the
+    keys."""
     found: list[dict[str, Any]] = [{**meta, key: value} for key in [*meta, "new"] for value in WRONG]
     found += [{other: value for other, value in meta.items() if other != key} for key in meta]
     inside: list[Any] = [None, -1, "x", []]
@@ -487,7 +489,8 @@ def wrong_metas(meta: dict[str, Any]) -> list[dict[str, Any]]:
     "a checkpoint's meta.json is wrong, continued", "refused, or continued to the end; no checkpoint lost"
 )
 def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool) -> None:
-    """A run with another value for a key of the file, continued by the real command, is refused or loses nothing."""
+    """A run whose meta.json has a wrong value or lacks a key is refused by the real command, or resumed without a
+    loss."""
     for meta in wrong_metas(bench.meta())[:: 7 if exhaustive else 23]:
         latest = bench.reset()
         (latest / "meta.json").write_text(json.dumps(meta))
@@ -499,7 +502,7 @@ def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool) -> None:
 
 
 def nothing_lost(before: dict[str, str], shop: Workshop) -> None:
-    """Every file of weights that was there is in checkpoints/ or in aside/, and both links lead somewhere."""
+    """Assert that every file of weights in `before` still exists, and that `latest` and `best` lead to checkpoints."""
     whole = {text for name, text in before.items() if name.endswith("model.safetensors")}
     assert whole <= set(tree(shop.path).values())
     for link in ("latest", "best"):
@@ -508,7 +511,7 @@ def nothing_lost(before: dict[str, str], shop: Workshop) -> None:
 
 @pytest.mark.fault("a checkpoint's states are another program's", "refused with the checkpoint named; nothing changed")
 def test_states_of_something_else(bench: Bench, exhaustive: bool) -> None:
-    """Files that are read without harm, and whose hashes are right, but that hold something else."""
+    """State files that are readable and have the right hashes, but hold something else, are refused."""
     latest = bench.reset()
     optimizer = torch.load(latest / "optimizer.pt", weights_only=True)
     states = torch.load(latest / "train_state.pt", weights_only=True)
@@ -541,7 +544,8 @@ def test_states_of_something_else(bench: Bench, exhaustive: bool) -> None:
 
 @pytest.mark.fault("metrics.jsonl is anything", "a foreign line moves to aside/, and the run continues to its end")
 def test_metrics(bench: Bench, exhaustive: bool) -> None:
-    """Another program's lines where the checkpoint says its own is, when a run is continued."""
+    """A run is resumed to its end if metrics.jsonl has another program's line where the checkpoint expects its own next
+    line."""
     lines = ["5", "[]", "null", "{}", '"x"', '{"event": 5}', "[" * 5000, "\ufeff{}", "", "NaN", '{"event": "train"}']
     for line in lines if exhaustive else lines[::3]:
         latest = bench.reset()
@@ -566,7 +570,8 @@ NAMES = st.text(ALPHABET, max_size=20) | st.sampled_from(
 
 @pytest.mark.fault("names are anything", "8,000 names: refused, or they stay in their folder")
 def test_names(bench: Bench, exhaustive: bool) -> None:
-    """A name of a run, a dataset or a checkpoint leads to a folder that lies where it must, or to a line."""
+    """A name of a run, a dataset or a checkpoint leads to a folder in the right parent folder, or is refused with one
+    line."""
     runs, datasets, folder = bench.shop.runs, bench.shop.datasets, bench.shop.runs / "r" / "checkpoints"
     before = tree(bench.shop.path)
 
@@ -598,7 +603,8 @@ def test_commands_on_names(bench: Bench, exhaustive: bool) -> None:
         assert is_one_line(bench.shop.attempt(*arguments, run=run), place if place != "checkpoint" else "")
         shutil.copy(bench.origin / "runs" / "r" / "train.json", bench.shop.runs / "r" / "train.json")
 
-    # An argument has no NUL and, behind a dash, is an option; "r" is the run, with or without a slash after it.
+    # An argument cannot contain NUL, and is an option if it begins with a dash. "r" is a run that exists, also with a
+    # slash after it.
     names = NAMES.filter(
         lambda name: "\0" not in name and not name.startswith("-") and name.rstrip("/") not in {"r", "R"}
     )
@@ -624,7 +630,8 @@ def test_long_names(bench: Bench) -> None:
     "control characters in what a message quotes", "written as \\n and \\x1b; the message stays one line"
 )
 def test_control_characters(bench: Bench) -> None:
-    """A file's content reaches the terminal as text: no line of its own, no escape sequence."""
+    """Control characters from a file are escaped in messages, so that they cannot begin a line or send an escape
+    sequence to the terminal."""
     latest, evil = bench.reset(), "a\nb\x1b[31m\r\u2028"
     model, weights = bench.shop.runs / "r" / "model.json", bench.shop.path / "w.safetensors"
     good = load_file(latest / "model.safetensors")

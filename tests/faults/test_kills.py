@@ -1,7 +1,7 @@
 """Killed at any instant.
 
-SIGKILL of rank 0 at each file operation of a save, and of any rank at instants that nothing chose. The same command
-again must come to the end of a run that nothing happened to, bit for bit.
+SIGKILL ends rank 0 at each file operation of a save, or any rank at random instants. The same command, run again, must
+reach the end of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, for_each,
 from tests.support.launch import Process, Workshop
 from tests.support.same_end import assert_same_end
 
-EACH_OF = 9  # without --exhaustive, of so many places one
+EACH_OF = 9  # without --exhaustive, one of so many places is tried
 SETTINGS: dict[str, Any] = {
     "min_train_tokens": 128 * 7,
     "validation_interval": 4,
@@ -34,7 +34,8 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Call:
-    """Work on files: a call of file_operations.CALLS, by its number in a run with these settings."""
+    """Call of file_operations.CALLS during which a rank is killed: call `number` (from 0) of a run with these
+    settings."""
 
     name: str
     number: int = 0
@@ -45,7 +46,7 @@ class Call:
 
 
 FIRST, ONLY_LATEST, LATEST_AND_BEST, LAST = (Call("save", number) for number in (0, 1, 2, 3))
-# Before rank 0 writes the state of an optimizer that is divided among ranks, it is gathered.
+# The state of a sharded optimizer is gathered from all ranks before rank 0 writes it.
 SHARDED: dict[str, Any] = {"optimizer": "muon", "muon_momentum_warmup_steps": 5, "shard_optimizer": True}
 SHARDED_SAVE = Call("save", 2, SHARDED)
 PRUNING = Call("save", 2, {"keep_checkpoints": 1})
@@ -62,7 +63,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop
 
 
 def straight(shop: Workshop, call: Call) -> Path:
-    """The run that nothing happens to, with the call's optimizer."""
+    """Return the undisturbed run with the call's optimizer, and train it if this has not been done."""
     settings = SHARDED if call.settings == SHARDED else {}
     name = f"straight-{settings.get('optimizer', 'adamw')}"
     run = shop.runs / name
@@ -73,7 +74,8 @@ def straight(shop: Workshop, call: Call) -> Path:
 
 
 def operations_of(shop: Workshop, calls: Sequence[Call]) -> list[list[str]]:
-    """The file operations of each of the calls, in one run that nothing happens to. They have the same settings."""
+    """Return the file operations of each of the calls, in one undisturbed run. The calls must have the same
+    settings."""
     paths, name = [shop.path / call.run_name("operations") for call in calls], calls[0].run_name("dry")
     run = shop.add_run(name, **SETTINGS | calls[0].settings)
     logs = [
@@ -85,7 +87,7 @@ def operations_of(shop: Workshop, calls: Sequence[Call]) -> list[list[str]]:
 
 
 def kill_at(shop: Workshop, call: Call, operation: int) -> None:
-    """Kill rank 0 there, see what is left, and continue to the end."""
+    """Kill rank 0 at a file operation, check what is left, and resume the run to its end."""
     name = call.run_name(operation)
     run = shop.add_run(name, **SETTINGS | call.settings)
     processes = start(shop, name, prelude=file_operations.prelude(call.name, call.number, "kill", operation))
@@ -96,11 +98,11 @@ def kill_at(shop: Workshop, call: Call, operation: int) -> None:
     train(shop, name)
     assert_same_end(straight(shop, call), run)
     assert (run / "summary.json").exists()
-    assert not list((run / "checkpoints").glob(".*")), "what the killed process left is gone"
+    assert not list((run / "checkpoints").glob(".*")), "leftovers of the killed process are removed"
 
 
 def kill_everywhere(shop: Workshop, calls: Sequence[Call], each_of: int) -> None:
-    """Kill at each operation of the calls, or at one of so many."""
+    """Kill rank 0 at one of every `each_of` operations of the calls."""
     places = []
     for call, names in zip(calls, operations_of(shop, calls), strict=True):
         assert len(names) > (20 if call != END else 3), names
@@ -142,7 +144,7 @@ def test_killed_at_each_operation_of_the_end(shop: Workshop, exhaustive: bool) -
     kill_everywhere(shop, [LAST, END], 1 if exhaustive else EACH_OF)
 
 
-# Rank {victim} ends by itself, `seconds` after it has come to the phase `awaited` for the first time.
+# Rank {victim} kills itself `seconds` after it enters the phase `awaited` for the first time.
 LIFE = """
 import os, signal, threading, time
 from tests.support.faults import SAVE, START, STEP, VALIDATION, around
@@ -178,8 +180,8 @@ during(SAVE, "save", "training", 0.05)
 """
 STEP_SECONDS = 0.01
 CYCLE = 20  # steps from one validation and save to the next
-# The phases of a rank's life, and for how long after their beginning an instant is drawn from. A run in which each of
-# these happens in turn has 28 steps a life at most before the last of them, however fast the machine is.
+# The phases of a rank's life, and the seconds after the beginning of each within which a rank is killed. If kills come
+# in each phase in turn, a run needs at most 28 steps for each life before the last kill, however fast the machine is.
 PHASES = {"joining": 0.6, "start-up": 0.1, "training": 0.1, "validation": 0.1, "save": 0.1}
 STEPS_A_LIFE = 30
 LONG: dict[str, Any] = SETTINGS | {
@@ -199,8 +201,8 @@ class Lives:
         self.dice = random.Random(0)
 
     def live(self, awaited: str) -> tuple[int, Sequence[Process]]:
-        """Start the run's ranks; one, drawn at random, is killed at a random instant of a phase or soon after it.
-        Its number, and all of them."""
+        """Start the run's ranks, and let one, drawn at random, be killed at a random instant of a phase or soon after
+        it. Return that rank and all processes."""
         for rank in range(2):
             Path(f"{self.place}{rank}").unlink(missing_ok=True)
         victim, seconds = self.dice.randrange(2), self.dice.uniform(0, PHASES[awaited])
@@ -210,13 +212,13 @@ class Lives:
         processes = start(self.shop, self.name, prelude=prelude)
         assert wait_for(processes[victim], 60) == -signal.SIGKILL, said(processes)
         phase = Path(f"{self.place}{victim}").read_text().strip()
-        if phase == "joining":  # nobody knows yet of one another: torchrun ends the others when one has ended
+        if phase == "joining":  # the ranks have not met yet, so that torchrun has to end the other one
             processes[1 - victim].terminate()
         return victim, processes
 
 
 def kill_again_and_again(shop: Workshop, name: str, settings: dict[str, Any], kills: int) -> None:
-    """Kill a rank of one run so many times, and compare its end with that of a run never killed."""
+    """Kill a rank of one run `kills` times, and compare the run's end with that of an undisturbed run."""
     settings = settings | {"min_train_tokens": 128 * STEPS_A_LIFE * kills}
     dataset, unharmed, harmed = f"local/{name}", f"unharmed-{name}", f"harmed-{name}"
     shop.add_dataset(dataset, tokens=128 * (STEPS_A_LIFE + 1) * kills)
@@ -227,7 +229,7 @@ def kill_again_and_again(shop: Workshop, name: str, settings: dict[str, Any], ki
         for awaited in itertools.islice(itertools.cycle(PHASES), kills):
             victim, processes = lives.live(awaited)
             vanishing.append(pool.submit(wait_for, processes[1 - victim], VANISH_SECONDS))
-            if victim == 1:  # else the next one starts at once, while rank 1 is still there
+            if victim == 1:  # otherwise the next life starts at once, while rank 1 still runs
                 vanishing[-1].result()
             assert_named_are_whole(runs[1])
         for future in vanishing:

@@ -1,7 +1,7 @@
 """torchrun, or ddp_train.py --processes, killed, and terminals closed.
 
-SIGKILL of a launcher (the out-of-memory killer's choice, or a closing container's) leaves its ranks without anybody who
-could stop them; a terminal that closes sends SIGHUP to the launcher alone, whose ranks have sessions of their own.
+After SIGKILL of a launcher (by the out-of-memory killer, or by a closing container), nobody is left who could stop its
+ranks. A terminal that closes sends SIGHUP to the launcher alone, because its ranks have their own sessions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ GONE_SECONDS = 15
 
 @pytest.fixture(scope="module")
 def shop(straight_shop: Workshop) -> Workshop:
-    # A short patience for ranks that are stuck does not make them take a torchrun that is gone for a frozen one.
+    # Ranks must not mistake a torchrun that has ended for one that is frozen, even with a short time-out for stuck
+    # ranks.
     return Workshop(straight_shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": "10"})
 
 
@@ -45,10 +46,10 @@ def straight(straight_shop: Workshop) -> Path:
 
 def skip_unless(exhaustive: bool) -> None:
     if not exhaustive:
-        pytest.skip("takes its time: with --exhaustive")
+        pytest.skip("slow, runs only with --exhaustive")
 
 
-# Before ddp_train.py: rank 0 says that it is there and takes its time.
+# Runs before ddp_train.py. Rank 0 writes the mark file, and then waits.
 NOTE = "import os, time\nif os.environ['RANK'] == '0': open({mark!r}, 'w').write('x')\n"
 IN_AN_IMPORT = """
 import importlib.abc, sys
@@ -64,11 +65,11 @@ sys.meta_path.insert(0, Slow())
 
 @dataclass(frozen=True)
 class Place:
-    """Place of rank 0 when torchrun is killed, and the checkpoint that is left then."""
+    """Place at which a rank is when torchrun is killed, and the checkpoint that is left afterwards."""
 
     name: str
-    prelude: str  # {mark}: the file by which rank 0 says that it is there
-    step: int | None = None  # the step of the checkpoint that is left; None: training has not begun
+    prelude: str  # {mark}: the file that the rank writes at this place
+    step: int | None = None  # the step of the checkpoint that is left, None if training has not begun
     faults: str = FAULTS
 
 
@@ -87,7 +88,8 @@ FEW = ["python's start", "an import", "a save"]
 
 
 def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes: bool) -> float:
-    """Kill the launcher with a rank at a place; how long its processes lived on."""
+    """Kill the launcher while a rank is at a place, and resume the run to its end. Return the seconds until the
+    launcher's processes were gone."""
     name = ["killed", str(by_processes), *place.name.replace("'", "").split()]
     run = shop.add_run("-".join(name), **SETTINGS)
     mark = shop.path / f"{run.name}.mark"
@@ -102,7 +104,7 @@ def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes:
     seconds = job.seconds_to_the_end(GONE_SECONDS)
     said = process.read(".err")
     assert "Traceback" not in said, said
-    assert len(said) < 2000, said  # no frames of libraries that miss torchrun's store
+    assert len(said) < 2000, said  # no stack traces of libraries that cannot reach torchrun's store
     made = [step for step, _ in list_checkpoints(run / "checkpoints")]
     if place.step is None:
         assert not made
@@ -173,7 +175,8 @@ def test_torchrun_killed_in_a_step_without_end(shop: Workshop, exhaustive: bool)
 
 
 def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """Started at once after the kill, it finds the ranks still at their checkpoint."""
+    """A command that is started right after the kill waits for the old ranks, which are still writing their
+    checkpoint."""
     skip_unless(exhaustive)
     run, mark = shop.add_run("impatient", **SETTINGS), shop.path / "impatient.mark"
     job = Torchrun(shop, run)
@@ -188,7 +191,7 @@ def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: P
 # Terminals
 
 
-# The first terminal that is claimed becomes the controlling one, whose end is told by SIGHUP.
+# Makes the terminal the controlling one of the process, so that its closing sends SIGHUP.
 ENTER_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -198,7 +201,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 @dataclass
 class Terminal:
-    """A terminal with one command in it, which can be closed: the kernel then sends SIGHUP to the command."""
+    """A terminal with one command in it. When a test closes the terminal, the kernel sends SIGHUP to the command."""
 
     shop: Workshop
     run: Path
@@ -219,7 +222,7 @@ class Terminal:
         os.close(self.master)
 
     def read(self) -> str:
-        """Return what has been written so far, which makes room for more."""
+        """Return the output so far. Reading makes room in the terminal's buffer for more output."""
         os.set_blocking(self.master, False)
         with suppress(BlockingIOError):
             return os.read(self.master, 1 << 20).decode()
@@ -276,7 +279,7 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     job = Torchrun(shop, run)
     try:
         process.wait(timeout=60)
-    except subprocess.TimeoutExpired:  # seen once in dozens of times, of a torchrun
+    except subprocess.TimeoutExpired:  # seen once in dozens of runs, with torchrun
         pytest.fail(f"alive 60 s after its terminal was closed:\n{job.describe()}")
     job.seconds_to_the_end(GONE_SECONDS)
     last = max(step for step, _ in list_checkpoints(run / "checkpoints"))
@@ -298,7 +301,7 @@ def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.fault("the reader of the output ends", "stops with a checkpoint")
 def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path) -> None:
-    """A run stops when the reader of its output ends, as `… | tee log` does when its terminal is closed."""
+    """A run stops when the reader of its output ends, as `tee` in `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"
     go = mark.with_suffix(".go")
     script = with_faults(shop, run, f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)")
@@ -313,6 +316,6 @@ def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path) -> None:
         process.stdout.close()
         go.touch()
         assert process.wait(timeout=60) == 128 + signal.SIGHUP
-    # It is noticed at the next line, which the report after step 2 is.
+    # The run notices it at its next line of output, which is the report after step 2.
     assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (2, 3)
     shop.train(run.name, ranks=1, prelude=FAULTS)

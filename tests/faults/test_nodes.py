@@ -20,8 +20,8 @@ from tests.support.two_hosts import Pair, two_hosts, wait_for
 from tests.support.warm import WarmProcess
 
 TIMEOUT_SECONDS = 8
-# Until every process has ended: the time-out, the watch's own pace, the patience with a rank that may have more to
-# say, and torchrun's.
+# Seconds until every process has ended: the time-out, the watchdog's polling interval, the wait for a rank that may
+# report more, and torchrun's own wait.
 END_SECONDS = TIMEOUT_SECONDS + 30
 START_SECONDS = 150  # Python and torch start on each rank, on two cores that may be busy
 SETTINGS: dict[str, Any] = {
@@ -47,7 +47,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def start(pair: Pair, exhaustive: bool) -> Start:
-    """Starter of training on both hosts: CI's is without torchrun, which starts Python and torch anew each time."""
+    """Function that starts training on both hosts. Without --exhaustive it does so without torchrun, which takes
+    seconds."""
     return pair.torchrun if exhaustive else pair.ranks
 
 
@@ -62,7 +63,7 @@ def clean(pair: Pair) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing happens to, of as many processes on one machine."""
+    """The undisturbed run with the same number of processes, on one machine."""
     shop = Workshop(tmp_path_factory.mktemp("one-host"))
     shop.add_dataset(tokens=60_000)
     run = shop.add_run(**SETTINGS)
@@ -85,7 +86,8 @@ def await_step(run: Path, step: int, processes: Sequence[WarmProcess]) -> None:
 
 
 def assert_continues(pair: Pair, run: Path, straight: Path) -> None:
-    """Assert that the same commands, with checkpoints on the first host's disk alone, reach the straight run's end."""
+    """Assert that the same commands resume the run to the end of the straight run, although only the first host's disk
+    has checkpoints."""
     checkpoint = (run / "checkpoints" / "latest").resolve().name
     assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
     ends = wait_for(pair.ranks(run.name), timeout=START_SECONDS)
@@ -95,7 +97,8 @@ def assert_continues(pair: Pair, run: Path, straight: Path) -> None:
 
 
 def say_why(ends: Sequence[Result]) -> list[str]:
-    """The line in which each says why it has ended."""
+    """Return the error line of each result. Each command must have failed with exactly one such line, and without a
+    traceback of its own."""
     lines = []
     for end in ends:
         assert end.status != 0, end
@@ -107,7 +110,7 @@ def say_why(ends: Sequence[Result]) -> list[str]:
 
 @pytest.mark.fault("two nodes", "each downloads the data once; the end of four processes on one host")
 def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> None:
-    """Two ranks on each: the dataset comes once to each node, results are written by rank 0 alone."""
+    """With two ranks on each node, each node downloads the dataset once, and rank 0 alone writes results."""
     hubs = [host.at_home(FakeHub) for host in pair.hosts]  # each on its host's own loopback
     with hubs[0], hubs[1], pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair.first.shop, "draws", True)
@@ -134,7 +137,7 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
 
 @pytest.mark.fault("one node is told to stop", "both stop after the same step; continued to the same end")
 def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
-    """SIGTERM to one node's torchrun, or to both as a scheduler sends it."""
+    """SIGTERM to one node's torchrun, or to both as a scheduler sends it, stops both nodes after the same step."""
     cases = [(1,), (0,), (0, 1)] if exhaustive else [(1,)]
     for told in cases:
         run = add_run(pair, f"stopped-{'-'.join(map(str, told))}")
@@ -177,7 +180,7 @@ def refusal(pair: Pair, name: str) -> str:
 
 @pytest.mark.fault("rank 0 on another node than before", "refused with the node named that has the checkpoints")
 def test_rank_0_without_the_checkpoints(pair: Pair) -> None:
-    """Training must not start again from nothing when only the order of the nodes has changed."""
+    """Training does not start from scratch when only the order of the nodes has changed."""
     run = add_run(pair, "swapped", min_train_tokens=512)
     assert {end.status for end in wait_for(pair.ranks(run.name), timeout=START_SECONDS)} == {0}
     line, _ = say_why(wait_for(Pair(pair.second, pair.first).ranks(run.name), timeout=START_SECONDS))
@@ -190,7 +193,8 @@ def test_rank_0_without_the_checkpoints(pair: Pair) -> None:
     "both sides say so and end within COLLECTIVE_TIMEOUT_SECONDS and 30 s; continued to the same end",
 )
 def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
-    """Cut without a word, as by a switch that fails, or with the carrier gone, as by a pulled cable."""
+    """Both sides end with a reason if packets are lost without an error, as in a broken switch, or if the carrier is
+    lost, as with a pulled cable."""
     slowest, cuts = 0.0, [pair.drop, pair.unplug] if exhaustive else [pair.drop]
     for cut in cuts:
         run = add_run(pair, f"cut-{cut.__name__}")
@@ -224,7 +228,7 @@ def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: b
     "a rank dies, torchrun --max-restarts=2 on both nodes", "all ranks are started again and come to the same end"
 )
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool) -> None:
-    """The other node's torchrun starts its ranks again as well, in its own time."""
+    """When a rank dies, the other node's torchrun also starts its ranks again, in its own time."""
     cases = [(1, False), (0, True)] if exhaustive else [(1, False)]
     for number, (struck, c10d) in enumerate(cases):
         run = add_run(pair, f"restarted-{number}")

@@ -34,7 +34,7 @@ def noted(folder, keep, protected):
         file.write(json.dumps({{"names": names, **links}}) + chr(10))
 checkpoints.prune = noted
 """
-# At each checkpoint it is a day earlier than at the one before.
+# The clock is a day earlier at each checkpoint than at the one before.
 CLOCK_BACKWARDS = """
 import itertools, time, types
 from harness.runs import checkpoints
@@ -45,7 +45,8 @@ checkpoints.time.time = lambda: time.time() - 86400 * next(days)
 
 
 def assert_kept(path: Path, keep: int, start: str | None) -> None:
-    """After each removal there are `best`, `latest`, the start, and of the others the newest."""
+    """Assert that each removal leaves `best`, `latest`, the checkpoint that the run was resumed from, and the newest
+    `keep` others."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     ever = {name: int(name.rpartition("-")[2]) for line in lines for name in line["names"]}
     for line in lines:
@@ -61,7 +62,8 @@ def assert_kept(path: Path, keep: int, start: str | None) -> None:
     "old checkpoints are deleted", "keep_checkpoints leaves best, latest, the one continued from, and the newest others"
 )
 def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
-    """`best` early, because losses grow; continued from neither `best` nor `latest`; with a clock that goes back."""
+    """The right checkpoints are kept when `best` is an early one because losses grow, when the run is resumed from
+    neither `best` nor `latest`, and when the clock goes back."""
     rates = {"learning_rate": 1.0, "warmup_steps": 21}
     settings = SETTINGS | rates | {"min_train_tokens": 128 * 21, "precision": "fp32"}
     whole = shop.add_run("kept-straight", **settings)
@@ -77,7 +79,7 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
         oldest = next(path.name for step, path in checkpoints.list_checkpoints(folder) if step)
         watch = WITHOUT_CHARTS + AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
         time.sleep(0.1)
-        (folder / "latest").unlink()  # and nothing says which one is the newest, but its step
+        (folder / "latest").unlink()  # so that only a checkpoint's step shows that it is the newest
         finish(start(shop, run.name, oldest, prelude=watch), expect=0, timeout=60)
         assert_kept(path, keep, oldest)
         assert_same_end(whole, run)
@@ -101,7 +103,7 @@ def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
         finish(start(shop, run.name, prelude=file_operations.prelude("save", 2, "fail", place)), expect=0, timeout=60)
         assert_same_end(whole, run)
         assert steps_of(run) == steps_of(whole)
-        assert not list((run / "checkpoints").glob(".*")), "the next save has tried again"
+        assert not list((run / "checkpoints").glob(".*")), "the next save deletes what is left"
 
     for_each(places if exhaustive else places[::3], try_one)
 
@@ -112,7 +114,8 @@ def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
 )
 @pytest.mark.timeout(900)
 def test_an_operation_of_a_save_fails(shop: Workshop, exhaustive: bool) -> None:
-    # Without what makes the folder if it is not there, and a copy's announcement, which is no operation.
+    # Left out are the creation of the folder, which may fail if the folder exists, and shutil's events, which only
+    # announce other operations.
     names = operations_of(shop, "save", 2)
     harmless = ("os.mkdir checkpoints", "shutil.")
     possible = [place for place, name in enumerate(names) if not name.startswith(harmless)]

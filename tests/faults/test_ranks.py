@@ -83,7 +83,8 @@ def test_one_infected_gradient(shop: Workshop, tmp_path: Path, exhaustive: bool)
     "gradients that are never finite again", "ends after max_skipped_steps; weights and best are as before"
 )
 def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
-    """The last step allowed, and the first one that is not; reported at each step, or later."""
+    """A run ends after `max_skipped_steps` skipped steps in a row, and not after one fewer, whether it reports at each
+    step or less often."""
     cases = list(itertools.product((1, 3, 4), (1, 4))) if exhaustive else [(3, 1), (3, 4)]
     for allowed, interval in cases:
         settings = SETTINGS | {"report_interval": interval, "max_skipped_steps": allowed, "checkpoint_interval": 2}
@@ -96,7 +97,7 @@ def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
         assert 5 + allowed - 1 <= last <= 5 + allowed - 1 + interval
         assert sum(event.get("skipped_steps", 0) for event in metrics(run)) == last - 4
         assert_healthy_best(run)
-        # One skip fewer in a row is let pass.
+        # The run completes with one skipped step fewer in a row.
         run = shop.add_run(f"well-{allowed}-{interval}", **settings)
         shop.train(run.name, prelude=Infection("nan", 1, 2, "fp32").prelude(range(5, 5 + allowed - 1)))
 
@@ -111,7 +112,8 @@ def assert_healthy_best(run: Path) -> None:
 
 @pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
 def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
-    """A loss of training or of validation, which decides which checkpoint is best, is NaN at some steps."""
+    """If a training or validation loss is NaN at some steps, it is null in the metrics and does not change which
+    checkpoint is best."""
     infected = "around(FORWARD, lambda original, *a: original(*a) * (torch.nan if Now.step in {steps} else 1))\n"
     rank1 = "if own_rank() == 1: " + infected
     training = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
@@ -143,7 +145,7 @@ def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
 
 @pytest.fixture
 def patient(shop: Workshop) -> Workshop:
-    """Jobs whose ranks wait for a stuck one for three seconds. FAULTS draws charts where it is to be slow."""
+    """Workshop whose ranks wait for a stuck rank for three seconds. It draws charts where FAULTS makes them slow."""
     return Workshop(shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}, draws=True)
 
 
@@ -153,7 +155,7 @@ SLOW_SECONDS = 8
 @pytest.mark.slow
 @pytest.mark.fault("rank 0 is slow", "in a download, validation, save or chart: the others wait; the same end")
 def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool) -> None:
-    """Longer than a gradient exchange may take, one after the other."""
+    """The other ranks wait if rank 0's own work takes longer than a gradient exchange may take."""
     slow_validation = (
         "def slowly(original, self, indexes):\n"
         "    for index in original(self, indexes):\n"
@@ -196,7 +198,7 @@ def train_after_a_slow_download(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A rank that gets no further."""
+    """A rank that hangs at a place."""
 
     place: str
     how: str
@@ -221,13 +223,13 @@ def every_stuck() -> list[Stuck]:
 
 
 def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
-    """Let a rank get stuck; how many seconds later the last of the others was gone."""
+    """Let a rank get stuck. Return the seconds until the last of the other ranks was gone."""
     run, mark = shop.add_run(f"stuck-{number}", **SETTINGS), shop.path / f"stuck-{number}"
     action = f"note({str(mark)!r}, {HANGS[case.how]})"
     prelude = f"before({case.place}, {action}, rank={case.rank}, step=6, call=1)"
     if case.place == "in the backward pass":
         prelude = f"in_gradients(lambda gradient: {action}(), rank={case.rank}, steps=range(6, 7))"
-    elif case.place == "in the evaluation":  # of the second microbatch
+    elif case.place == "in the evaluation":  # in the evaluation of the second microbatch
         prelude = f"after_first_evaluated({action}, step=6)"
     processes = shop.start(run.name, ranks=case.ranks, prelude=FAULTS + prelude)
     others = [process for rank, process in enumerate(processes) if rank != case.rank]
@@ -237,7 +239,7 @@ def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
     seconds = time.time() - float(mark.read_text())
     if case.how == "frozen":
         processes[case.rank].kill()
-    else:  # its own watch ends it
+    else:  # its own watchdog ends it
         deadline = time.monotonic() + 10
         while processes[case.rank].poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -281,7 +283,8 @@ def test_divergence(shop: Workshop, exhaustive: bool) -> None:
         tokens = {"min_train_tokens": STEPS * 64 * ranks, "weights_check_interval": interval}
         run = shop.add_run(f"drift-{rank}-{ranks}-{interval}", **SETTINGS | tokens)
         changed = FAULTS + f"drift_before(7, {rank})"
-        # The change is there after step 7; the next look is at step 8 if there is one every step or two, else at 9.
+        # The weights change before step 7. The ranks compare them after step 7 with an interval of 1, after step 8 with
+        # an interval of 2, and after step 9, before a save, without an interval.
         found = 9 if interval is None else 7 if interval == 1 else 8
         result = shop.train(run.name, ranks=ranks, prelude=changed, expect=1)
         (line,) = result.error_lines

@@ -1,7 +1,7 @@
 """Saving while training goes on.
 
-With "async_checkpoint": true the training loop pauses for a copy only; what is written must be what it was then, and
-`latest` must never point to anything that might be lost.
+With "async_checkpoint": true, training pauses only for a copy. The files must hold the values of that moment, and
+`latest` must never point to a checkpoint that could be lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_run(shop: Workshop, name: str, **changes: Any) -> Path:
 
 
 def latest_step(run: Path) -> int | None:
-    """The step `latest` points to: of a whole checkpoint, or the test fails."""
+    """Return the step that `latest` points to, or None without `latest`. Fails if that checkpoint is not whole."""
     link = run / "checkpoints" / "latest"
     if not link.is_symlink():
         return None
@@ -53,9 +53,9 @@ def latest_step(run: Path) -> int | None:
 
 @pytest.mark.fault("a slow disk", "training goes on during the save; latest moves once it is durable")
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> None:
-    """A look at the run from outside, while the first checkpoint's fsync takes seconds."""
+    """While the first checkpoint takes seconds to reach the disk, steps are trained, and `latest` does not exist."""
     run, mark = add_run(shop, "slow-disk", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
-    # Slow enough steps that not all of them fit into the time.
+    # The steps are slow enough that not all of them fit into these seconds.
     flush = "harness.runs.checkpoints:rename_whole"
     slow = f"before({flush!r}, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
     processes = shop.start("slow-disk", prelude=FAULTS + slow)
@@ -64,7 +64,7 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> Non
         assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
         time.sleep(0.01)
     while time.time() - float(mark.read_text()) < SLOW_SECONDS - 0.2:
-        assert latest_step(run) is None  # until the bytes are durable
+        assert latest_step(run) is None  # no link before the files are durable
         steps |= {event["global_step"] for event in whole_metrics(run)}
         time.sleep(0.05)
     finish(processes, expect=0, timeout=60)
@@ -80,7 +80,8 @@ def whole_metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.fault("weights change while they are written", "each file is that of a synchronous save, byte for byte")
 def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: bool) -> None:
-    """The writer is held up until steps have been taken: what it writes is the copy, not what the weights are then."""
+    """A background save writes the copied weights, not those that training has made of them while the writer was held
+    up."""
     cases = list(itertools.product((1, 2, 3), ("fp32", "fp16"))) if exhaustive else [(2, "fp16")]
     compared = 0
     for ranks, precision in cases:
@@ -105,15 +106,15 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     for path in (one, other):
         meta = json.loads((path / "meta.json").read_text())
         del meta["seconds"], meta["sha256"]["meta.json"], meta["train"]["async_checkpoint"]
-        del meta["metrics_bytes"]  # lines hold times, whose digits vary
+        del meta["metrics_bytes"]  # metrics hold times, whose number of digits varies
         metas.append(meta)
     assert metas[0] == metas[1]
     for name in names:
         assert name == "meta.json" or (one / name).read_bytes() == (other / name).read_bytes(), (one, name)
 
 
-# How far the third save is: at its beginning, at each flush (four files, the draft, the folder, it again after each of
-# the links), at the links.
+# Moments of the third save: its beginning, each flush (four files, the draft, the folder, and the folder again after
+# each link), and the writing of each link.
 MOMENTS = ["WRITE, {action}, call=3"]
 MOMENTS += [f"SYNC, {{action}}, call={call}" for call in range(13, 19)]
 MOMENTS += [f"'harness.runs.checkpoints:sync', {{action}}, call={call}" for call in (5, 6)]
@@ -127,13 +128,13 @@ def every_moment(exhaustive: bool) -> Sequence[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.fault("killed while saving", "latest is a whole checkpoint; continued to the same end")
 def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """Steps have been taken since the save began: they are lost, and taken again."""
+    """The steps since the beginning of the save are lost, and trained again when the run is resumed."""
     moments = every_moment(exhaustive)
     for number, moment in enumerate(moments):
         run = add_run(shop, f"killed-saving-{number}")
         prelude = FAULTS + f"before({moment.format(action='in_turn(pause(0.2), kill)')}, rank=0)"
         result = finish(shop.start(run.name, prelude=prelude), expect=-signal.SIGKILL, timeout=60)
-        assert result.stdout.count("validation loss") >= 3  # of steps 0, 3 and 6, whose save this is
+        assert result.stdout.count("validation loss") >= 3  # of steps 0, 3 and 6; the kill comes in the save of step 6
         left = latest_step(run)
         assert left in (3, 6)
         assert f"-iteration-{left}," in shop.train(run.name, prelude=FAULTS).stdout
@@ -163,7 +164,7 @@ def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool
     "a save that fails", "ends with the checkpoint named; older ones are whole; continued to the same end"
 )
 def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """The error comes from another thread, later: at the next step, the next save or the end of the run."""
+    """An error in the writer's thread ends the run later: at the next step, the next save or the end of the run."""
     cases = list(failures(exhaustive))
     for number, (moment, last) in enumerate(cases):
         run = add_run(shop, f"failing-{number}")
@@ -175,15 +176,15 @@ def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool) -> Non
         assert "to continue" in line
         assert "Traceback" not in result.stderr
         assert latest_step(run) in last
-        # The last checkpoint can fail, and the run is not done: there is no summary that says so.
+        # Without its last checkpoint a run is not complete, so it has no summary.
         assert not (run / "summary.json").exists()
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
 
 
 def test_a_rank_that_is_told_to_end_as_it_leaves_does_not_speak_for_the_one_that_failed(shop: Workshop) -> None:
-    """torchrun's SIGTERM reaches rank 1 just when it has heard of rank 0's error: it goes, and leaves the telling to
-    rank 0, instead of waiting for a signal that has come already."""
+    """If torchrun's SIGTERM reaches rank 1 just after rank 1 has learned of rank 0's error, rank 1 ends at once and
+    leaves the message to rank 0. It does not wait for another signal."""
     run = add_run(shop, "leaving")
     faults = "before('harness.common.errors:_leave', tell(SIGTERM), rank=1)\nbefore(WRITE, fill_disk, rank=0, call=2)\n"
     processes = shop.start(run.name, prelude=FAULTS + faults)
@@ -196,11 +197,11 @@ def test_a_rank_that_is_told_to_end_as_it_leaves_does_not_speak_for_the_one_that
 
 
 def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield faults that fail a save, each with the steps that `latest` may be of then."""
+    """Yield faults that make a save fail, each with the steps that `latest` may point to afterwards."""
     for moment in every_moment(exhaustive):
         yield moment.format(action="fill_disk"), (3, 6)
     yield "WRITE, fill_disk, call=5", (9,)  # the last save
-    yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # when all steps are done
+    yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # the last save again, after all steps are done
 
 
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
@@ -210,7 +211,8 @@ LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 
 @pytest.mark.fault("a large model", "a save of 250 MB pauses training for less time than a synchronous one")
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     steps, waiting, going_on = 24 if exhaustive else 8, list[float](), list[float]()
-    # The shortest of all of each: what else the machine does says nothing of the program. More where it does much.
+    # Only the shortest pauses are compared, because the machine's other work makes pauses longer. If it has much other
+    # work, there are more attempts.
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -222,8 +224,8 @@ def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bo
 
 
 def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) -> list[float]:
-    """Train the large model, which saves at the beginning, in the middle and at the end; not counting the last one,
-    after which there is nothing to go on with."""
+    """Train the large model with saves at the beginning, in the middle and at the end. Return the seconds of each save
+    except the last, after which nothing is trained."""
     notes = folder / f"pauses-{in_background}"
     settings: dict[str, Any] = dict.fromkeys(("validation_interval", "validation_batches", "start_val_token"))
     settings |= {"microbatch_size": 1, "gradient_accumulation_steps": 1, "min_train_tokens": 32 * steps}

@@ -1,6 +1,6 @@
 """Signals, and ranks that die.
 
-SIGTERM is what torchrun and schedulers send, SIGINT what Ctrl-C is; torchrun kills 30 seconds later.
+torchrun and schedulers send SIGTERM, Ctrl-C sends SIGINT. torchrun sends SIGKILL 30 seconds later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.torchrun import Torchrun, await_file
 from tests.support.warm import WarmProcess
 
 TORCHRUN_PATIENCE_SECONDS = 30
-GONE_SECONDS = 15  # in which all ranks must be gone once one has died
+GONE_SECONDS = 15  # all ranks must be gone so long after one has died
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def straight(straight_shop: Workshop) -> Path:
 
 
 def assert_stopped(run: Path, result: Result, number: signal.Signals) -> int:
-    """One line says how to go on, and one whole checkpoint is of the last step done; that step."""
+    """Assert that one line says how to continue, and that one checkpoint is of the last step done. Return that step."""
     (line,) = result.error_lines
     assert line.startswith(f"stopped by {number.name} after global step ")
     assert "to continue, run the same command again" in line
@@ -51,12 +51,13 @@ def assert_stopped(run: Path, result: Result, number: signal.Signals) -> int:
     assert [step for step, _ in made if step >= last] == [last]
     assert (run / "checkpoints" / "latest").resolve() == made[-1][1].resolve()
     assert not list((run / "checkpoints").glob(".*"))
-    # None besides those that were due, not even by a stop that came while one was being written.
+    # All other checkpoints were due. A stop adds no others, even if it comes while one is being written.
     assert [step for step, _ in made if step != last] == list(range(0, last, SETTINGS["validation_interval"]))
     return last
 
 
-# Where a rank can be when a signal comes, and which ranks get there. All at step 6, which has everything.
+# Places where a rank can be when a signal comes, and the ranks that get there. All are at step 6, which has a
+# validation and a save.
 IN_BACKWARD = "in_gradients(lambda gradient: {action}(), rank={rank}, steps=range(6, 7))"
 PLACES = {
     "STEP": (0, 1),
@@ -73,7 +74,7 @@ PLACES = {
 
 
 def acting_at(place: str, rank: int, action: str) -> str:
-    """The prelude by which a rank acts at a place."""
+    """Return the prelude with which a rank runs `action` at a place."""
     if place == "in the backward pass":
         return FAULTS + IN_BACKWARD.format(action=action, rank=rank)
     return FAULTS + f"before({place}, {action}, rank={rank}, step=6, call=1)"
@@ -84,7 +85,7 @@ def acting_at(place: str, rank: int, action: str) -> str:
     "a rank is told to stop", "in ten places: all ranks stop after the same step, with one checkpoint; the same end"
 )
 def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """One rank alone gets the signal; the others learn of it at the same step."""
+    """If one rank alone gets a signal, all ranks stop after the same step."""
     signals = [signal.SIGTERM, signal.SIGINT]
     cases = [(place, rank, number) for place, ranks in PLACES.items() for rank in ranks for number in signals]
     cases = cases if exhaustive else cases[::3]
@@ -94,17 +95,17 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None
         run = shop.add_run(f"told-{cases.index(case)}", **SETTINGS)
         prelude = acting_at(place, rank, f"tell({int(told)})")
         result = shop.train(run.name, prelude=prelude, expect=128 + told)
-        assert assert_stopped(run, result, told) == 6, place  # where a validation and a save look for signals
+        assert assert_stopped(run, result, told) == 6, place  # its validation and its save look for signals
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
 
-    for_each(cases, stop, at_once=3)  # they wait for each other more than they compute
+    for_each(cases, stop, at_once=3)  # the ranks wait for each other more than they compute
 
 
 @pytest.mark.slow
 @pytest.mark.fault("told to stop in steps that take long", "stops after that step and no other")
 def test_long_steps(shop: Workshop, straight: Path) -> None:
-    """A step more could take longer than torchrun waits."""
+    """If steps are long, a run stops after the current one, because one more could take longer than torchrun waits."""
     run = shop.add_run("long", **SETTINGS)
     slow = "import harness.distributed.signals as s\ns.LONG_STEP_SECONDS = 1\n"
     slow += "before(FORWARD, lambda: pause(0.6)() if 2 <= Now.step <= 4 else None)\n"  # two microbatches a step
@@ -116,8 +117,8 @@ def test_long_steps(shop: Workshop, straight: Path) -> None:
 
 @pytest.mark.fault("hundreds of signals", "one orderly stop; the handler calls no function")
 def test_many_signals(shop: Workshop, straight: Path) -> None:
-    """A collective in the handler would run inside another one: both ranks would hang, or exchange nonsense. So the
-    handler calls nothing at all."""
+    """The signal handler calls no function. If it called a collective inside another collective, both ranks would hang,
+    or exchange wrong values."""
     run, notes = shop.add_run("many", **SETTINGS), shop.path / "handlers"
     notes.mkdir()
     storm = f"record_handler({str(notes)!r})\nbefore(STEP, lambda: signal_storm(SIGTERM, 200), step=5)\n"
@@ -134,7 +135,7 @@ def test_many_signals(shop: Workshop, straight: Path) -> None:
 # The real torchrun
 
 
-# Long enough for a signal to fall into it: where, and what the prelude does there.
+# Work during which a signal comes. The prelude makes it long, by `before` with these arguments.
 LONG_WORK = {
     "step": "STEP, {noted}, step=5",
     "validation": "EVALUATION, {noted}, step=6",
@@ -161,7 +162,8 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None
         process = job.start(f"before({work}, rank=0, call=1)")
         await_file(mark, process)
         began = time.monotonic()
-        os.kill(process.pid, told)  # Ctrl-C in a terminal reaches the launcher alone, too: its ranks have own sessions
+        # Ctrl-C in a terminal also reaches the launcher alone, because its ranks have their own sessions.
+        os.kill(process.pid, told)
         result = finish([process], expect=128 + told if by_processes else 1, timeout=60)
         seconds = time.monotonic() - began
         assert_stopped(run, result, told)
@@ -211,7 +213,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
 
 @dataclass(frozen=True)
 class End:
-    """End of a rank: `seconds` after the fault."""
+    """End of a rank, `seconds` after the fault."""
 
     status: int
     seconds: float
@@ -219,8 +221,8 @@ class End:
 
 
 def ends_of(processes: Sequence[WarmProcess], mark: Path, *, as_torchrun: bool) -> list[End]:
-    """Wait for all ranks. `as_torchrun`: once one has failed the others are told to end, as torchrun does; else they
-    are not told."""
+    """Wait for all ranks, and return their ends. With `as_torchrun`, the other ranks are told to end once one has
+    failed, as torchrun does."""
     deadline = time.monotonic() + 60
     while any(process.poll() is None for process in processes):
         if as_torchrun and any(process.poll() for process in processes):
@@ -244,7 +246,7 @@ def ends_of(processes: Sequence[WarmProcess], mark: Path, *, as_torchrun: bool) 
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that kills itself or raises, at a place, in a world of so many."""
+    """Death of one of `ranks` ranks, which kills itself or raises an error at a place."""
 
     place: str
     rank: int
@@ -253,7 +255,7 @@ class Death:
     as_torchrun: bool
 
 
-# Before the ranks have met, none can know of another's end: torchrun has to tell them.
+# At these places the ranks have not met yet, so that only torchrun can tell them of another's end.
 EARLY_PLACES = ["START", "CHECK"]
 DEADLY = {**PLACES, "WARM_UP": (0, 1)}
 
@@ -269,7 +271,7 @@ def all_deaths() -> Iterator[Death]:
 
 
 def die(shop: Workshop, number: int, death: Death) -> float:
-    """Let a rank die; how many seconds later the last process was gone."""
+    """Let a rank die. Return the seconds until the last process was gone."""
     run, mark = shop.add_run(f"death-{number}", **SETTINGS), shop.path / f"death-{number}"
     action = f"note({str(mark)!r}, {death.action})"
     prelude = acting_at(death.place, death.rank, action)
@@ -284,7 +286,7 @@ def die(shop: Workshop, number: int, death: Death) -> float:
     if death.action == "fail":
         assert "an injected failure" in own.stderr, death
     lines = [line for end in ends for line in end.stderr.splitlines() if line.startswith(("error:", "stopped"))]
-    if death.as_torchrun:  # which reports a kill itself; nobody may drown the first error
+    if death.as_torchrun:  # torchrun reports a kill itself, and no line may hide the first error
         assert not lines, (death, lines)
     else:
         (line,) = lines
@@ -302,7 +304,7 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     deaths = list(all_deaths())
     if not exhaustive:
         deaths = deaths[::6]
-    with ThreadPoolExecutor(6) as pool:  # they wait more than they compute
+    with ThreadPoolExecutor(6) as pool:  # the ranks wait more than they compute
         seconds = list(pool.map(lambda case: die(shop, *case), enumerate(deaths)))
     assert max(seconds) < GONE_SECONDS
 
@@ -318,7 +320,7 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a rank dies under torchrun --max-restarts=3", "comes back from latest by itself, to the same end")
 def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """Restarted ranks go on from `latest`: they start from nothing, or go back to CHECKPOINT, only once."""
+    """Restarted ranks resume from `latest`. --restart or a CHECKPOINT is obeyed only once."""
     cases = [["--restart"], [], ["CHECKPOINT"]] if exhaustive else [["--restart"]]
     deaths = [(1, 5), (0, 8)] if exhaustive else [(1, 5)]
 
@@ -332,13 +334,14 @@ def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool) -> 
             arguments = [list_checkpoints(run / "checkpoints")[1][1].name]
         die_in_lives(shop, run, deaths, arguments)
         assert_same_end(straight, run)
-        assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # what was asked for was done once
+        assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # --restart or the CHECKPOINT was obeyed once
 
     for_each(enumerate(cases), restart, at_once=3)
 
 
 def die_in_lives(shop: Workshop, run: Path, deaths: Sequence[tuple[int, int]], arguments: Sequence[str]) -> None:
-    """Run torchrun to the job's end; in its first lives a rank dies at a step, as `deaths` has it."""
+    """Run torchrun to the job's end. In each of the job's first lives, one rank dies at a step; `deaths` has a rank and
+    a step for each."""
     lives = shop.path / f"{run.name}.lives"
     prelude = "".join(
         f"before(STEP, in_life({life}, {str(lives)!r}, kill), rank={rank}, step={step})\n"
@@ -348,7 +351,7 @@ def die_in_lives(shop: Workshop, run: Path, deaths: Sequence[tuple[int, int]], a
     result = finish([process], expect=0, timeout=280)
     asked_back = bool(arguments) and arguments != ["--restart"]
     assert result.stdout.count("continuing from") == len(deaths) + asked_back, result.stdout
-    # Each from the newest checkpoint before the death, every third step having one.
+    # Each life resumes from the newest checkpoint before the death. Every third step has a checkpoint.
     found = [line.partition("-iteration-")[2].partition(",")[0] for line in result.stdout.splitlines()]
     continued = [int(step) for step in found if step]
     assert continued[-len(deaths) :] == [(step - 1) // 3 * 3 for _, step in deaths]

@@ -28,7 +28,7 @@ def shop(stopped_shop: Workshop) -> Workshop:
     return stopped_shop
 
 
-# After the third step, when metrics have been written.
+# Steps are long after the third one, when metrics have been written.
 LONG_STEPS = """
 import itertools, time
 from harness.training.step import OptimizerStep
@@ -58,7 +58,8 @@ def await_metrics(run: Path, lines: int) -> None:
     "two jobs on one run", "the second is refused with the first one's host and pid; after a kill another takes over"
 )
 def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
-    """Refused while the first one lives, whatever it asks for, with locks and without; let in when that is dead."""
+    """A second job is refused while the first one lives, with any arguments, with file locks and without them. It is
+    let in when the first one is dead."""
 
     def try_one(locks: str) -> int:
         run = copy_of_stopped(shop, f"two-jobs-{bool(locks)}")
@@ -87,8 +88,8 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.fault("a lock file that is left", "taken over; without file locks, an owner that may live is believed")
 def test_left_lock_files(shop: Workshop) -> None:
-    """A lock alone decides where there are locks; elsewhere an owner that may live is believed. Files of anything else:
-    common/test_lock.py."""
+    """With file locks, the lock alone decides, whatever the lock file says. Without them, a run is refused if the owner
+    in its lock file may still live. tests/common/test_lock.py has lock files with other contents."""
     dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "namespace": ProcessName.own().namespace, "since": "then"}
     living = [dead | {"host": "node-7", "namespace": "another boot"}, dead | {"pid": os.getpid()}]
     texts = [json.dumps(dead), json.dumps(dead)[:40], *map(json.dumps, living)]
@@ -115,7 +116,8 @@ def test_left_lock_files(shop: Workshop) -> None:
     "torchrun restarts its workers", "a worker continues from latest, and does not do --restart a second time"
 )
 def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool) -> None:
-    """A restarted worker continues from latest: the first one did what --restart or a CHECKPOINT asked for."""
+    """A restarted worker resumes from `latest`, because the first worker has already obeyed --restart or the
+    CHECKPOINT."""
     same_torchrun = "import os\nos.environ['TORCHELASTIC_RUN_ID'] = 'x'\nos.getppid = lambda: 1\n"
     fault = file_operations.prelude("save", 3, "kill", 20)
 

@@ -1,4 +1,4 @@
-"""Small benchmarks of the tests' own: task files and their documents, and text to train a tokenizer on."""
+"""Small benchmarks made for the tests: task files and their documents, and text to train a tokenizer on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-# Every word follows from the one before it, so that a small model learns in seconds what comes next, or nearly.
+# The next word follows almost always from the one before it, so that a small model learns to predict it within seconds.
 NOUNS = ["river", "mountain", "engine", "garden", "window", "letter", "soldier", "market", "winter", "harbour"]
 VERBS = ["carries", "follows", "remembers", "crosses", "paints", "repairs", "forgets", "watches", "answers", "counts"]
 
 
 def sentence(draw: random.Random, words: int) -> str:
-    """So many words: "the river carries the mountain follows …", with a slip now and then."""
+    """Return a text of `words` words, "the river carries the mountain follows …", with a random noun now and then."""
     place, text = draw.randrange(10), []
     for index in range(words):
         text.append(("the", NOUNS[place], VERBS[place])[index % 3])
@@ -23,7 +23,8 @@ def sentence(draw: random.Random, words: int) -> str:
 
 
 def multiple_choice(draw: random.Random, count: int) -> list[dict[str, Any]]:
-    """Questions of many lengths, some longer than the model's context, with four answers of unequal lengths."""
+    """Return questions of many lengths, some longer than the model's context, each with four answers of unequal
+    lengths."""
     return [
         {
             "question": sentence(draw, draw.choice([2, 8, 20, 60])),
@@ -35,7 +36,7 @@ def multiple_choice(draw: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 def texts(draw: random.Random, count: int) -> list[dict[str, Any]]:
-    """Texts that end with "the", and the two words that should follow."""
+    """Return texts that end with "the", each with the two words that should follow."""
     found = []
     for _ in range(count):
         words = sentence(draw, 3 * draw.choice([1, 3, 13, 40])).split()
@@ -44,7 +45,7 @@ def texts(draw: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 MEAN = {"aggregation": "mean", "higher_is_better": True}
-# Kind of task: its documents, and what its file says besides.
+# For each kind of task, the function that makes its documents, and the settings of its task file.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "choice": (
         multiple_choice,
@@ -97,7 +98,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def write_task(folder: Path, kind: str, *, count: int = 24, name: str = "", **changes: Any) -> Path:
-    """A task file (JSON is YAML) with `count` documents in a file beside it. The path of the task file."""
+    """Write a task file (JSON is valid YAML) and, beside it, a file with `count` documents. Return the path of the task
+    file."""
     name = name or kind
     make, settings = KINDS[kind]
     draw = random.Random(name)

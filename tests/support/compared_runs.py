@@ -1,4 +1,5 @@
-"""Folders of runs that were never trained, as training and the measuring commands leave them."""
+"""Folders of runs that were never trained, with the files that training and the evaluation commands would have
+written."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ BEST, LATEST = "20260102Z030405-iteration-80", "20260102Z030406-iteration-99"
 
 
 class RunFolder:
-    """A run in `runs_dir`, of which the tests decide how far it got."""
+    """Folder of a run in `runs_dir`. Tests add the files of a run that has finished, stopped or been evaluated."""
 
     def __init__(self, runs_dir: Path, name: str, train: dict[str, Any] | None = None, **model: Any) -> None:
         self.directory = RunDirectory(runs_dir / name)
@@ -73,7 +74,8 @@ class RunFolder:
         }
 
     def finish(self, *, dataset: dict[str, Any] | None = None, **values: Any) -> RunFolder:
-        """Its summary: 100 steps of 2 x 4 x 16 tokens on two ranks, 360 s of which 60 are validation."""
+        """Write the run's summary: 100 steps of 2 x 4 x 16 tokens on two ranks, in 360 s, of which 60 s are
+        validation."""
         summary: dict[str, Any] = {
             "run": self.path.name,
             "seconds": {"setup": 20.0, "training": 256.0, "validation": 60.0, "checkpointing": 24.0, "total": 360.0},
@@ -118,7 +120,7 @@ class RunFolder:
         return self
 
     def train_to(self, *steps: int) -> RunFolder:
-        """Lines of metrics.jsonl, a training and a validation loss at each step."""
+        """Append a training loss and a validation loss to metrics.jsonl for each step."""
         metrics = MetricsFile(self.directory.metrics)
         for step in steps:
             place: dict[str, Any] = {"global_step": step, "tokens_seen": (step + 1) * 128, "seconds": 3.6 * step}
@@ -127,7 +129,7 @@ class RunFolder:
         return self
 
     def benchmark_at(self, step: int, examples: int, **values: float | None) -> RunFolder:
-        """Lines of metrics.jsonl, for each task its accuracy after that step."""
+        """Append the accuracy of each task after a step to metrics.jsonl."""
         metrics = MetricsFile(self.directory.metrics)
         for task, value in values.items():
             score: dict[str, Any] = {"task": task, "metric": "acc", "value": value, "stderr": 0.0123}
@@ -135,7 +137,8 @@ class RunFolder:
         return self
 
     def test_loss(self, loss: float | None, checkpoint: str = BEST, **changes: Any) -> RunFolder:
-        """A result of test_loss.py, every window with that loss; None is one that is not finite."""
+        """Write a result of test_loss.py in which every window has this loss. None stands for a loss that is not
+        finite."""
         text = TEXT.model_copy(update={key: changes.pop(key) for key in [*changes] if key in Text.model_fields})
         weights = MeasuredWeights(
             checkpoint=checkpoint,

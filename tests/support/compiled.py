@@ -1,4 +1,4 @@
-"""Models that are compiled for what compiling does to them, without machine code."""
+"""Models compiled without machine code, for tests of the graphs that torch.compile makes of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harness.model.cross_entropy import fused_kernel
 
 
 def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Have a model compiled at its next pass; the programs that it is then cut into are added to the list. They run as
-    they were traced: quick, since no machine code is made of them."""
+    """Have a model compiled at its next forward pass, and return the list to which its graphs are then added. The
+    graphs run as they were traced, which is quick because no machine code is made of them."""
     torch._dynamo.reset()
     kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)

@@ -1,4 +1,4 @@
-"""The two JSON files of a run, as the tests write them, and how a refusal of one has to look."""
+"""The two JSON files of a run as tests write them, and a check of the message that refuses one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.common.errors import UserError
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.train_config import TrainConfig, load_train_config
 
-# The keys that are enough to run, with the lab notebook's numbers.
+# Keys that are enough for a run, with the lab notebook's values.
 SEED_TRAIN: dict[str, Any] = {
     "dataset": "owner/name",
     "microbatch_size": 13,
@@ -39,12 +39,12 @@ WriteModel = Callable[..., ModelConfig]
 
 
 def changed(base: dict[str, Any], changes: dict[str, Any]) -> str:
-    """JSON of `base` with keys replaced, or left out where the change is `...`."""
+    """Return the JSON of `base` with some keys replaced. A key whose new value is `...` is left out."""
     return json.dumps({key: value for key, value in {**base, **changes}.items() if value is not ...})
 
 
 def train_in(folder: Path) -> WriteTrain:
-    """Writes a train.json with some keys changed into a folder, and loads it."""
+    """Return a function that writes a train.json with some keys changed into a folder, and loads it."""
 
     def write_and_load(**changes: Any) -> TrainConfig:
         path = folder / "train.json"
@@ -55,7 +55,7 @@ def train_in(folder: Path) -> WriteTrain:
 
 
 def model_in(folder: Path) -> WriteModel:
-    """Writes a model.json with some keys changed into a folder, and loads it."""
+    """Return a function that writes a model.json with some keys changed into a folder, and loads it."""
 
     def write_and_load(**changes: Any) -> ModelConfig:
         path = folder / "model.json"
@@ -66,7 +66,7 @@ def model_in(folder: Path) -> WriteModel:
 
 
 def refusal(load: Callable[..., object], *arguments: Any, **changes: Any) -> str:
-    """The message with which something is refused: one line that begins with the file's path."""
+    """Return the message with which `load` refuses a file. It must be one line that begins with the file's path."""
     with pytest.raises(UserError) as caught:
         load(*arguments, **changes)
     message = str(caught.value)

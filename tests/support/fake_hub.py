@@ -1,13 +1,13 @@
-"""A Hugging Face Hub on this machine that misbehaves on request: what huggingface_hub needs for datasets and models.
+"""A local Hugging Face Hub for datasets and models, with as much as huggingface_hub needs. It misbehaves on request.
 
     with FakeHub() as hub:
         dataset = hub.add_dataset("owner/name", {"meta.json": b"{}", "train.safetensors": data})
         dataset.files["train.safetensors"].corrupt = True
         subprocess.run(command, env={**os.environ, **hub.environment(home)})
 
-As on the real Hub, a repository's commit and its files' hashes follow from the contents, LFS files are redirected to
-another origin that must not see the token, and errors are told apart by X-Error-Code. Xet is left out, so that plain
-HTTP is used.
+As on the real Hub, a repository's commit and the hashes of its files are computed from the contents, LFS files are
+redirected to another origin that must not see the token, and the header X-Error-Code names the kind of an error. Xet is
+left out, so that clients use plain HTTP.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ERROR_CODES = {401: "RepoNotFound", 404: "RepoNotFound", 403: "GatedRepo"}
 
 @dataclass
 class FakeFile:
-    """A file's true content, and what is wrong with its delivery.
+    """True content of a file, and faults of its downloads.
 
-    `corrupt`: the last byte is flipped. `truncate_at`: the connection closes before this byte, with `reset` by a TCP
-    reset. `delay_seconds`: a pause between headers and body. `resolve_status`: this error instead of the file. All this
-    applies to the first `faulty_downloads`.
+    `corrupt` flips the last byte. `truncate_at` closes the connection before this byte; with `reset`, by a TCP reset.
+    `delay_seconds` is a pause between headers and body. `resolve_status` is an error that is sent instead of the file.
+    The faults apply to the first `faulty_downloads` downloads.
     """
 
     content: bytes
@@ -56,7 +56,7 @@ class FakeFile:
 
     @property
     def blob_id(self) -> str:
-        """The git object's name: for LFS files that of the pointer, as on the Hub."""
+        """Return the name of the git object. For an LFS file this is the name of its pointer, as on the Hub."""
         stored = self.content
         if self.lfs:
             version = "version https://git-lfs.github.com/spec/v1"
@@ -70,9 +70,10 @@ class FakeFile:
 
 @dataclass
 class FakeDataset:
-    """A repository. `status`: the answer to everything, `named_errors`: with the code that says why.
+    """Repository of a dataset or a model.
 
-    `gated`: its files can be listed but not read.
+    `status` is an error with which every request is answered; with `named_errors`, the error has a code for its reason.
+    Files of a `gated` repository can be listed but not read.
     """
 
     files: dict[str, FakeFile]
@@ -99,13 +100,13 @@ class Seen:
 
 @dataclass
 class FakeHub:
-    """Two servers with one state: the Hub itself, and the storage that LFS files are redirected to."""
+    """Two servers with a common state: the Hub itself, and the storage to which LFS files are redirected."""
 
     datasets: dict[str, FakeDataset] = field(default_factory=dict)
     models: dict[str, FakeDataset] = field(default_factory=dict)
     requests: list[Seen] = field(default_factory=list)
     stored: dict[str, bytes] = field(default_factory=dict)  # LFS objects that were uploaded, by their SHA-256
-    upload_status: int | None = None  # the answer to every commit
+    upload_status: int | None = None  # the error with which every commit is answered
 
     def __post_init__(self) -> None:
         self._released = threading.Event()
@@ -131,12 +132,13 @@ class FakeHub:
         return self._servers[1].url
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Variables that lead a subprocess here and keep it away from the user's own Hugging Face settings."""
+        """Return variables that make a subprocess use this Hub, and none of the user's own Hugging Face settings."""
         kept_off = {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **kept_off}
 
     def repositories(self, kind: str | None) -> dict[str, FakeDataset]:
-        """Return datasets or models by the kind in an address: those of models need no `models/`."""
+        """Return the datasets or the models, by the kind in an address. An address without a kind is that of a
+        model."""
         return self.datasets if kind in ("datasets", "dataset") else self.models
 
     def add_dataset(self, name: str, contents: dict[str, bytes]) -> FakeDataset:
@@ -149,7 +151,7 @@ class FakeHub:
         return self.datasets[name]
 
     def seen(self, method: str, part: str) -> list[Seen]:
-        """Return the requests of a method whose path contains `part`, in order."""
+        """Return the requests with this method whose path contains `part`, in order."""
         return [request for request in self.requests if request.method == method and part in request.path]
 
     def release(self) -> None:
@@ -157,7 +159,7 @@ class FakeHub:
         self._released.set()
 
     def wait(self, seconds: float) -> None:
-        """Pause, unless and until released."""
+        """Pause for some seconds, or until `release` is called."""
         self._released.wait(seconds)
 
 
@@ -173,7 +175,7 @@ class _Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that are killed in the middle are what these tests do."""
+        """Print nothing, because these tests kill clients in the middle of requests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -181,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Tests look at `requests` instead."""
+        """Print nothing. Tests look at `requests` instead."""
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -195,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(404, None)
 
     def _open(self, match: re.Match[str]) -> FakeDataset | None:
-        """Return the repository, or answer with what keeps it closed and return None."""
+        """Return the repository of a request. If it cannot be read, send the error and return None."""
         revision = match["revision"]
         dataset = self.server.hub.repositories(match["kind"]).get(match["name"])
         if dataset is None:
@@ -211,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Uploads: a request with a body."""
+        """Answer an upload, which is a request with a body."""
         path = unquote(urlsplit(self.path).path)
         hub = self.server.hub
         hub.requests.append(Seen(self.command, path, self.headers.get("Authorization"), None))
@@ -371,7 +373,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _lfs(file: FakeFile, hash_key: str) -> dict[str, Any]:
-    """The Hub calls the same hash `sha256` in a repository's description and `oid` in a listing."""
+    """Return the LFS entry of a file, empty for other files. The Hub calls the hash in it `sha256` in a repository's
+    description and `oid` in a listing."""
     if not file.lfs:
         return {}
     return {"lfs": {hash_key: file.sha256, "size": len(file.content), "pointerSize": 134}}

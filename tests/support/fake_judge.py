@@ -1,11 +1,11 @@
-"""A judge on this machine, speaking OpenAI's chat completions, honest unless told otherwise.
+"""A local judge that speaks OpenAI's chat completions. It scores honestly unless a test gives it faults.
 
     with FakeJudge() as judge:
         judge.faults = [status(429, retry_after="1"), text("no JSON")]
         subprocess.run([..., "--base-url", judge.url])
 
-It reads the question out of the prompt, and scores each answer by the words that it shares with the reference.
-By hand, to try judge_ift.py without an account:
+It reads the question out of the prompt, and scores each answer by the words that it shares with the reference. To try
+judge_ift.py without an account, start the judge by hand:
 
     python tests/support/fake_judge.py
 """
@@ -28,7 +28,7 @@ Scores = dict[str, float]
 
 
 def score(answer: str, reference: str) -> int:
-    """100 times the share of words that both have among those that either has."""
+    """Return 100 times the number of words in both texts, divided by the number of words in either text."""
     words, wanted = set(answer.split()), set(reference.split())
     return round(100 * len(words & wanted) / max(1, len(words | wanted)))
 
@@ -41,7 +41,8 @@ ALONE = re.compile(
 
 
 def question_of(prompt: str) -> dict[str, Any]:
-    """The JSON object at the prompt's end; of a prompt of the book's kind the same, with an answer named ""."""
+    """Return the JSON object at the end of a prompt. For a prompt in the book's form, return the same keys, with one
+    answer named ""."""
     if alone := ALONE.fullmatch(prompt):
         asked, reference, answer = alone.groups()
         instruction = asked.split("### Instruction:\n")[1].split("\n\n### Input")[0]
@@ -51,9 +52,12 @@ def question_of(prompt: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fault:
-    """One reaction that is not the honest one. `write` makes the reply's text of the honest scores; `body` is sent as
-    it is; `delay_seconds` passes before anything is sent, and with `trickle` between blanks that keep the connection;
-    `hang_up` closes it instead."""
+    """Reaction to one request. The default is the honest answer.
+
+    `write` makes the text of the reply from the honest scores. `body` is sent unchanged in place of a reply. Before
+    anything is sent, `delay_seconds` pass. With `trickle`, they pass after each of 1000 blanks before the body, which
+    keep the connection open. `hang_up` closes the connection instead.
+    """
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -78,7 +82,7 @@ def status(number: int, *, code: str | None = None, message: str = "no", retry_a
 
 @dataclass
 class Seen:
-    """A request. `answered` once the whole reply, whatever it was, has been sent."""
+    """A request. `answered` is True once the whole reply, honest or not, has been sent."""
 
     prompt: str
     model: str
@@ -91,13 +95,17 @@ class Seen:
 
 @dataclass
 class FakeJudge:
-    """`faults` are the reactions to the first requests, in their order; `always` those to questions by instruction,
-    None to all. Of `honest_requests` so many are answered, and the others wait for `release`."""
+    """The judge and its reactions.
+
+    `faults` are the reactions to the first requests, in order. `always` holds the reactions to later requests, by the
+    instruction of their question, or under None for all other questions. Only the first `honest_requests` requests are
+    answered. Later ones wait until `released` is set, and get no answer.
+    """
 
     faults: list[Fault] = field(default_factory=list)
     always: dict[str | None, Fault] = field(default_factory=dict)
     honest_requests: int | None = None
-    port: int = 0  # 0: any that is free
+    port: int = 0  # 0 takes any free port
     requests: list[Seen] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,7 +128,7 @@ class FakeJudge:
 
     @property
     def paid(self) -> list[str]:
-        """Prompts of the replies that were sent."""
+        """Return the prompts of the requests whose replies have been sent."""
         return [seen.prompt for seen in self.requests if seen.answered]
 
     def reaction(self, question: dict[str, Any]) -> Fault:
@@ -138,7 +146,7 @@ class _Server(ThreadingHTTPServer):
         self.judge = judge
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that are killed, or lose patience, are what is tested."""
+        """Print nothing, because tests kill clients or let them time out."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -173,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         scores: Scores = {name: score(answer, question["reference"]) for name, answer in question["answers"].items()}
-        # Of one answer without a name, the number alone.
+        # A prompt with one answer without a name is answered by the number alone.
         honest = str(scores[""]) if "" in scores else json.dumps(scores)
         content = fault.write(scores) if fault.write else honest
         seen.prompt_tokens, seen.completion_tokens = len(seen.prompt) // 4, max(1, len(content) // 4)
@@ -207,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 # By hand -------------------------------------------------------------------------------------------------------------
 
-# Three ways to answer without understanding, as files that judge_ift.py takes.
+# Three ways to answer without understanding, by the names of the files in which judge_ift.py gets the answers.
 WAYS: dict[str, tuple[str, Callable[[dict[str, str]], str]]] = {
     "small.json": ("the-input-again", lambda question: question["input"]),
     "medium.json": ("the-instruction-again", lambda question: question["instruction"]),
@@ -225,7 +233,8 @@ A judge that counts words listens at {url}; Ctrl-C ends it. In another terminal:
 
 
 def write_ways(responses: Path, folder: Path) -> list[Path]:
-    """Files in `folder` that answer the questions of a responses file in each of WAYS. Raises SystemExit."""
+    """Write one file for each of WAYS, with its answers to the questions of a responses file. Return the paths. Raises
+    SystemExit if the responses cannot be read or one of the files exists."""
     keys = ("instruction", "input", "output")
     try:
         questions = [{key: each[key] for key in keys} for each in json.loads(responses.read_text())["responses"]]
@@ -241,7 +250,7 @@ def write_ways(responses: Path, folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Serve until Ctrl-C, having said how to be asked."""
+    """Print how to ask the judge, and serve until Ctrl-C."""
     parser = argparse.ArgumentParser(description="A judge for judge_ift.py that needs no account: it counts words.")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free  [default: 8000]")
     told = "write small.json, medium.json and large.json with answers to the questions of this file"

@@ -1,4 +1,4 @@
-"""Faults from inside: what a prelude imports in each rank, before the script that is put to the test.
+"""Faults in the process under test. A prelude imports them in each rank, before the script runs.
 
     prelude = "from tests.support.faults import *; before(STEP, tell(15), rank=1, step=7)"
 
@@ -43,7 +43,7 @@ VALIDATION = "harness.training.evaluations:Evaluations.validation_loss"  # on al
 EVALUATION = "harness.training.evaluations:microbatch_losses"  # on ranks that evaluate
 SAVE = "checkpointing:Checkpointer._save"  # on all ranks
 WRITE = "harness.runs.checkpoints:_write_files"  # on rank 0
-SYNC = "harness.common.files:sync"  # on rank 0, of each file of a checkpoint, and of its folders
+SYNC = "harness.common.files:sync"  # on rank 0, for each file of a checkpoint, and for its folders
 METRICS = "harness.runs.metrics:MetricsFile.append"  # on rank 0
 
 
@@ -53,7 +53,7 @@ class Now:
     step = -1
 
 
-# Drawing takes longer than all else in these small runs.
+# No charts are drawn, because drawing takes longer than everything else in these small runs.
 _draw = ChartProcess.draw
 ChartProcess.draw = lambda self: None  # type: ignore[method-assign]
 
@@ -63,8 +63,11 @@ def own_rank() -> int:
 
 
 def before(where: str, action: Action, *, rank: int | None = None, step: int | None = None, call: int = 0) -> None:
-    """Run `action` before the function `where`, on one rank or all: at its call number `call` (from 1) of this process,
-    or else at each; of those of global step `step` alone, if it is given."""
+    """Run `action` before the function `where`, on one rank or on all.
+
+    With `call`, the action runs only at the call with this number (from 1) in this process, else at every call. With
+    `step`, only calls during this global step count.
+    """
     if rank not in (None, own_rank()):
         return
     calls = 0
@@ -81,7 +84,7 @@ def before(where: str, action: Action, *, rank: int | None = None, step: int | N
 
 
 def around(where: str, wrapper: Callable[..., Any]) -> None:
-    """Have `wrapper(original, *arguments)` called in place of the function `where`."""
+    """Replace the function `where` by one that calls `wrapper(original, *arguments)`."""
     module, _, path = where.partition(":")
     *owners, name = path.split(".")
     owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}") if owners else pkgutil.resolve_name(module)
@@ -102,7 +105,8 @@ def _call(wrapper: Callable[..., Any], held: Callable[..., Any], *arguments: Any
 
 
 def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank: int, steps: range) -> None:
-    """Have `change` make another gradient of one parameter's, on one rank, before ranks exchange it."""
+    """Replace the gradient of one parameter by `change(gradient)` at these steps, on one rank, before the ranks
+    exchange gradients. If `change` returns None, the gradient is unchanged."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor | None:
         return change(gradient) if Now.step in steps else None
@@ -116,7 +120,7 @@ def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank:
 
 
 def after_first_evaluated(action: Action, *, step: int) -> None:
-    """Run `action` in the validation of a global step, after its first microbatch."""
+    """Run `action` in the validation of a global step, after the first microbatch."""
 
     def until_stopped(original: Callable[..., Any], self: Any, indexes: range) -> Iterator[int]:
         for count, index in enumerate(original(self, indexes)):
@@ -143,7 +147,7 @@ def drift_before(step: int, rank: int) -> None:
 
 
 def tell(number: int) -> Action:
-    """Send this process a signal."""
+    """Return an action that sends a signal to this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
@@ -169,7 +173,7 @@ def fill_disk() -> None:
 
 
 def in_turn(*actions: Action) -> Action:
-    """Do several things, one after the other."""
+    """Return an action that runs several actions, one after the other."""
     return lambda: [action() for action in actions]
 
 
@@ -178,7 +182,7 @@ def pause(seconds: float) -> Action:
 
 
 def until(path: str) -> Action:
-    """Wait for a file to be made."""
+    """Return an action that waits until a file exists."""
 
     def waiting() -> None:
         while not Path(path).exists():
@@ -188,7 +192,7 @@ def until(path: str) -> Action:
 
 
 def note(path: str, action: Action = lambda: None) -> Action:
-    """Write down the time, then do `action`."""
+    """Return an action that appends the time to a file and then runs `action`."""
 
     def noting() -> None:
         with Path(path).open("a") as file:
@@ -199,7 +203,7 @@ def note(path: str, action: Action = lambda: None) -> Action:
 
 
 def slow_charts(seconds: float) -> None:
-    """Charts are drawn after all, and each takes so long."""
+    """Draw charts again, by a process that only sleeps for `seconds` at each chart."""
     slow = f"chart.draw_training_chart = lambda *_, **__: time.sleep({seconds})"
     source = f"import time, harness.runs.chart as chart\n{slow}\nfrom harness.runs.chart_worker import main\nmain()"
     harness.training.chart_process.WORKER[:] = [sys.executable, "-c", source]
@@ -210,12 +214,13 @@ def slow_charts(seconds: float) -> None:
 
 
 def record_windows(folder: str) -> None:
-    """Write down the token windows of each step this rank completes, as lines "first-token tokens", into a file."""
+    """Record the token windows of each step that this rank completes in a file. A line has the first token and the
+    count."""
     handed: list[tuple[int, int]] = []
     path = Path(folder) / f"{os.getpid()}"
 
     def reading(original: Callable[..., Any], self: Any, start: int, count: int) -> Any:
-        handed.append((start, count - 1))  # the last one is a target only
+        handed.append((start, count - 1))  # the last token is only a target
         return original(self, start, count)
 
     def handing_out(original: Callable[..., Any], *arguments: Any) -> Any:
@@ -234,7 +239,7 @@ def record_windows(folder: str) -> None:
 
 
 def record_skips(folder: str) -> None:
-    """Write down, for each step of this rank, whether it was skipped."""
+    """Record for each step of this rank whether the step was skipped."""
     skips: list[bool] = []
 
     def stepping(original: Callable[..., Any], *arguments: Any) -> Any:
@@ -247,7 +252,7 @@ def record_skips(folder: str) -> None:
 
 
 def record_seconds(where: str, path: str, *, rank: int) -> None:
-    """Write down how long each call of a function took, on one rank."""
+    """Record the seconds that each call of a function takes, on one rank."""
 
     def timing(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         began = time.perf_counter()
@@ -261,7 +266,7 @@ def record_seconds(where: str, path: str, *, rank: int) -> None:
 
 
 def lively_scaler() -> None:
-    """A gradient scaler whose state changes within a few steps: by growth, and by an overflow at step 4."""
+    """Use a gradient scaler whose state changes within a few steps, by growth and by an overflow at step 4."""
 
     def scaler(original: Callable[..., Any], precision: Any) -> torch.amp.GradScaler:
         usual = original(precision)
@@ -282,13 +287,14 @@ around("harness.distributed.watchdog:Watchdog.guard", _guarding)
 
 
 def record_handler(folder: str) -> None:
-    """Write down how often this rank's signal handler ran, and which functions it called."""
+    """Record how often this rank's signal handler runs, and which functions it calls."""
     known: dict[str, Any] = {"runs": 0, "called": []}
     place = "harness.distributed.signals:StopSignal._note"
 
     def noting(original: Callable[..., Any], *arguments: Any) -> None:
         def profile(frame: Any, event: str, argument: Any) -> None:
-            # The next signal may come in the middle, and then the handler begins again: it, and what is around it here.
+            # The next signal may interrupt the handler, and then the handler and its wrapper here run again. Neither is
+            # a call that the handler makes.
             is_handler = event == "call" and frame.f_code in handler
             if event in {"call", "c_call"} and not is_handler and argument is not sys.setprofile:
                 known["called"].append(f"{frame.f_code.co_name} {argument}")
@@ -308,7 +314,7 @@ def record_handler(folder: str) -> None:
 
 
 def signal_storm(number: int, count: int) -> None:
-    """Begin to send this process many signals, one each millisecond."""
+    """Start a thread that sends many signals to this process, one each millisecond."""
 
     def send() -> None:
         for _ in range(count):
@@ -319,7 +325,8 @@ def signal_storm(number: int, count: int) -> None:
 
 
 def in_life(life: int, path: str, action: Action) -> Action:
-    """Do `action` in one life of a job that is restarted: the first, the second, ..."""
+    """Return an action that runs `action` in one life of a job that is restarted. Lives are counted from 1, in the file
+    `path`."""
 
     def acting() -> None:
         with Path(path).open("a+") as file:

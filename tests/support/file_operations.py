@@ -1,7 +1,8 @@
-"""Faults at exact file operations, injected by the process itself: preludes of the fault tests call what is here.
+"""Faults at exact file operations, which preludes of the fault tests inject into the process under test.
 
-Audit hooks see a file being opened, made, renamed, linked, cut and removed, but neither writes nor fsync, so those are
-wrapped. safetensors writes from Rust, out of sight of both: its call counts as three operations.
+Audit hooks see that a file is opened, created, renamed, linked, truncated or removed. They see neither writes nor
+fsync, so those functions are wrapped. safetensors writes from Rust, which neither shows, so that its call counts as
+three operations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 AUDITED = {"os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-CALLS = {  # what a number counts operations of, by a short name
+CALLS = {  # the calls in which operations are numbered, by a short name
     "save": "checkpointing:Checkpointer._save",
     "background save": "harness.training.saving:AsyncWriter._run",
     "metrics": "harness.runs.metrics:MetricsFile.append",
@@ -36,15 +37,15 @@ CALLS = {  # what a number counts operations of, by a short name
 }
 WITHOUT_CHARTS = "from harness.training.chart_process import ChartProcess\nChartProcess.draw = lambda self: None\n"
 
-# Does half of an operation, where that is possible.
+# Performs half of an operation. Operations that cannot be halved have None in its place.
 Half = Callable[[], object]
 Fault = Callable[[int, str, Half | None], None]
 
 
 def prelude(call: str, number: int, fault: str, *values: object) -> str:
-    """Python source that injects a fault into rank 0, during the call `number` (from 0) of CALLS[call].
+    """Return Python source that injects a fault into rank 0, during the call `number` (from 0) of CALLS[call].
 
-    `fault` is a function of this module that makes one, and `values` are its arguments.
+    `fault` is the name of a function of this module that returns a Fault, and `values` are its arguments.
     """
     arguments = ", ".join(repr(str(value) if isinstance(value, Path) else value) for value in values)
     source = f"from tests.support import file_operations as f\nf.inject({call!r}, {number}, f.{fault}({arguments}))\n"
@@ -52,7 +53,7 @@ def prelude(call: str, number: int, fault: str, *values: object) -> str:
 
 
 def log(path: str) -> Fault:
-    """No fault: each operation is a line of a file."""
+    """Return a fault that does no harm, and writes the name of each operation to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def act(number: int, name: str, half: Half | None) -> None:
@@ -62,7 +63,7 @@ def log(path: str) -> Fault:
 
 
 def kill(at: int) -> Fault:
-    """SIGKILL before an operation, or in the middle of it where it can be halved."""
+    """Return a fault that sends SIGKILL before operation `at`, or in the middle of it if it can be halved."""
 
     def act(number: int, name: str, half: Half | None) -> None:
         if number == at:
@@ -74,17 +75,18 @@ def kill(at: int) -> Fault:
 
 
 def fail(at: int) -> Fault:
-    """The operation fails as on a broken disk."""
+    """Return a fault that makes operation `at` fail as on a broken disk."""
 
     def act(number: int, name: str, half: Half | None) -> None:
-        if number == at and not name.startswith("shutil."):  # those are announcements
+        if number == at and not name.startswith("shutil."):  # shutil's events only announce other operations
             raise OSError(errno.EIO, os.strerror(errno.EIO), name)
 
     return act
 
 
 def fill(at: int, folder: str, room: int) -> Fault:
-    """Somebody else takes all of a disk but `room` bytes before an operation; with -1 all its inodes instead."""
+    """Return a fault that fills a disk before operation `at`, except for `room` bytes. If `room` is -1, it takes all
+    inodes instead."""
 
     def act(number: int, name: str, half: Half | None) -> None:
         if number == at:
@@ -94,7 +96,8 @@ def fill(at: int, folder: str, room: int) -> Fault:
 
 
 def fill_disk(folder: Path, room: int) -> None:
-    """Take all space of a small disk but `room` bytes, or all its inodes (-1). Plain system calls: none is counted."""
+    """Take all space of a small disk except `room` bytes, or all its inodes if `room` is -1. Uses plain system calls,
+    none of which is counted."""
     with suppress(OSError):
         for index in range(10**6 if room < 0 else 0):
             os.mknod(folder / f"ballast-{index}")
@@ -108,26 +111,26 @@ def fill_disk(folder: Path, room: int) -> None:
 
 
 def empty_disk(folder: Path) -> None:
-    """Make room again."""
+    """Delete the files of `fill_disk`."""
     for path in folder.glob("ballast*"):
         path.unlink()
 
 
 def inject(call: str, number: int, fault: Fault) -> None:
-    """Let `fault` act before each file operation of the call `number` (from 0) of CALLS[call], on rank 0."""
+    """Call `fault` before each file operation of the call `number` (from 0) of CALLS[call], on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        sys.dont_write_bytecode = True  # of a module that the call is the first to import: no operation of its own
+        sys.dont_write_bytecode = True  # else a module imported during the call would add operations
         operations = Operations(fault)
         operations.watch_calls(CALLS[call], number)
         operations.watch_files()
 
 
 class Operations:
-    """Numbers the file operations of one thread during one call."""
+    """Counter of the file operations of one thread during one call."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
-        self.thread: int | None = None  # while the call is under way
+        self.thread: int | None = None  # the thread that is in the call, None outside of the call
         self.count = 0
 
     @property
@@ -135,7 +138,7 @@ class Operations:
         return self.thread == threading.get_ident()
 
     def next(self, name: str, half: Half | None = None) -> None:
-        """An operation is about to happen. The fault's own operations do not count."""
+        """Count an operation that is about to happen, and call the fault. The fault's own operations do not count."""
         if self.counts:
             thread, self.thread = self.thread, None
             self.count += 1
@@ -163,7 +166,7 @@ class Operations:
         setattr(owner, name, watched)
 
     def watch_files(self) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # here, because a save in the background may not
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # set here, because a background thread may not
         sys.addaudithook(self._audit)
         fsync, opening = os.fsync, io.open
 
@@ -195,13 +198,13 @@ class Operations:
 
     def _watched_save_file(self, original: Callable[..., None]) -> Callable[..., None]:
         def watched(tensors: Any, path: Path, **named: Any) -> None:
-            def reserve() -> None:  # the kernel ends the process when Rust asks for the file's space
+            def reserve() -> None:  # the kernel kills the process when Rust reserves the file's space
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                sys.dont_write_bytecode = True  # it would be cut short, too
+                sys.dont_write_bytecode = True  # bytecode files would be cut short, too
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
                 original(tensors, path, **named)
 
-            def write_half() -> None:  # under the name that Rust's own would have in between
+            def write_half() -> None:  # under a name like that of Rust's temporary file
                 original(tensors, path, **named)
                 path.rename(path.with_name(".tmpA1b2C3"))
                 os.truncate(path.with_name(".tmpA1b2C3"), path.with_name(".tmpA1b2C3").stat().st_size // 2)
@@ -215,7 +218,7 @@ class Operations:
 
 
 class CountedFile(io.FileIO):
-    """A file whose every write is an operation that can be halved."""
+    """File of which each write counts as an operation that can be halved."""
 
     def __init__(self, operations: Operations, file: Any, mode: str) -> None:
         super().__init__(file, mode)

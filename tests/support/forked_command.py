@@ -1,4 +1,4 @@
-"""Root commands in forks of the process that tests, whose imports they share: a cold Python takes seconds to start."""
+"""Root commands in forks of the test process. They share its imports, because a cold Python takes seconds to start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 from tests.support.forking import Script, run_to_the_end
 from tests.support.isolation import ROOT
 
-# Imported before the first fork; what draws only for a command that does.
+# Modules that are imported before the fork. Those of DRAWING are imported only for a command that draws.
 MODULES = {
     "compare_runs.py": ("harness.comparison.page", "harness.comparison.machines"),
     "fit_scaling.py": ("harness.scaling.report", "harness.runs.budget", "scipy.optimize"),
@@ -21,7 +21,7 @@ DRAWING = {"compare_runs.py": "matplotlib.pyplot", "fit_scaling.py": "harness.sc
 
 
 def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a script of the root, and expect this exit status."""
+    """Run a script of the root in a fork, and expect this exit status."""
     drawing = [DRAWING[script]] if {"--chart", "--html"}.intersection(arguments) else []
     for module in (*MODULES[script], *drawing):
         importlib.import_module(module)
@@ -29,14 +29,14 @@ def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.Comp
         child = os.fork()
         if not child:
             try:
-                atexit._clear()  # what the tests' process takes away at its end is not the fork's to take
+                atexit._clear()  # the fork must not run the exit functions of the test process
                 os.chdir(ROOT)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", encoding="utf-8") for descriptor in (1, 2))
                 run_to_the_end(Script(str(ROOT / script), arguments).run)
             finally:
-                os._exit(70)  # never a second process that runs tests
+                os._exit(70)  # the fork must never return and run tests
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, err):

@@ -1,8 +1,9 @@
-"""Forks of a process that has imported torch already, in place of Pythons that start cold.
+"""Forks of a process that has already imported torch, in place of Python processes that start cold.
 
-A forked process runs a root script from its first line to its own exit, in a session, a folder and an environment of
-its own, like one that was started cold. `warm` has the first of them; one that has called `fork_pythons` forks those
-that it starts itself. They remain its children, with the pipes, sessions and signals that it gives them.
+A forked process runs a root script from its first line to its own exit, in its own session, folder and environment,
+like a process that was started cold. tests/support/warm.py makes the first forks. A process that has called
+`fork_pythons` also forks the Python processes that it starts. They remain its children, with the pipes, sessions and
+signals that it gives them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any, NoReturn
 
 
 def run_to_the_end(program: Callable[[], object]) -> NoReturn:
-    """End as the interpreter does after this program, but for taking every object apart, which takes longer than most
-    of the commands here."""
+    """Run a program and end the process as the interpreter does, but without destroying every object, which takes
+    longer than most of the commands here."""
     status = 0
     try:
         program()
@@ -45,14 +46,14 @@ def run_to_the_end(program: Callable[[], object]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Script:
-    """Script that a Python is told to run: a file, or torchrun's module."""
+    """Script that a Python command runs: a file, or torchrun's module."""
 
     name: str
     arguments: tuple[str, ...]
 
     @classmethod
     def of(cls, command: Any) -> Script | None:
-        """None for a command that is no such Python."""
+        """Return the script of a command, or None if the command does not run a script with this Python."""
         words = [] if isinstance(command, str | bytes) else [*map(os.fspath, command)]
         if words[:1] != [sys.executable]:
             return None
@@ -74,7 +75,7 @@ class Script:
 
 
 def fork_pythons() -> None:
-    """Make all scripts that this process starts with its own Python forks of it, and theirs forks of them."""
+    """Replace each script that this process starts with its own Python by a fork of this process. Forks do the same."""
     start = subprocess.Popen.__init__
 
     @wraps(start)
@@ -83,7 +84,8 @@ def fork_pythons() -> None:
         if script is not None:
             first, environment = options.get("preexec_fn"), options.get("env")
             kept = options.get("pass_fds", ())
-            # Called in the child, once it has its session, folder and streams; it never gets to what would follow.
+            # subprocess calls this in the child, after it has set up session, folder and streams. It never returns, so
+            # nothing is executed after it.
             options["preexec_fn"] = lambda: _become(script, first, environment, kept)
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
@@ -95,11 +97,11 @@ def fork_pythons() -> None:
 def _become(
     script: Script, first: Callable[[], object] | None, environment: Mapping[str, str] | None, kept: Sequence[int]
 ) -> NoReturn:
-    """Keep nothing of the parent that another program would not, and run the script."""
-    gc.freeze()  # nothing of the parent's is taken apart here
+    """Drop everything of the parent that another program would not inherit, and run the script."""
+    gc.freeze()  # the parent's objects are not collected here
     if first is not None:
         first()
-    # The parent waits for the end of one of these, by which it learns that the program runs.
+    # One of the descriptors that are closed is a pipe. Its closing tells the parent that the program runs.
     edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for low, high in pairwise(edges):
         os.closerange(low + 1, high)

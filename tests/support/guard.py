@@ -1,7 +1,7 @@
-"""Record of what no process of the tests may do, written by the process that does it.
+"""Report of forbidden actions, written by the test process that performs them.
 
-Python runs this file at its start in each of them: `isolation` puts a copy into a folder on PYTHONPATH, as
-sitecustomize.py.
+Each Python process of the tests runs this file when it starts, because tests/support/isolation.py puts a copy, named
+sitecustomize.py, into a folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing's takes longer to import than all else here
+TYPE_CHECKING = False  # importing typing takes longer than everything else here
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-# Audit events (PEP 578) that name paths, and which of their arguments those are.
+# Audit events (PEP 578) that have paths among their arguments, and the indexes of these arguments.
 PATHS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("open", "os.listdir", "os.scandir", "os.chdir", "os.mkdir", "os.remove", "os.rmdir"), (0,)),
     **dict.fromkeys(("os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
@@ -28,18 +28,21 @@ AT_FOLDER = PATHS.keys() - {
     "os.chdir",
     "os.truncate",
 }  # their last argument is dir_fd
-# Those that start a program, and which of their arguments are its command line and its environment.
+# Audit events that start a program, and the indexes of its command line and its environment among their arguments.
 STARTS = {"subprocess.Popen": (1, 3), "os.posix_spawn": (1, 2), "os.exec": (1, 2)}
-LIBRARIES_OWN = ["/sbin/ldconfig", "-p"]  # what ctypes.util.find_library starts, in an empty environment
+LIBRARIES_OWN = ["/sbin/ldconfig", "-p"]  # started by ctypes.util.find_library, in an empty environment
 
 
 def watch(forbidden: tuple[str, ...], report: str, required: Mapping[str, str]) -> None:
-    """Append a line to the file `report` whenever this process, or one forked from it, looks from now on into one of
-    the `forbidden` folders (each ending in a slash), or starts a program without the variables `required`."""
+    """Report forbidden actions of this process, and of processes forked from it, as lines of the file `report`.
+
+    It is forbidden to use a path in one of the `forbidden` folders (each ends in a slash), and to start a program
+    without the `required` variables.
+    """
 
     def trespassed(what: str) -> None:
         test, place = os.environ.get("PYTEST_CURRENT_TEST", ""), _place()
-        if test or place:  # else it is pytest itself, between the tests
+        if test or place:  # otherwise it is pytest itself, between two tests
             with open(report, "a", errors="backslashreplace") as file:
                 file.write(f"{test or 'while collecting'}: {what}{place}\n")
 
@@ -60,7 +63,8 @@ def watch(forbidden: tuple[str, ...], report: str, required: Mapping[str, str]) 
 
 
 def _absolute(path: Any) -> str:
-    """The path that a system call was given; empty for a file that is open already, and where there is no folder."""
+    """Return the absolute form of a system call's path, or an empty string for a file descriptor or if the working
+    folder is gone."""
     if isinstance(path, int):
         return ""
     try:
@@ -70,8 +74,9 @@ def _absolute(path: Any) -> str:
 
 
 def _is_elsewhere(event: str, arguments: tuple[Any, ...], path: Any) -> bool:
-    """True if a path is relative to an open folder, as those of shutil.rmtree are, and not to the working folder."""
-    if event == "open":  # does not tell of a folder; rmtree has no mode, and creates nothing
+    """Return True if a path is relative to an open folder, as those of shutil.rmtree are, and not to the working
+    folder."""
+    if event == "open":  # the event names no folder, but rmtree gives no mode and creates nothing
         at_folder = arguments[1] is None and not arguments[2] & os.O_CREAT
     else:
         at_folder = event in AT_FOLDER and arguments[-1] != -1
@@ -94,11 +99,11 @@ def _place() -> str:
     return ""
 
 
-HIDDEN: dict[str, Any] = {"__name__": "sitecustomize"}  # it lives as long as the process, as a module does
+HIDDEN: dict[str, Any] = {"__name__": "sitecustomize"}  # lives as long as the process, like a module's variables
 
 
 def run_hidden(own: str) -> None:
-    """Run the sitecustomize.py that Python would have run in place of the one at `own`, if there is any."""
+    """Run the sitecustomize.py that Python would have run without the one at `own`, if there is any."""
     for folder in sys.path:
         path = os.path.join(folder, "sitecustomize.py")
         if path != own and os.path.isfile(path):
@@ -107,4 +112,4 @@ def run_hidden(own: str) -> None:
             return
 
 
-ORIGIN = __file__  # in a copy: where the original is
+ORIGIN = __file__  # each copy sets this to the path of the original

@@ -1,4 +1,4 @@
-"""Hostile files and names, made by hand and by hypothesis: what the fault tests of bad input share."""
+"""Hostile files and names, written by hand and drawn by hypothesis, for the fault tests of bad input."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.launch import Result, Workshop
 
 Check = Callable[[Any], object]
 
-# Fit to be read, whatever is in a file.
+# A message must be short enough to be read, whatever a file contains.
 LONGEST_LINE = 1500
 
 
 def explore(check: Check, cases: SearchStrategy[Any], count: int) -> int:
-    """Call `check` with `count` cases, the same ones every time; how many were really tried."""
+    """Call `check` with `count` cases, which are the same every time. Return how many were really tried."""
     tried = 0
 
     @settings(
@@ -59,7 +59,7 @@ VALUES: SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-# What no JSON value is written as, or only by somebody who means harm.
+# Texts that no program writes for a JSON value, except to do harm.
 STRANGE_TEXTS = st.sampled_from(
     [
         *("NaN", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "01", "+1", "0x10", "1_000", "tru", "None", "'x'"),
@@ -70,12 +70,12 @@ STRANGE_TEXTS = st.sampled_from(
 
 
 def write(pairs: Sequence[tuple[str, str]]) -> str:
-    """The text of a JSON object, of keys as they are and values as they are written; keys may repeat."""
+    """Return the text of a JSON object, from pairs of a key and the text of its value. Keys may repeat."""
     return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in pairs) + "}"
 
 
 def value_texts(usual: SearchStrategy[Any]) -> SearchStrategy[str]:
-    """Texts of what `usual` draws, three times in four, and strange ones."""
+    """Return a strategy for texts of JSON values: three in four are drawn by `usual`, the others are strange."""
     strange = VALUES.map(json.dumps) | STRANGE_TEXTS
     return st.integers(1, 8).flatmap(lambda number: strange if number > 6 else usual.map(json.dumps))
 
@@ -83,8 +83,11 @@ def value_texts(usual: SearchStrategy[Any]) -> SearchStrategy[str]:
 def mutations(
     valid: dict[str, Any], plausible: dict[str, list[Any]], others: Sequence[str] = ()
 ) -> SearchStrategy[str]:
-    """Texts of files that begin as `valid` and have a few keys given other values (often of the right type, from
-    `plausible`), misspelt, given twice, removed or made up; or that are any JSON."""
+    """Return a strategy for texts of hostile JSON files.
+
+    Most are `valid` with a few keys set to other values (often of the right type, from `plausible`), misspelt,
+    repeated, removed or made up. The others are any JSON.
+    """
     keys = sorted({*valid, *plausible, *others})
 
     @st.composite
@@ -114,7 +117,7 @@ def set_text(path: Path, text: str) -> None:
 
 # Verdicts -----------------------------------------------------------------------------------------------------------
 
-# What is wrong with a whole file has no key.
+# Parts of messages about a whole file, which name no key.
 WITHOUT_KEY = (
     *("not valid JSON", "not UTF-8", "one JSON object", "nested too deeply", "is not a JSON number", "is too large"),
     "no such file",
@@ -122,12 +125,12 @@ WITHOUT_KEY = (
 
 
 def line_of(call: Callable[[], object]) -> str | None:
-    """The line with which something is refused, None if it is not. Fails for any error but UserError, and for a line
-    that is too long to be read."""
+    """Return the line with which `call` refuses its input, or None if it accepts the input. Fails for any error except
+    UserError, and for a line that is too long to be read."""
     try:
         call()
     except UserError as error:
-        line = printable(str(error))  # as it is shown
+        line = printable(str(error))  # as the commands print it
     else:
         return None
     assert len(line) < LONGEST_LINE
@@ -135,7 +138,8 @@ def line_of(call: Callable[[], object]) -> str | None:
 
 
 def refusal(load: Callable[[], object], path: Path) -> str | None:
-    """`line_of` a JSON file: it must name the file and, where there is one, the key."""
+    """Return `line_of(load)` for the JSON file at `path`. The line must name the file and, if one key is wrong, the
+    key."""
     line = line_of(load)
     if line is not None:
         assert str(path) in line
@@ -144,8 +148,11 @@ def refusal(load: Callable[[], object], path: Path) -> str | None:
 
 
 def is_one_line(result: Result, *words: str) -> bool:
-    """True if a command refused its input, which it must do with one line that has every one of `words` and exit status
-    2, or 1 once work is under way. If it did not, it must have ended well and silently."""
+    """Return True if a command refused its input, or False if it succeeded and printed nothing to standard error.
+
+    A refusal must be one line that contains every one of `words`. Its exit status is 2, or 1 once work has begun.
+    Everything else fails the test.
+    """
     said = result.stderr
     assert "Traceback" not in said, said
     lines = [line for line in said.splitlines() if line.strip()]
@@ -163,7 +170,7 @@ def is_one_line(result: Result, *words: str) -> bool:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file, folder and link below a folder, with its mode and what is in it; but for the note of who trains."""
+    """Return the mode and the content of every file, folder and link below a folder, except lock files."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.name != ".lock"):
         mode = oct(path.lstat().st_mode)
@@ -176,7 +183,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def same_as(before: dict[str, str], folder: Path) -> None:
-    """Assert that old files are as they were; new files are no harm."""
+    """Assert that the old files are unchanged. New files are allowed."""
     after = tree(folder)
     assert {name: after.get(name) for name in before} == before
 
@@ -185,7 +192,7 @@ def same_as(before: dict[str, str], folder: Path) -> None:
 
 
 def raw_safetensors(header: str | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file of these bytes: the header's length (or another one), the header, the data."""
+    """Return the bytes of a safetensors file: the header's length (or `length` in its place), the header, the data."""
     encoded = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else header
     stated = len(encoded) if length is None else length
     return (stated % 2**64).to_bytes(8, "little") + encoded + data
@@ -195,7 +202,8 @@ def raw_safetensors(header: str | bytes, data: bytes = b"", length: int | None =
 
 
 def finished_run(path: Path) -> Workshop:
-    """A run that has trained to its end and has all files that checkpoints may have; train.json now asks for more."""
+    """Return a workshop with a run that has trained to its end with fp16, so that its checkpoints have scaler.pt, too.
+    Its train.json now asks for more tokens."""
     made = InProcess(path)
     made.add_dataset()
     made.add_run(min_train_tokens=640, validation_interval=4, precision="fp16")
@@ -207,7 +215,7 @@ def finished_run(path: Path) -> Workshop:
 
 @dataclass(frozen=True)
 class Bench:
-    """A finished run to be harmed again and again."""
+    """Copy of a finished run that is damaged and restored again and again. `origin` holds the undamaged run."""
 
     origin: Path
     shop: InProcess
@@ -217,21 +225,22 @@ class Bench:
         return cls(made.path, InProcess(Path(shutil.copytree(made.path, path, symlinks=True))))
 
     def reset(self) -> Path:
-        """Put everything back; the latest checkpoint."""
+        """Restore the run, and return the folder of the latest checkpoint."""
         shutil.rmtree(self.shop.runs / "r")
         shutil.copytree(self.origin / "runs" / "r", self.shop.runs / "r", symlinks=True)
         return (self.shop.runs / "r" / "checkpoints" / "latest").resolve()
 
     def meta(self) -> dict[str, Any]:
-        """The latest checkpoint's, but for its own hash: as earlier versions wrote it, it can be anything."""
+        """Return the latest checkpoint's meta.json without its own hash, as earlier versions wrote it. Without the
+        hash, changes are not detected."""
         meta = json.loads((self.origin / "runs" / "r" / "checkpoints" / "latest" / "meta.json").read_text())
         meta["sha256"].pop("meta.json", None)
         return meta
 
 
 def vouch_for(checkpoint: Path, *names: str) -> None:
-    """Give meta.json the hashes that files have now, as their maker would."""
+    """Update the hashes in meta.json to those of the changed files, as whoever made the files would."""
     meta = json.loads((checkpoint / "meta.json").read_text())
     meta["sha256"] |= {name: sha256(checkpoint / name) for name in names}
-    meta["sha256"].pop("meta.json", None)  # its own, which earlier versions did not write
+    meta["sha256"].pop("meta.json", None)  # meta.json's own hash, which earlier versions did not write
     (checkpoint / "meta.json").write_text(json.dumps(meta))

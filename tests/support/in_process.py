@@ -1,4 +1,5 @@
-"""The root's commands in this process, for tests in which no process is the subject: a tenth of a fork's time."""
+"""The root's commands inside the test process, for tests that are not about processes. This takes a tenth of a fork's
+time."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from tests.support.launch import Result, Workshop
 
 
 class Ended(BaseException):
-    """The command has called os._exit."""
+    """Raised in place of ending the process when the command calls os._exit."""
 
     def __init__(self, status: int) -> None:
         self.status = status
 
 
 def call(name: str, *arguments: object, folder: Path, environment: dict[str, str] | None = None) -> Result:
-    """Run one of the root's commands in `folder`, whatever comes of it."""
+    """Run one of the root's commands in `folder`, and return its result, whatever its exit status."""
     with ExitStack() as stack:
         output, errors = (stack.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2))
         stack.enter_context(_as_before())
-        stack.enter_context(mock.patch.dict(os.environ, environment or {}))  # takes back what the command sets, too
-        if environment and "HF_HUB_OFFLINE" in environment:  # read once, when the library is imported
+        stack.enter_context(mock.patch.dict(os.environ, environment or {}))  # also undoes what the command sets
+        if environment and "HF_HUB_OFFLINE" in environment:  # the library reads the variable only when it is imported
             is_offline = environment["HF_HUB_OFFLINE"] == "1"
             stack.enter_context(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline))
         stack.enter_context(mock.patch.object(ChartProcess, "draw"))
@@ -47,18 +48,18 @@ def call(name: str, *arguments: object, folder: Path, environment: dict[str, str
 
 
 class InProcess(Workshop):
-    """A workshop whose commands run one after the other in the tests' own process: no charts, no waiting for the disk.
+    """Workshop whose commands run in the test process, one after the other, without charts and without fsync.
 
-    Jobs of several ranks (`train`, `start`) remain processes.
+    Jobs of several ranks (`train`, `start`) are still processes of their own.
     """
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
-        """Run one of the root's commands, whatever comes of it."""
+        """Run one of the root's commands, and return its result, whatever its exit status."""
         variables = {"HF_HUB_OFFLINE": "1", **self.environment, **(environment or {})}
         return call(name, *arguments, folder=self.path, environment=variables)
 
     def script(self, name: str, *arguments: str) -> Result:
-        """Run one of the root's commands, successfully."""
+        """Run one of the root's commands, which must succeed."""
         result = self.command(name, *arguments)
         assert result.status == 0, result
         return result
@@ -82,14 +83,15 @@ def _status_of(name: str, arguments: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     finally:
-        sys.stdout.flush()  # others than the test's, once training has made them
+        sys.stdout.flush()  # training may have replaced both streams
         sys.stderr.flush()
     return 0
 
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Undo what only the end of a process undoes: locks, signal handlers, torch's settings, the state of its exit."""
+    """Undo what otherwise only the end of a process undoes: locks, signal handlers, torch's settings, the state of
+    EXIT."""
     handlers, numbers = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}, torch.get_rng_state()
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -111,7 +113,7 @@ def _as_before() -> Iterator[None]:
 
 
 def _open_descriptors() -> dict[int, str]:
-    """The files that this process has open, without the one that reads their list."""
+    """Return the path of each file that this process has open, without the descriptor that lists them."""
     found = {}
     for each in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):

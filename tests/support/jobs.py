@@ -1,4 +1,4 @@
-"""Many small jobs at a time: what tests of faults at many places share."""
+"""Many small jobs at a time, for tests that inject faults at many places."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.launch import Process, Result, Workshop, finish
 Case = TypeVar("Case")
 Found = TypeVar("Found")
 
-# Most of a case is waiting for a rank to notice that another is gone, which takes seconds without torchrun.
+# A case mostly waits until one rank notices that another has ended, which takes seconds without torchrun.
 JOBS_AT_ONCE = 12
 VANISH_SECONDS = 15
 STARTING = threading.Lock()
-# For a rank that does not end: where it is.
+# SIGUSR1 makes a rank that does not end print where it is.
 SAY_WHERE = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, all_threads=True)\n"
-# Without --exhaustive, ranks notice sooner that another is gone than they usually do.
+# Without --exhaustive, ranks notice sooner than usual that another rank has ended.
 HASTE = "import harness.distributed.watchdog as w\nw.POLL_SECONDS, w.GONE_PATIENCE_SECONDS = 0.3, 0.5\n"
 BEFORE_ALL = [SAY_WHERE]
 
@@ -35,7 +35,7 @@ def set_pace(exhaustive: bool) -> None:
 
 
 def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int = JOBS_AT_ONCE) -> list[Found]:
-    """Call `test` with each of the cases, several at a time; fails as the first of them that failed."""
+    """Call `test` with each of the cases, several at a time. Raises the error of the first case in order that fails."""
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(test, case) for case in cases]
         try:
@@ -46,18 +46,18 @@ def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int 
 
 
 def start(shop: Workshop, *arguments: str, prelude: str = WITHOUT_CHARTS) -> Sequence[Process]:
-    """Workshop.start with two ranks, from any thread."""
+    """Start two ranks as Workshop.start does. Any thread may call this."""
     with STARTING:
         return shop.start(*arguments, prelude="".join(BEFORE_ALL) + prelude)
 
 
 def train(shop: Workshop, *arguments: str, expect: int | None = 0) -> Result:
-    """Workshop.train with two ranks, from any thread."""
+    """Train with two ranks as Workshop.train does. Any thread may call this."""
     return finish(start(shop, *arguments), expect=expect, timeout=100)
 
 
 def wait_for(process: Process, timeout: float) -> int:
-    """Return the exit status. A process that does not end is killed, and fails the test."""
+    """Return the exit status of a process. A process that does not end in time is killed, and the test fails."""
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -68,8 +68,8 @@ def wait_for(process: Process, timeout: float) -> int:
 
 
 def ends_of(processes: Sequence[Process], timeout: float) -> Result:
-    """Return rank 0's exit status and output. The other ranks are not ended then: they have `timeout` seconds to do
-    that by themselves."""
+    """Return rank 0's exit status and output. After rank 0, the other ranks have `timeout` seconds to end by
+    themselves."""
     status = wait_for(processes[0], 100)
     for process in processes[1:]:
         wait_for(process, timeout)
@@ -81,7 +81,7 @@ def said(processes: Sequence[Process]) -> list[tuple[str, str]]:
 
 
 def assert_named_are_whole(run: Path) -> None:
-    """Verify all checkpoints with a name, `latest` and `best`."""
+    """Verify `latest`, `best` and all other checkpoints of a run."""
     folder = run / "checkpoints"
     links = [folder / name for name in ("latest", "best") if (folder / name).is_symlink()]
     for path in [*links, *(path for _, path in checkpoints.list_checkpoints(folder))]:

@@ -1,4 +1,4 @@
-"""Models' answers, a judge on this machine, and ways to have them judged."""
+"""Answers of several models, a local judge, and ways to have the answers judged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ QUESTIONS = 5
 
 
 def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) -> list[Responses]:
-    """Each knows other words of the references."""
+    """Return the answers of one model for each label. Each model knows more words of the references than the one
+    before."""
     random = np.random.default_rng(0)
     models: list[list[Response]] = [[] for _ in labels]
     for question in range(questions):
@@ -37,13 +38,13 @@ def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) ->
 
 
 def true_scores(models: list[Responses]) -> np.ndarray:
-    """QxM, by the words of each model's own answers."""
+    """Return the honest scores (questions, models), from the words of each model's own answers."""
     return np.array([[score(each.response, each.output) for each in model.responses] for model in models]).T
 
 
 @dataclass
 class Bench:
-    """A judge, a folder with responses files, and ways to have them judged."""
+    """A local judge, a folder with responses files, and ways to have them judged."""
 
     judge: FakeJudge
     folder: Path
@@ -61,7 +62,7 @@ class Bench:
         return judge(self.models, replace(self.settings, **changes), self.cache)
 
     def assert_true(self, judgement: Judgement) -> None:
-        """Every model has the scores of its own answers, in every repeat."""
+        """Assert that every model has the scores of its own answers, in every repeat."""
         assert not judgement.unanswered
         for repeat in range(judgement.scores.shape[1]):
             assert (judgement.scores[:, repeat] == true_scores(self.models)).all()
@@ -70,15 +71,16 @@ class Bench:
         return [json.loads(line) for line in self.cache.read_text().splitlines()]
 
     def invalid(self) -> list[str]:
-        """Reasons of the invalid answers in the cache."""
+        """Return the reasons of the invalid answers in the cache."""
         return [line["reason"] for line in self.lines() if "scores" not in line]
 
     def kept(self) -> int:
-        """Whole lines in the cache, also while others are written."""
+        """Return the number of complete lines in the cache, which another process may be writing."""
         return self.cache.read_bytes().count(b"\n") if self.cache.exists() else 0
 
     def write(self) -> list[str]:
-        """Write the models' files, in `folder` or in the folder there that is called as the model."""
+        """Write each model's responses file, and return the paths. A file goes to the subfolder named like the model if
+        there is one, else to `folder`."""
         paths = []
         for model in self.models:
             own = self.folder / model.model

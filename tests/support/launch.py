@@ -1,4 +1,4 @@
-"""Running the real commands on small runs: what the end-to-end tests share."""
+"""Small runs, and ways to run the real commands on them, for the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.support.warm import ROOT as ROOT
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
-TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # what the command `torchrun` is
-PATIENCE_SECONDS = 240  # for what takes two on an idle machine; below pytest's own timeout
+TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # the source of the command `torchrun`
+PATIENCE_SECONDS = 240  # for commands that take two seconds on an idle machine; less than pytest's own timeout
 
-# A model that trains at thousands of tokens per second on one core, with everything a large one has.
+# A model that trains at thousands of tokens per second on one core, with every part of a large one.
 MODEL: dict[str, Any] = {
     "vocab_size": 64,
     "context_length": 16,
@@ -54,9 +54,9 @@ TRAIN: dict[str, Any] = {
 
 @dataclass
 class Workshop:
-    """A folder with runs and datasets of a test's own.
+    """Folder with the runs and datasets of one test.
 
-    No charts are drawn unless it `draws`: the process that draws takes longer than the small runs.
+    Charts are drawn only if `draws` is True, because the process that draws takes longer than the small runs.
     """
 
     path: Path
@@ -72,7 +72,8 @@ class Workshop:
         return self.path / "datasets"
 
     def add_run(self, name: str = "r", *, model: Any = None, **train: Any) -> Path:
-        """Write a run directory: MODEL and TRAIN with the given keys changed (`model`: a dict), or removed if None."""
+        """Write a run directory with MODEL and TRAIN, and return it. Given keys are changed (`model` is a dict), or
+        removed if their value is None."""
         folder = self.runs / name
         folder.mkdir(parents=True, exist_ok=True)
         for file, values in (("model", MODEL | (model or {})), ("train", TRAIN | train)):
@@ -81,14 +82,15 @@ class Workshop:
         return folder
 
     def add_shipped_run(self, name: str, **train: Any) -> Path:
-        """A copy of one of the repository's runs, with keys of train.json changed."""
+        """Copy one of the repository's runs, with some keys of train.json changed. Return the copy's folder."""
         folder = Path(shutil.copytree(SHIPPED_RUNS / name, self.runs / name, dirs_exist_ok=True))
         given = json.loads((folder / "train.json").read_text())
         (folder / "train.json").write_text(json.dumps(given | train))
         return folder
 
     def add_dataset(self, name: str = DATASET, *, tokens: int = 4000, seed: int = 0, largest: int = 63) -> Path:
-        """A dataset with structure to learn: each token is the one before plus a small step."""
+        """Write a dataset with structure to learn, and return its folder. Each token is the one before it plus a small
+        step."""
         folder = self.datasets / name
         folder.mkdir(parents=True)
         random = np.random.default_rng(seed)
@@ -104,13 +106,13 @@ class Workshop:
         return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=PATIENCE_SECONDS)
 
     def attempt(self, *arguments: str, run: str = "r", environment: dict[str, str] | None = None) -> Result:
-        """Run ddp_train.py on one process, whatever comes of it."""
+        """Run ddp_train.py on one process, and return its result, whatever its exit status."""
         return self.command("ddp_train.py", *self._arguments((run, *arguments)), environment=environment)
 
     def start(self, *arguments: str, ranks: int = 2, prelude: str = "") -> Sequence[Process]:
-        """Start ddp_train.py's processes the way torchrun does, without torchrun's own seconds of start-up.
+        """Start ddp_train.py's processes as torchrun does, without the seconds that torchrun itself takes to start.
 
-        `prelude`, Python source, runs in each of them first: where a test injects its faults.
+        `prelude` is Python source that runs in each process first. Tests inject their faults with it.
         """
         command = [str(ROOT / "ddp_train.py"), *self._arguments(arguments)]
         shared: dict[str, str] = {}
@@ -121,13 +123,13 @@ class Workshop:
         return [self.fork(command, shared | place, prelude) for place in places]
 
     def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
-        """Start one of the root's scripts in a process that has imported torch already."""
+        """Start one of the root's scripts in a process that has already imported torch."""
         return warm_server().spawn(command, self.path, self._environment(variables), prelude, draws=self.draws)
 
     def torchrun(
         self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
     ) -> Result:
-        """Run ddp_train.py under the real torchrun, which is forked, and forks its ranks."""
+        """Run ddp_train.py under the real torchrun. torchrun is a forked process, and forks its ranks."""
         launcher = self.path / "torchrun"
         launcher.write_text(TORCHRUN)
         command = [str(launcher), "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "ddp_train.py")]
@@ -135,16 +137,16 @@ class Workshop:
         return finish([process], expect=expect, timeout=timeout)
 
     def start_processes(self, *arguments: str, ranks: int = 2) -> Process:
-        """Start it with --processes as a user does: Python and torch load anew in each rank."""
+        """Start ddp_train.py with --processes as a user does. Each rank starts Python and imports torch itself."""
         command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments), "--processes", str(ranks)]
         return self.spawn(command, {})
 
     def script(self, name: str, *arguments: str) -> Result:
-        """Run another of the root's commands, successfully."""
+        """Run another of the root's commands, which must succeed."""
         return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
-        """Run one of the root's commands, whatever comes of it."""
+        """Run one of the root's commands, and return its result, whatever its exit status."""
         return finish(
             [self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS
         )
@@ -154,7 +156,7 @@ class Workshop:
         return [name, str(self.datasets), *arguments[1:], "--runs-dir", str(self.runs)]
 
     def spawn(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
-        """Start a process in a session of its own, on one thread, with no way to the Hub."""
+        """Start a process in its own session, with one thread and without access to the Hub."""
         return subprocess.Popen(
             command,
             cwd=self.path,
@@ -172,7 +174,7 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Result:
-    """End of a command: rank 0's exit status, and everything all ranks printed."""
+    """Result of a command: rank 0's exit status, and everything that all ranks printed."""
 
     status: int
     stdout: str
@@ -180,12 +182,12 @@ class Result:
 
     @property
     def error_lines(self) -> list[str]:
-        """The lines of standard error that the program itself means as its last word."""
+        """Return the lines of standard error in which the program says why it ended."""
         return [line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped"))]
 
 
 def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) -> Result:
-    """Wait for all processes of a job; like torchrun, end the others when rank 0 fails."""
+    """Wait for all processes of a job. As torchrun does, end the other ranks when rank 0 fails."""
     outputs: list[tuple[int, str, str]] = []
     try:
         for process in processes:
@@ -205,7 +207,7 @@ def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) 
 
 
 def _own_ports() -> list[int]:
-    """The ports of this worker of pytest's, below those that the system hands out, in a random order."""
+    """Return the ports of this pytest worker in random order. They are below the ports that the system hands out."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     first = 15_000 + 2_000 * worker
     return random.SystemRandom().sample(range(first, first + 2_000), 2_000)
@@ -224,7 +226,7 @@ def free_port() -> int:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a line that is not strict JSON fails the test."""
+    """Return the lines of a run's metrics.jsonl. A line that is not strict JSON fails the test."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} in metrics.jsonl")
@@ -232,7 +234,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-# What differs between two runs that do the same: when, and how fast.
+# Values that differ between two runs that do the same work.
 TIMES = {"seconds", "tokens_per_second", "mfu"}
 
 

@@ -1,4 +1,4 @@
-"""The lab notebook's program, as far as its checkpoints show it: the book's GPT, trained by torch's AdamW."""
+"""The lab notebook's training program, as its checkpoints show it: the book's GPT, trained by torch's AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt import ModelConfig
 
 
 class NotebookExperts(nn.Module):
-    """Each expert's output times its weight: a softmax over the logits of those that the router prefers."""
+    """Mixture of experts: the sum of the experts' outputs, weighted by a softmax over the router's largest logits."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class NotebookExperts(nn.Module):
 
 
 def notebook_model(config: ModelConfig) -> NotebookModel:
-    """The program's model, with experts where the configuration has them."""
+    """Return the notebook's model, with experts in each block if the configuration has them."""
     model = NotebookModel(config)
     for block in model.trf_blocks if config.moe else ():
         block.ff = NotebookExperts(config)
@@ -40,7 +40,8 @@ def notebook_model(config: ModelConfig) -> NotebookModel:
 
 
 class NotebookRun:
-    """Trains on microbatches of `size` sequences from the start of `tokens`, one a step."""
+    """Training by the notebook's program. Each step is one microbatch of `size` sequences, in order from the start of
+    `tokens`."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, size: int) -> None:
         torch.manual_seed(3)
@@ -61,7 +62,8 @@ class NotebookRun:
             self.optimizer.step()
 
     def save(self, folder: Path) -> Path:
-        """A checkpoint with the notebook's names; tied weights as safetensors' save_model leaves them."""
+        """Write a checkpoint with the notebook's names into `folder`, and return the folder. Tied weights are written
+        as safetensors' save_model does."""
         folder.mkdir(parents=True)
         if self.model.out_head.weight is self.model.tok_emb.weight:
             save_model(self.model, str(folder / "model.safetensors"))

@@ -1,4 +1,5 @@
-"""--plan without a process of its own, its table, and summaries that a plan takes speeds from."""
+"""Plans (--plan) made in the test process, the rows of their tables, and summaries from which a plan takes its
+speed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def experiment_of(shop: Workshop, run: str = "r") -> Experiment:
 
 
 def plan(shop: Workshop, run: str = "r", checkpoint: str | None = None, *, ranks: int = 1, **options: Any) -> str:
-    """Text of a run's plan, which fits a terminal of 80 columns. Raises UserError where the command refuses."""
+    """Return the text of a run's plan, which must fit a terminal of 80 columns. Raises UserError if the command
+    would."""
     given = TrainOptions(plan=True, runs_dir=shop.runs, **options)
     given.check(checkpoint)
     experiment = experiment_of(shop, run)
@@ -32,7 +34,7 @@ def plan(shop: Workshop, run: str = "r", checkpoint: str | None = None, *, ranks
 
 
 def rows(shop: Workshop, run: str = "r", checkpoint: str | None = None, **options: Any) -> dict[str, str]:
-    """The table of a run's plan: label → text, wrapped lines joined."""
+    """Return the table of a run's plan as a dict from label to text, with wrapped lines joined."""
     return table(plan(shop, run, checkpoint, **options))
 
 
@@ -48,19 +50,20 @@ def table(printed: str) -> dict[str, str]:
 
 
 def number(text: str) -> int:
-    """The whole number that a text begins with."""
+    """Return the whole number that a text begins with."""
     match = re.match(r"[\d,]+", text)
     assert match, text
     return int(match[0].replace(",", ""))
 
 
 def dollars(found: dict[str, str]) -> list[float]:
-    """The amounts in a plan's row of costs, in order."""
+    """Return the amounts in the cost row of a plan's table, in order."""
     return [float(each.replace(",", "")) for each in re.findall(r"\$([\d.,]*\d)", found["cost"])]
 
 
 def add_summary(shop: Workshop, run: str = "r", **values: Any) -> None:
-    """Write the summary of a run of 30 steps in 20 s, but for these values; `...` leaves a key out."""
+    """Write the summary of a run of 30 steps in 20 s, with some values changed. A key whose value is `...` is left
+    out."""
     experiment = experiment_of(shop, run)
     summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
     summary |= {"train": experiment.config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}

@@ -1,4 +1,4 @@
-"""Running prepare_datasets.py, and what its tests compare with."""
+"""Runs of prepare_datasets.py, and functions with which its tests read the datasets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.isolation import ROOT, on_path
 from tests.support.launch import PATIENCE_SECONDS, Result, finish
 from tests.support.warm import WarmProcess, warm_server
 
-SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
-IN_ORDER = ["--split-order", "given"]  # train, and the last documents for validation
+SMALL = ["--train-tokenizer", "300"]  # trains a vocabulary that needs no network
+IN_ORDER = ["--split-order", "given"]  # the last documents are for validation, the others for train
 
 WORDS = [
     *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "42", "naïve", "日本", "engineers"),
@@ -30,34 +30,35 @@ WORDS = [
 
 
 PREPARE = str(ROOT / "prepare_datasets.py")
-# A forked process has the path of the one that it is a fork of.
+# A forked process has the sys.path of its parent, so that PYTHONPATH must be added to it.
 TAKE_PATH = "import os, sys; sys.path += os.environ['PYTHONPATH'].split(os.pathsep)\n"
 
 
 @dataclass
 class Preparer:
-    """A folder with inputs and datasets of a test's own."""
+    """Folder with the inputs and datasets of one test."""
 
     path: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """The real command in a Python that starts cold, in this folder."""
+        """Start the real command in this folder, in a Python process that starts cold."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, PREPARE, *map(str, arguments)]
         return subprocess.Popen(command, cwd=self.path, env={**os.environ, **self.environment}, **pipes | options)
 
     def fork(self, *arguments: object, prelude: str = "") -> WarmProcess:
-        """The real command in a process that starts at once, after the Python source `prelude`."""
+        """Start the real command in a forked process, which starts at once, after the Python source `prelude`."""
         environment = {**os.environ, **self.environment}
         return warm_server().spawn([PREPARE, *map(str, arguments)], self.path, environment, TAKE_PATH + prelude)
 
     def result(self, *arguments: object, prelude: str = "") -> Result:
-        """Run it to its end, whatever comes of it."""
+        """Run the command to its end, and return its result, whatever its exit status."""
         return finish([self.fork(*arguments, prelude=prelude)], expect=None, timeout=PATIENCE_SECONDS)
 
     def run(self, *arguments: object, status: int = 0, prelude: str = "") -> str:
-        """Run it to its end and check its status; what it printed, or its line on standard error."""
+        """Run the command to its end and check its exit status. Return its output, or its error line if the status is
+        not 0."""
         done = self.result(*arguments, prelude=prelude)
         assert done.status == status, done
         if status:
@@ -67,7 +68,8 @@ class Preparer:
         return done.stdout
 
     def prepare(self, source: object, name: str, *options: object, prelude: str = "") -> Path:
-        """Make the dataset datasets/me/<name>, with a small trained vocabulary unless the options say otherwise."""
+        """Make the dataset datasets/me/<name> and return its folder. It has a small trained vocabulary unless the
+        options choose another tokenizer."""
         target = self.path / "datasets" / "me" / name
         chosen = any(str(option).startswith("--t") and "tokenizer" in str(option) for option in options)
         self.run(source, target, *options, *([] if chosen else SMALL), prelude=prelude)
@@ -75,7 +77,7 @@ class Preparer:
 
 
 def texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
-    """Documents, all different, of words with spaces, line ends and characters of one to four bytes."""
+    """Return documents, all different, of words with spaces, line ends and characters of one to four bytes."""
     random = np.random.default_rng(seed)
     return [f"{number} " + " ".join(random.choice(WORDS, random.integers(1, longest))) for number in range(count)]
 
@@ -96,7 +98,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def documents_of(folder: Path, split: str) -> list[str]:
-    """The split's documents, decoded; its tokens must end with one's end."""
+    """Return the decoded documents of a split. The split must end with the end of a document."""
     tokenizer, tokens = tokenizer_of(folder), splits_of(folder)[split]
     ends = np.flatnonzero(tokens == tokenizer.eot_token)
     assert len(ends)
@@ -106,7 +108,7 @@ def documents_of(folder: Path, split: str) -> list[str]:
 
 
 def held_documents(folder: Path) -> list[str]:
-    """The documents of train and then of validation."""
+    """Return the documents of train, followed by those of validation."""
     return documents_of(folder, "train") + documents_of(folder, "validation")
 
 
@@ -130,8 +132,8 @@ ENCODING_CONSTRUCTORS = {{"small": small}}
 
 
 def plugin(folder: Path, words: list[str], eot: int = 400, pattern: str = r" ?\w+|\W") -> dict[str, str]:
-    """The environment in which tiktoken has one encoding more, "small", that knows these words; `pattern` is how it
-    splits text into words."""
+    """Write a plugin that gives tiktoken one more encoding, "small", which knows these words and splits text by
+    `pattern`. Return the environment in which tiktoken finds it."""
     path = folder / "plugins" / "tiktoken_ext" / "small.py"
     path.parent.mkdir(parents=True)
     path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot, pattern=pattern))

@@ -1,4 +1,4 @@
-"""Triton source that the compiler would write for a GPU that is not there, an H100; nothing runs it."""
+"""Triton source that the compiler writes for an H100 that does not exist. Nothing runs the source."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ H100: dict[str, Any] = {
 
 
 def lower_to_triton(function: Callable[..., object], *inputs: Tensor) -> str:
-    """The program that Inductor makes of `function`, which changes its inputs and returns nothing, as source text.
+    """Return the source of the program that Inductor makes of `function`, which changes its inputs and returns nothing.
 
-    `inputs` tell shapes and dtypes, and are on the CPU; meta tensors will do.
+    `inputs` give the shapes and dtypes. They are CPU tensors or meta tensors.
     """
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
@@ -67,7 +67,7 @@ def lower_to_triton(function: Callable[..., object], *inputs: Tensor) -> str:
 
 @contextmanager
 def pretended_h100() -> Iterator[None]:
-    """Inside, the compiler believes in an H100."""
+    """Make torch and Triton report an H100 inside this context."""
     import torch._inductor.config
     from torch._inductor.runtime.hints import DeviceProperties
     from triton.backends.compiler import GPUTarget
@@ -80,7 +80,7 @@ def pretended_h100() -> Iterator[None]:
         def get_current_device(self) -> int:
             return 0
 
-    known = inspect.signature(DeviceProperties).parameters  # more of them in newer versions
+    known = inspect.signature(DeviceProperties).parameters  # newer versions of torch have more
     properties = DeviceProperties(**{key: value for key, value in H100.items() if key in known})
     answers = {
         "is_available": True,
@@ -91,7 +91,7 @@ def pretended_h100() -> Iterator[None]:
         "_lazy_init": None,
     }
     with ExitStack() as patches:
-        # Source is all that is wanted: no processes that compile.
+        # Only the source is wanted, so no processes that compile are started.
         patches.enter_context(torch._inductor.config.patch(compile_threads=1))
         patches.enter_context(mock.patch.object(driver, "_active", Driver()))
         patches.enter_context(mock.patch.object(DeviceProperties, "create", return_value=properties))

@@ -11,7 +11,7 @@ from tests.support.notebook_model import notebook_model
 
 
 class PublishedConfig(PretrainedConfig):
-    """Configuration that the author's GPJTGPT2Config makes of model.json."""
+    """Configuration like the one that the author's GPJTGPT2Config makes of model.json."""
 
     model_type = "gpjtgpt2"
 
@@ -26,7 +26,8 @@ class PublishedConfig(PretrainedConfig):
 
 
 class PublishedModel(PreTrainedModel):
-    """The author's wrapper around the book's model: what transformers saves of it is what lies on the Hub."""
+    """The author's wrapper around the book's model. The author's models on the Hub are what transformers saves of
+    it."""
 
     config_class = PublishedConfig
 

@@ -1,4 +1,4 @@
-"""docs/RELIABILITY.md: the faults that tests inject, from the tests' own marks.
+"""docs/RELIABILITY.md: the list of faults that tests inject, made from the marks of the tests.
 
 python -m tests.support.reliability > docs/RELIABILITY.md
 """
@@ -24,7 +24,7 @@ that changes from run to run, so that no two runs are equal to the last bit, whe
 
 
 def faults_of(path: Path) -> list[tuple[str, str]]:
-    """Name and outcome of each `@pytest.mark.fault(name, outcome)` in a file, in order."""
+    """Return the name and the outcome of each `@pytest.mark.fault(name, outcome)` in a file, in order."""
     calls = [
         node
         for function in ast.parse(path.read_text(encoding="utf-8")).body
@@ -36,7 +36,7 @@ def faults_of(path: Path) -> list[tuple[str, str]]:
 
 
 def render(folder: Path = FOLDER) -> str:
-    """The document: a list for each file, under the first line of its docstring."""
+    """Return the document. It has a list of faults for each test file, under the first line of the file's docstring."""
     lines = [INTRODUCTION]
     for path in sorted(folder.glob("test_*.py")):
         if faults := faults_of(path):

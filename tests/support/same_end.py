@@ -1,4 +1,4 @@
-"""Bit-for-bit comparison of the ends of two runs, shared by tests of continued runs."""
+"""Bit-for-bit comparison of the ends of two runs, for tests of resumed runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.support.launch import Workshop, metrics, without_times
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    """The last checkpoints of two runs hold the same: weights, optimizer, random states, losses."""
+    """Assert that the last checkpoints of two runs have the same weights, optimizer, random states and losses, and that
+    their metrics are the same except for times."""
     ends = [run / "checkpoints" / "latest" for run in (one, other)]
     weights = [load_file(end / "model.safetensors") for end in ends]
     assert weights[0].keys() == weights[1].keys()
@@ -28,14 +29,14 @@ def assert_same_end(one: Path, other: Path) -> None:
     metas = [json.loads((end / "meta.json").read_text()) for end in ends]
     for key in ("global_step", "tokens_seen", "train_loss", "val_loss", "best_loss", "best_step"):
         assert metas[0][key] == metas[1][key], key
-    # Names are a time and a step; only the step is the same.
+    # A checkpoint's name has a time and a step. Only the step must be the same.
     for link in ("latest", "best"):
         assert len({end.with_name(link).resolve().name.partition("-")[2] for end in ends}) == 1, link
     assert without_times(metrics(one)) == without_times(metrics(other))
 
 
 def assert_goes_on_to_the_same_end(shop: Workshop, run: Path) -> None:
-    """A copy of a finished run, continued from its second checkpoint as it was begun."""
+    """Assert that a copy of a finished run, resumed from its second checkpoint, reaches the same end."""
     again = Path(shutil.copytree(run, run.with_name(f"{run.name}-again"), symlinks=True))
     shop.train(again.name, list_checkpoints(run / "checkpoints")[1][1].name)
     assert_same_end(run, again)

@@ -1,4 +1,4 @@
-"""A run that was killed: what tests of damaged checkpoints, of disks that fail and of locks begin with."""
+"""A killed run, with which tests of damaged checkpoints, failing disks and locks begin."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import start
 from tests.support.launch import Workshop, finish
 
-# Checkpoints at steps 0, 2, 4, …; those of 0, 4, 8, … are validated and may become the best; fp16 and a tokenizer, so
-# that a checkpoint has all the files it can have.
+# Checkpoints are saved at steps 0, 2, 4, …; those at steps 0, 4, 8, … are validated and may become the best. With fp16
+# and a tokenizer, a checkpoint has all the files that it can have.
 SETTINGS: dict[str, Any] = {
     "min_train_tokens": 128 * 11,
     "validation_interval": 4,
@@ -28,7 +28,8 @@ FILES = ("model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt", "le
 
 
 def build_stopped_run(path: Path) -> Workshop:
-    """A run that nothing happens to, and one that was killed after step 6: `latest` is 6 and `best` is 4."""
+    """Train an undisturbed run, and one that is killed after step 6: its `latest` is step 6 and its `best` is step
+    4."""
     shop = Workshop(path)
     folder = shop.add_dataset(tokens=8000)
     meta = json.loads((folder / "meta.json").read_text())
@@ -44,7 +45,8 @@ def build_stopped_run(path: Path) -> Workshop:
 
 
 def steps_of(run: Path) -> tuple[list[int], int | None, int | None]:
-    """The steps of the checkpoints, of `latest` and of `best`."""
+    """Return the steps of all checkpoints, of `latest` and of `best`. The last two are None without such a
+    checkpoint."""
     folder = run / "checkpoints"
     at = {path.name: step for step, path in checkpoints.list_checkpoints(folder)}
     latest, best = (at.get((folder / link).resolve().name) for link in ("latest", "best"))
@@ -56,7 +58,8 @@ def copy_of_stopped(shop: Workshop, name: str) -> Path:
 
 
 def operations_of(shop: Workshop, call: str, number: int, *arguments: str) -> list[str]:
-    """The file operations of a call; of a run that starts, or that continues from where `stopped` is."""
+    """Return the file operations of a call, in a new run or, if there are `arguments`, in a copy of `stopped` that is
+    resumed with them."""
     name, path = f"count-{call.replace(' ', '-')}", shop.path / f"count-{call}"
     run = copy_of_stopped(shop, name) if arguments else shop.add_run(name, **SETTINGS)
     prelude = file_operations.prelude(call, number, "log", path)

@@ -1,4 +1,4 @@
-"""A run of twelve steps that nothing happens to: what runs that are stopped, killed or slowed must end as."""
+"""An undisturbed run of twelve steps. Runs that are stopped, killed or slowed must reach the same end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def build_straight_run(path: Path) -> Workshop:
-    """Train the run on two ranks. Tests that share the workshop give the names of their files to their runs."""
+    """Train the run on two ranks. Test modules share the workshop, so each must give other names to its runs."""
     shop = Workshop(path)
     shop.add_dataset(tokens=40_000)
     shop.add_run("straight", **SETTINGS)

@@ -1,4 +1,4 @@
-"""Sweeps of small runs: what their tests share."""
+"""Sweeps of small runs, for the tests of sweeps."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 
 def load(shop: Workshop, **keys: Any) -> SweepRuns:
-    """Write s.json with these keys beside "base", and load it."""
+    """Write s.json with "base" and these keys, and load it."""
     path = shop.path / "s.json"
     path.write_text(json.dumps({"base": "base", **keys}))
     return load_sweep(path, shop.runs)
 
 
 def states(sweep: SweepRuns) -> dict[str, str]:
-    """The state of each run, by what its name ends with."""
+    """Return the state of each run of a sweep, by the run's name without "s-"."""
     return {run.name.removeprefix("s-"): status_of(run).state for run in sweep.runs}
 
 
 def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
-    """Start one of the root's commands. What it starts itself, runs and ranks included, is forked from it."""
+    """Start one of the root's commands. The runs and ranks that it starts are forked from it."""
     return shop.fork([str(ROOT / name), *arguments, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS)
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:
-    """Run it, whatever comes of it."""
+    """Run one of the root's commands, and return its result, whatever its exit status."""
     return finish([start(shop, name, *arguments)], expect=None, timeout=PATIENCE_SECONDS)
 
 
 def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:
-    """`sweep_runs.py VERB s.json ...`."""
+    """Run `sweep_runs.py VERB s.json ...`."""
     return command(shop, "sweep_runs.py", verb, str(shop.path / "s.json"), *arguments)
 
 
 def add_summary(run: DerivedRun, **values: Any) -> None:
-    """Write the summary of a run of 30 steps in 20 s, but for these values."""
+    """Write the summary of a run of 30 steps in 20 s, with some values changed."""
     summary = {"model": run.model_config.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
     summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
     summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
@@ -51,7 +51,7 @@ def add_summary(run: DerivedRun, **values: Any) -> None:
 
 
 def has_reported(shop: Workshop, pattern: str) -> bool:
-    """True once such a run has written a line of metrics."""
+    """Return True if a run whose name matches `pattern` has written a line of metrics."""
     return any(path.stat().st_size for path in shop.runs.glob(f"{pattern}/metrics.jsonl"))
 
 

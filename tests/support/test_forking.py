@@ -1,4 +1,4 @@
-"""Forks in place of cold Pythons: what a program sees of how it was started, and how it ends."""
+"""A forked process sees the same start as a process that starts cold, and ends in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests touch neither what others have left in the checkout nor devices, whichever way their processes start."""
+"""Tests use neither results in the checkout nor GPUs, however their processes are started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import guard, isolation
 from tests.support.isolation import REQUIRED, ROOT, SHIPPED_RUNS, on_path
 from tests.support.launch import Workshop, finish
 
-# Only looked for, and not there unless somebody has trained.
+# The tests only try to open this file. It exists only if somebody has trained in the checkout.
 RESULTS = ROOT / "runs" / "quickstart" / "metrics.jsonl"
 LOOK = f"from contextlib import suppress\nwith suppress(OSError):\n    open({str(RESULTS)!r}).close()\n"
 
@@ -76,7 +76,7 @@ FREE += ["import shutil; os.makedirs('x2/runs/datasets'); os.mkdir('x2/datasets'
 
 
 def seen(folder: Path, actions: list[str]) -> list[str]:
-    """Return what a process watched in `folder`, as if that were the checkout, writes down of these actions."""
+    """Return what a process reports of these actions in `folder`, which it watches as if it were the checkout."""
     forbidden = (f"{folder}/runs/", f"{folder}/datasets/")
     program = "import os\nfrom tests.support import guard\n"
     program += f"guard.watch({forbidden!r}, 'report', {REQUIRED!r})\n"
@@ -94,7 +94,7 @@ def test_each_way_to_reach_into_a_folder(tmp_path: Path) -> None:
     assert all(str(tmp_path) in line for line in lines[1::2]), lines
 
 
-def test_what_is_beside_them_is_free(tmp_path: Path) -> None:
+def test_paths_outside_the_folders_are_free(tmp_path: Path) -> None:
     assert seen(tmp_path, FREE) == []
 
 
@@ -116,7 +116,7 @@ def test_no_device_is_in_sight(tmp_path: Path) -> None:
 
 
 def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
-    """And what it made stays, as a module's variables do."""
+    """Another sitecustomize.py still runs, and its variables are kept like those of a module."""
     made = "import sys, weakref\nclass Made:\n    pass\nmade = Made()\nsys.found = weakref.ref(made)\n"
     (tmp_path / "sitecustomize.py").write_text(made)
     check = "import sys; assert sys.found()"
@@ -139,5 +139,5 @@ def test_caches_and_settings_are_the_tests_own() -> None:
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=60)
     assert printed == "[None, None, None, '1']\n"
     assert [line for line in isolation.trespasses() if "/tests/support/isolation.py:" not in line] == [], (
-        "it copies the runs"
+        "only isolation.py itself reads the runs, to copy them"
     )

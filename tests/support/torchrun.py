@@ -1,4 +1,5 @@
-"""The real torchrun, or --processes, with faults in the ranks, and everything that it leaves running."""
+"""Jobs under the real torchrun or --processes, with faults in their ranks, and the processes that they leave
+running."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from tests.support.launch import TORCHRUN, Workshop
 from tests.support.straight import FAULTS
 from tests.support.warm import FORK_PYTHONS, WarmProcess
 
-# What ddp_train.py does first, before a prelude imports torch.
+# ddp_train.py does this first. Here it must run before a prelude imports torch.
 FIRST = "from harness.common.libraries import configure_libraries\nconfigure_libraries()\n"
-MARK = "JOB_OF_A_TEST"  # a variable in the environment of all processes of a job
+MARK = "JOB_OF_A_TEST"  # the name of a variable in the environment of all processes of a job
 
 
 def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
-    """A script that is ddp_train.py after `prelude`, Python source, in each rank."""
+    """Write a script that runs the Python source `prelude` and then ddp_train.py in each rank. Return its path."""
     script = shop.path / f"{run.name}.py"
-    # Not by runpy, which makes the name of what it runs the one of the command that --processes starts again.
+    # Without runpy, which would put ddp_train.py into sys.argv, so that --processes would start ddp_train.py and not
+    # this script.
     script.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n{FIRST}"
         f"if 'RANK' in os.environ or '--processes' not in sys.argv:\n    exec({prelude!r})\n"
@@ -34,8 +36,11 @@ def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """A job of two ranks that a torchrun has started: cold processes, or `are_forked` from it, which takes seconds less
-    of each and leaves them its children. With `by_processes` ddp_train.py --processes has, in place of torchrun."""
+    """Job of two ranks that the real torchrun starts.
+
+    The ranks start cold. With `are_forked`, they are forked from torchrun and remain its children, which takes seconds
+    less for each. With `by_processes`, ddp_train.py --processes starts them in place of torchrun.
+    """
 
     shop: Workshop
     run: Path
@@ -43,8 +48,8 @@ class Torchrun:
     by_processes: bool = False
 
     def start(self, prelude: str, *options: str, arguments: Sequence[str] = (), faults: str = FAULTS) -> WarmProcess:
-        """Start torchrun with `options`, and ddp_train.py with `arguments` in each rank, where `faults` and `prelude`,
-        Python source, run first."""
+        """Start torchrun with `options`. Each rank runs the Python source of `faults` and `prelude`, and then
+        ddp_train.py with `arguments`."""
         script = with_faults(self.shop, self.run, faults + prelude)
         launcher = self.shop.path / "torchrun"
         launcher.write_text(TORCHRUN)
@@ -59,8 +64,8 @@ class Torchrun:
         return str(self.run)
 
     def processes(self) -> list[int]:
-        """The pids of all processes of this job that run, wherever they have got to: torchrun and its descendants. Not
-        those that are forked: the system shows what environment a program was started with."""
+        """Return the pids of the running processes of this job, whatever their parents are now. Forked processes are
+        not found, because /proc shows the environment with which a program was started."""
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -70,8 +75,8 @@ class Torchrun:
         return found
 
     def describe(self) -> str:
-        """The processes of this job that run: number, state, the kernel's function that they wait in, and command; and
-        the last line of the run's metrics."""
+        """Return a line for each running process of this job (pid, state, kernel function in which it waits, command),
+        and the last line of the run's metrics."""
         lines = []
         for pid in self.processes():
             with suppress(OSError):  # it may end meanwhile
@@ -83,7 +88,8 @@ class Torchrun:
         return "\n".join([*lines, *(path.read_text().splitlines()[-1:] if path.exists() else [])])
 
     def seconds_to_the_end(self, patience: float) -> float:
-        """Wait until no process of the job runs any more; how long that took. Those that stay are killed."""
+        """Return the seconds until no process of the job runs any more. Processes that still run after `patience`
+        seconds are killed, and AssertionError is raised."""
         began = time.monotonic()
         while self.processes():
             if time.monotonic() - began > patience:

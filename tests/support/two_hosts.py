@@ -1,13 +1,13 @@
-"""Two machines on this one, with a cable between them that can be cut: Linux namespaces, for tests of several nodes.
+"""Two hosts simulated by Linux namespaces, connected by a cable that can be cut, for tests of several nodes.
 
     with two_hosts(tmp_path) as pair:
         pair.first.shop.add_run("r")
         ...
         ends = wait_for(pair.torchrun("r"), timeout=60)
 
-Each host has a network of its own (a loopback, and one end of the cable), a host name, /etc/hosts with both names, and
-a disk: the same path, `<folder>/work`, is another directory on each. Nothing of this has a name outside: it is held by
-one process a host, and gone with it, whatever becomes of the tests.
+Each host has its own network (a loopback interface, and one end of the cable), a host name, /etc/hosts with both names,
+and a disk: the path `<folder>/work` is another directory on each host. None of this has a name outside of the
+namespaces. One process for each host keeps them, and they are gone when it ends, whatever happens to the tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
 INTERFACE = "eth0"
 PORT = 29500
-# Takes this thread into namespaces of another process; 0: whichever kinds they are.
+# Moves this thread into namespaces of another process. The 0 allows every kind of namespace.
 ENTER = """
 import ctypes, os
 for kind in {kinds}:
@@ -43,13 +43,13 @@ for kind in {kinds}:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
             raise OSError(ctypes.get_errno(), "cannot enter the host's namespace", namespace.name)
 """
-# A process of the tests' own that keeps a host's namespaces until its input ends: also if the tests are killed.
+# Starts the process that keeps a host's namespaces. It ends with its input, so also if the tests are killed.
 HOLD = ["unshare", "--net", "--uts", "--mount", "--propagation=private", "sh", "-c", "echo there; exec cat"]
 
 
 @dataclass
 class Host:
-    """One of the two machines. `shop` is its disk as the tests see it; on the host itself that is at `work`."""
+    """One of the two hosts. `shop` is its disk as the tests see it. The host itself sees the disk at `work`."""
 
     name: str
     shop: Workshop
@@ -61,11 +61,12 @@ class Host:
         return ADDRESSES[self.name]
 
     def call(self, *command: str) -> None:
-        """Run one of the system's commands on this host, successfully."""
+        """Run a command of the system on this host, which must succeed."""
         call(*enter(self.holder, *command))
 
     def at_home(self, work: Callable[[], T]) -> T:
-        """The result of `work` in a thread that is in this host's network: sockets made there belong to it."""
+        """Return the result of `work`, called in a thread inside this host's network. Sockets made there belong to the
+        host."""
         results: list[T] = []
 
         def visit() -> None:
@@ -87,16 +88,17 @@ class Host:
         return warm_server().spawn(list(command), self.work, environment, prelude, draws=self.shop.draws)
 
     def training(self, name: str) -> list[str]:
-        """The command that trains the run `name`."""
+        """Return the command that trains the run `name`."""
         return [str(ROOT / "ddp_train.py"), name, str(self.work / "datasets"), "--runs-dir", str(self.work / "runs")]
 
     def workers(self) -> list[int]:
-        """The pids of what torchrun has started here, which nothing else here has."""
+        """Return the pids of the processes that torchrun has started on this host. Only they have a parent but no
+        grandparent here."""
         parents = {pid: parent_of(pid) for pid in self.processes()}
         return [pid for pid, parent in parents.items() if parent in parents and parents[parent] not in parents]
 
     def crash(self) -> None:
-        """SIGKILL to everything that runs here."""
+        """Send SIGKILL to everything that runs on this host."""
         pids = self.processes()
         for number in (signal.SIGSTOP, signal.SIGKILL):  # all stop first, so that none sees another one die
             for pid in pids:
@@ -104,7 +106,7 @@ class Host:
                     os.kill(pid, number)
 
     def processes(self) -> list[int]:
-        """The pids of what runs on this host, but for the holder."""
+        """Return the pids of all processes on this host except the holder."""
         network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
         found = []
         for entry in Path("/proc").iterdir():
@@ -116,7 +118,7 @@ class Host:
 
 @dataclass
 class Pair:
-    """Both hosts, and the cable."""
+    """Both hosts, and the cable between them."""
 
     first: Host
     second: Host
@@ -126,9 +128,10 @@ class Pair:
         return self.first, self.second
 
     def torchrun(self, name: str, *options: str, processes: int = 1, c10d: bool = False) -> list[WarmProcess]:
-        """Start the real torchrun on both hosts, to train the run `name` with so many forks of it on each.
+        """Start the real torchrun on both hosts, to train the run `name` with `processes` forked ranks on each.
 
-        The first host is node 0; with `c10d`, torchrun chooses, and takes the one whose name comes first.
+        The first host is node 0. With `c10d`, torchrun chooses node 0 itself, and takes the host whose name comes
+        first.
         """
         meeting = [f"--rdzv-id={secrets.token_hex(4)}", f"--rdzv-endpoint={self.first.address}:{PORT}"]
         started = []
@@ -142,7 +145,7 @@ class Pair:
         return started
 
     def ranks(self, name: str, *, processes: int = 1) -> list[WarmProcess]:
-        """Start so many ranks on each host as torchrun does, without torchrun and its seconds."""
+        """Start `processes` ranks on each host as torchrun does, without the seconds that torchrun itself takes."""
         world = {"MASTER_ADDR": self.first.address, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(2 * processes)}
         world["LOCAL_WORLD_SIZE"] = str(processes)
         places = [(host, local) for host in self.hosts for local in range(processes)]
@@ -152,11 +155,12 @@ class Pair:
         ]
 
     def unplug(self) -> None:
-        """Take the cable out: both ends lose their carrier."""
+        """Take the cable out, so that both ends lose their carrier."""
         self.second.call("ip", "link", "set", INTERFACE, "down")
 
     def drop(self) -> None:
-        """Lose every packet without an error, as a broken switch does: send them to a card that neither host has."""
+        """Lose every packet without an error, as a broken switch does, by sending all to a hardware address that
+        neither host has."""
         for host, other in ((self.first, self.second), (self.second, self.first)):
             host.call("ip", "neighbour", "replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", INTERFACE)
 
@@ -168,13 +172,14 @@ class Pair:
 
 
 def parent_of(pid: int) -> int:
-    """proc(5), stat: the second field after the name, which is in brackets."""
+    """Return the pid of a process's parent, the second field after the bracketed name in /proc/<pid>/stat (see
+    proc(5))."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Pair]:
-    """Both hosts with their disks in `folder`, connected. Skips the test where this is not possible."""
+    """Yield both hosts, connected, with their disks in `folder`. Skips the test if this machine does not allow that."""
     if reason := why_not():
         pytest.skip(reason)
     work = folder / "work"
@@ -191,7 +196,7 @@ def two_hosts(folder: Path) -> Iterator[Pair]:
 
 @cache
 def why_not() -> str | None:
-    """Return what keeps this machine from being two, or None."""
+    """Return the reason why this machine cannot simulate two hosts, or None if it can."""
     attempts = (
         "ip link add eth0 type veth peer name eth1 && ip link set lo up",
         "hostname elsewhere && mount --bind /tmp /mnt && nsenter --version",
@@ -208,7 +213,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def held() -> Iterator[subprocess.Popen[str]]:
-    """A process in namespaces of its own."""
+    """Yield a process that has namespaces of its own and keeps them."""
     holder = subprocess.Popen(HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert holder.stdin is not None
     assert holder.stdout is not None
@@ -223,7 +228,7 @@ def held() -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def furnished(name: str, holder: subprocess.Popen[str], work: Path) -> Iterator[Host]:
-    """The host in the holder's namespaces: with a name, an address and a disk."""
+    """Yield the host in the holder's namespaces, with a name, an address and a disk."""
     disk = work.parent / name
     disk.mkdir()
     names = work.parent / f"{name}-hosts"
@@ -245,7 +250,7 @@ def furnished(name: str, holder: subprocess.Popen[str], work: Path) -> Iterator[
 
 
 def enter(holder: subprocess.Popen[str], *command: str) -> list[str]:
-    """The command line that runs `command` in the holder's namespaces."""
+    """Return the command line that runs `command` in the holder's namespaces."""
     return ["nsenter", f"--target={holder.pid}", "--net", "--uts", "--mount", *command]
 
 

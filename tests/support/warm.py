@@ -1,8 +1,8 @@
-"""Processes that start at once: forked from one that has imported torch already, which takes seconds.
+"""Processes that start at once, because they are forked from one that has already imported torch, which takes seconds.
 
-A forked process runs a root script from its first line to its own exit, in a session, a folder and an environment of
-its own, like one that was started cold. With the prelude FORK_PYTHONS, so do those that it starts itself: torchrun's
-ranks, a sweep's runs.
+A forked process runs a root script from its first line to its own exit, in its own session, folder and environment,
+like a process that was started cold. With the prelude FORK_PYTHONS, the Python processes that it starts itself are
+forks, too: torchrun's ranks, a sweep's runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from harness.common.files import umask
 ROOT = Path(__file__).resolve().parents[2]
 FORK_PYTHONS = "from tests.support.forking import fork_pythons\nfork_pythons()\n"
 
-# For each line on standard input one process, watched over by another that writes down its pid and how it ended.
-# huggingface_hub is not imported here: it reads its environment when it is.
+# For each line on standard input, the server forks one process, and another that writes the pid and the exit status of
+# the first to files. huggingface_hub is not imported here, because it reads its environment when it is imported.
 SERVER = """
 import gc, json, os, runpy, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -83,7 +83,7 @@ os._exit(0)
 
 @dataclass
 class WarmProcess:
-    """A forked process, as far as tests use `subprocess.Popen`."""
+    """A forked process, with those methods of `subprocess.Popen` that tests use."""
 
     base: Path
     pid: int
@@ -126,7 +126,7 @@ class WarmProcess:
 
 @dataclass
 class WarmServer:
-    """The process that others are forked from."""
+    """The process from which all others are forked."""
 
     path: Path
     process: subprocess.Popen[str]
@@ -136,10 +136,9 @@ class WarmServer:
     def spawn(
         self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "", *, draws: bool = False
     ) -> WarmProcess:
-        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`. A run
-        draws its chart if the process `draws`.
+        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`.
 
-        Threads may call this at the same time.
+        A run draws its chart only if `draws` is True. Threads may call this at the same time.
         """
         with self.writing:
             return self._spawn(command, cwd, environment, prelude, draws)
@@ -149,7 +148,7 @@ class WarmServer:
     ) -> WarmProcess:
         self.count += 1
         base = self.path / str(self.count)
-        for suffix in (".out", ".err"):  # there also if it is killed before it writes
+        for suffix in (".out", ".err"):  # they exist even if the process is killed before it writes
             base.with_suffix(suffix).touch()
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
         job |= {"environment": environment, "prelude": prelude, "umask": umask(), "draws": draws}
@@ -165,8 +164,8 @@ class WarmServer:
 
 @cache
 def warm_server() -> WarmServer:
-    """The server of this test run."""
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # a fork that forgets `stop` must not delete it
+    """Return the server of this test run, which the first call starts."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # a fork that skips `stop` must not delete it
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVER, str(ROOT)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
