@@ -116,7 +116,7 @@ def run_ranks(count: int) -> NoReturn:
     failed = _wait(ranks, asked)
     if asked and (ranks[0].returncode or 0) < 0:  # rank 0 was ended before it could print this
         say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
-    elif failed and failed.returncode < 0:
+    elif failed and failed.returncode < 0 and -failed.returncode not in asked:
         name = signal.Signals(-failed.returncode).name
         text = f"rank {ranks.index(failed)} (pid {failed.pid}) was ended by {name}"
         tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
