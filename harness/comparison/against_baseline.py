@@ -68,8 +68,8 @@ class BaselineComparison:
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
     """Compare every arm with the arm of the run `baseline`. Uses the test losses on the text that most runs were
-    measured on, among them a run of the baseline's arm. If there is no such text, uses the last validation losses in
-    the same way."""
+    measured on, among them runs of the baseline's arm and of another one. If there is no such text, uses the last
+    validation losses in the same way."""
     arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
@@ -83,7 +83,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
             values = [losses_of(record) for record in records]
             for basis, members in comparable_groups(values):
-                if len(members) > 1 and any(records[row].name in arms.runs[own] for row in members):
+                measured = {arms.arm_of(records[row].name) for row in members} - {None}
+                if own in measured and len(measured) > 1:
                     return _compare(own, arms, loss, basis, members, values, records)
         reason = "no other run has a test loss or validation loss on the same text"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)

@@ -46,10 +46,10 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
     the first counts, or the run `baseline` if it is one of them."""
     unfinished: dict[str, list[str]] = {}
     for record in records:
-        if record.summary is None:
+        if record.state.word != "finished":
             unfinished.setdefault(record.state.word, []).append(record.name)
     notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
-    finished = {record.name: record for record in records if record.summary is not None}
+    finished = {record.name: record for record in records if record.state.word == "finished"}
     settings = {name: settings_of(record) for name, record in finished.items()}
     groups: dict[str, list[str]] = {}
     for name, of_run in settings.items():

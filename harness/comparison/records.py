@@ -35,7 +35,9 @@ StateWord = Literal[
     "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
 ]  # in the order in which a sweep's status counts them
 # The line that a sweep writes into a run's sweep.log when it starts the run, or when the run has failed or was pruned.
-SWEEP_MARK = re.compile(r"\$ .* UTC|# (failed|pruned) (?:with exit status|at global step) (-?\d+)")
+SWEEP_MARK = re.compile(
+    r"\$ .* UTC(?:, 1 of \d+ groups)?|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
+)
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
 
@@ -211,11 +213,14 @@ class _Reader:
     def record(self) -> RunRecord:
         run = self.run
         summary = self._attempt(self._summary)
+        is_outdated = summary is not None and self._asks_for_more(summary)
+        if summary is not None and is_outdated and self._has_continued(summary):
+            summary = None
         model, train = self._configs(summary)
         unfinished = summary is None
         progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
         meta = self._attempt(self._latest_meta) if unfinished else None
-        state = self._state(summary, progress, meta)
+        state = self._state(summary, progress, meta, is_outdated=is_outdated)
         benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results = read_results(run)
         self.problems += results.problems
@@ -263,14 +268,20 @@ class _Reader:
             raise UserError(f"{error}; {remedy}") from None
 
     def _asks_for_more(self, summary: RunSummary) -> bool:
-        """Return True if model.json or train.json ask for another shape or budget than the training that `summary`
-        records. Returns False if they cannot be read."""
+        """Return True if model.json asks for another shape or train.json for another or a larger budget than the
+        training that `summary` records. Returns False if they cannot be read."""
         with suppress(UserError, OSError):
             model, train = load_model_config(self.run.model_json), load_train_config(self.run.train_json)
             wanted = train.model_dump(include={*BUDGETS})
-            is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
-            return not is_same or summary.has_shape(model) is False
+            had = {key: summary.train.get(key, value) for key, value in wanted.items()}
+            is_enough = all(had[key] == value or 0 < (value or 0) <= (had[key] or 0) for key, value in wanted.items())
+            return not is_enough or summary.has_shape(model) is False
         return False
+
+    def _has_continued(self, summary: RunSummary) -> bool:
+        """Return True if metrics.jsonl has a later line than the training that `summary` records."""
+        progress = self._attempt(lambda: read_progress(self.run.metrics))
+        return progress is not None and progress.tokens_seen > (summary.tokens_seen or 0)
 
     def _latest_meta(self) -> CheckpointMeta | None:
         latest = choose_start(self.run.checkpoints, None)
@@ -293,8 +304,11 @@ class _Reader:
         aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
         return Checkpoints(best, latest, aside)
 
-    def _state(self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None) -> State:
-        if summary is not None and not self._asks_for_more(summary):
+    def _state(
+        self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
+    ) -> State:
+        """`is_outdated`: summary.json is of a training before the files asked for more."""
+        if summary is not None and not is_outdated:
             return State("finished")
         if self.problems:
             return State("damaged", self.problems[0])
@@ -302,7 +316,7 @@ class _Reader:
         end = None if held else last_end(self.run)
         if end is not None:
             return State(end[0], f"exit status {end[1]}" if end[0] == "failed" else f"at global step {end[1]:,}")
-        if summary is not None:
+        if is_outdated:
             return State(
                 "going on" if held else "stopped", "its files ask for another shape or budget than summary.json records"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
+START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_start`
+
 Say = Callable[[str], None]
 Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
 
@@ -54,6 +57,13 @@ def device_groups(groups: int, processes: int) -> list[Group]:
         return [(f"group {number}", {"OMP_NUM_THREADS": threads}) for number in range(1, groups + 1)]
     shares = [",".join(gpus[start : start + processes]) for start in range(0, wanted, processes)]
     return [(f"GPU {share}", {"CUDA_VISIBLE_DEVICES": share}) for share in shares]
+
+
+def groups_before(run: DerivedRun) -> int:
+    """Return the number of groups among which the machine was divided when earlier sweeps trained the run: the smallest
+    of them, or 1 if its sweep.log does not say."""
+    log = run.run.sweep_log.read_text(errors="replace") if run.run.sweep_log.is_file() else ""
+    return min((int(groups or 1) for groups in START_MARK.findall(log)), default=1)
 
 
 @dataclass
@@ -110,6 +120,8 @@ class SweepRunner:
         statuses = [status_of(run) for run in runs]
         self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
         self.dollars = {each.run.name: each.dollars for each in statuses}
+        self.spent_before = sum(each.dollars / groups_before(each.run) for each in statuses)
+        self.dollars_before = sum(self.dollars.values())
         self.attempts: list[Attempt] = []
         self.is_idle = True  # no run has been started so far
         self.reason = ""
@@ -149,9 +161,9 @@ class SweepRunner:
             self._note_signal(signal.SIGHUP)
 
     def _spent(self) -> float:
-        """Return the dollars spent so far. Each run's cost is counted at the price of the whole machine, so the sum is
-        divided by the number of groups that share the machine."""
-        return sum(self.dollars.values()) / self.planner.groups
+        """Return the dollars spent so far. Each run's cost is counted at the price of the whole machine, so that it is
+        divided by the number of groups that shared the machine."""
+        return self.spent_before + (sum(self.dollars.values()) - self.dollars_before) / self.planner.groups
 
     def _look_at(self, attempt: Attempt) -> str:
         """Return the progress of a run that is being trained, as text. If there is a budget, also update the run's
@@ -202,7 +214,10 @@ class SweepRunner:
         experiment = run.experiment(self.planner.datasets_dir)
         fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
         dataset = experiment.config.dataset
-        return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
+        try:
+            return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
+        except UserError:  # the run fails with this error, and does not stop the others
+            return True
 
     def _can_pay(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> bool:
         """Return True if the budget covers the dollars spent, the remaining cost of the runs that are being trained,
@@ -212,7 +227,8 @@ class SweepRunner:
         to_come = sum(max(0.0, each.committed - self.dollars[each.run.name]) for each in self.attempts)
         total = spent + to_come / self.planner.groups + wanted
         if total > self.max_dollars or spent >= self.max_dollars:
-            said = f", and with {run.name} they would be ${amount_text(total)}" if wanted else ""
+            others = " and the runs under way" if self.attempts else ""
+            said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
             self.reason = f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(spent)} are spent{said}"
             return False
         if not wanted:
@@ -225,7 +241,9 @@ class SweepRunner:
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
         log = run.run.sweep_log.open("ab")
-        log.write(f"\n$ {' '.join(command)}  # {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n".encode())
+        shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
+        begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
         log.flush()
         process = subprocess.Popen(
             command,
@@ -253,15 +271,16 @@ class SweepRunner:
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         seconds = time.monotonic() - attempt.began
         self.dollars[name] = status.dollars
+        is_stopped = attempt.is_stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
         if is_finished:
             say(f"{name}: finished, {status.said}")
-        elif not attempt.is_stopped:
-            say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
-        else:
+        elif is_stopped:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
+        else:
+            say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
         with suppress(OSError), attempt.log:  # an error such as a full disk must not end the other runs
-            if not is_finished and not attempt.is_stopped:
+            if not is_finished and not is_stopped:
                 attempt.log.write(f"\n# failed with exit status {code}\n".encode())
 
     def leave(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.common.lock import RunLock, is_held
+from harness.comparison.arms import find_arms
 from harness.comparison.progress import read_progress
 from harness.comparison.records import RunRecord, read_records
 from harness.runs.metrics import SampleEvent, read_metrics
@@ -82,6 +84,18 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
     state = RunRecord.read(wrong.directory).state
     assert state.word == "damaged"
     assert 'did you mean "learning_rate"' in state.detail
+
+
+def test_a_finished_run_that_continues_shows_its_last_lines_and_is_in_no_arm(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish(tokens_seen=21 * 128).train_to(0, 10, 20)
+    train = json.loads(run.directory.train_json.read_text())
+    for tokens, steps, state in ((64, (), "finished"), (10**6, (), "stopped"), (10**6, (30,), "stopped")):
+        run.directory.train_json.write_text(json.dumps(train | {"min_train_tokens": tokens}))
+        run.train_to(*steps)
+        record = RunRecord.read(run.directory)
+        assert record.state.word == state
+        assert list(find_arms([record]).runs) == (["a"] if state == "finished" else [])
+        assert record.tokens_seen == (31 if 30 in steps else 21) * 128
 
 
 def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> None:

@@ -155,6 +155,15 @@ def test_groups_run_at_the_same_time(shop: Workshop) -> None:
     assert "started on group 2" in said[1]
 
 
+def test_a_dataset_without_a_split_stops_only_its_own_run(shop: Workshop) -> None:
+    shop.add_dataset("local/part")
+    sweep = make(shop, set={"eps": 5.0, "validation_interval": 5}, vary={"dataset": ["local/part", "local/letters"]})
+    (shop.datasets / "local" / "part" / "validation.safetensors").unlink(missing_ok=True)
+    runner, _ = run(shop, sweep, groups=2)
+    assert not runner.reason
+    assert [len(log_of(shop, each.name)) > 0 for each in sweep.runs] == [True, True]
+
+
 # Money
 
 
@@ -179,6 +188,18 @@ def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
     add_summary(sweep.runs[0], dollars={"total": 0.0})
     run(shop, sweep, groups=3, max_dollars=149.0)
     assert states(sweep) == {**dict.fromkeys(("seed1", "seed2", "seed3"), "finished"), "seed4": "never trained"}
+
+
+def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop) -> None:
+    """A run that shared the machine with three others has cost a fourth of what it would have cost alone."""
+    sweep = make(shop, vary={"random_seed": [1, 2, 3]})
+    for each in sweep.runs[:2]:
+        add_summary(each, dollars={"total": 12.0})
+    start = "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC"
+    (shop.runs / "s-seed1" / "sweep.log").write_text(f"\n{start}\n")
+    (shop.runs / "s-seed2" / "sweep.log").write_text(f"\n{start}, 1 of 4 groups\n")
+    runner, _ = run(shop, sweep, groups=2, max_dollars=15.0)
+    assert runner.reason == "--max-dollars 15.00 are spent"
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
