@@ -282,9 +282,11 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
         if len(ranks) == world.size:
             own_losses, own_random = ranks[world.rank]
             meter.load_state(own_losses)
-            torch.set_rng_state(own_random["cpu"])
-            if world.device.type == "cuda" and "cuda" in own_random:
+            if world.device.type == "cuda" and "cuda" not in own_random:  # the run was on CPUs before
+                seed_for_rank(seed, world.rank, step)
+            elif world.device.type == "cuda":
                 torch.cuda.set_rng_state(own_random["cuda"], world.device)
+            torch.set_rng_state(own_random["cpu"])
             return
         seed_for_rank(seed, world.rank, step)
         if world.is_main:

@@ -172,11 +172,13 @@ class RunDirectory:
         """
         entries = sorted(self.checkpoints.iterdir(), key=_links_last) if self.checkpoints.is_dir() else []
         files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
-        is_measured = self.results.is_dir()
+        measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
+        # A search by -f measures the device, not a training: it alone is no reason to move anything.
+        is_measured = any(not name.startswith("microbatch-search-") for name in measurements)
         if not entries and not files and not is_measured:
             return None
         folder = self.new_aside()
-        if is_measured:
+        if measurements:
             move(self.results, folder / self.results.name)
         if entries:  # moved one by one, because the folder may be a link to a larger disk
             (folder / self.checkpoints.name).mkdir()

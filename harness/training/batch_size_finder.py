@@ -85,10 +85,13 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     found = search.find(ceiling)
     if world.is_main:
         search.report(found, is_all_data=found == ceiling)
-    remark_on_validation(experiment, found, world, dataset)
+    sizes = usable_sizes(experiment, found, world.size)
+    if error := validation_error(experiment, sizes[0], world.size, dataset):
+        say(world, f"note: with a microbatch of {sizes[0]}, {error}")
     if write:
-        written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
-        say(world, f"{experiment.run.train_json}: microbatch_size is now {written}")
+        size = next((size for size in sizes if not validation_error(experiment, size, world.size, dataset)), sizes[-1])
+        world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))
+        say(world, f"{experiment.run.train_json}: microbatch_size is now {size}{changed_batch(experiment, size)}")
     world.leave()
 
 
@@ -261,9 +264,9 @@ class MicrobatchSearcher:
         if self.experiment.config.benchmark_tasks is not None:
             print("Not counted: the memory of benchmarks while training")
         line = fit_line(self.peaks)
-        fit = (
-            f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
-        )
+        fit = "too few sizes to tell"
+        if line and line[0] > 0:
+            fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
         data = ", limited by the data or the global batch" if is_all_data else ""
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
@@ -361,25 +364,34 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 
 
-def remark_on_validation(experiment: Experiment, microbatch_size: int, world: World, dataset: Dataset) -> None:
-    """Print a note if the validation split is too short for this microbatch, although the microbatch fits into
-    memory."""
+def usable_sizes(experiment: Experiment, found: int, world_size: int) -> list[int]:
+    """Return the microbatch sizes of at most `found` that divide each rank's part of every global batch that train.json
+    sets, the largest first."""
+    batches = experiment.config.global_batches
+    return [size for size in range(found, 0, -1) if all(each % (size * world_size) == 0 for each in batches)]
+
+
+def validation_error(experiment: Experiment, microbatch_size: int, world_size: int, dataset: Dataset) -> str | None:
+    """Return the error of training if the validation split is too short for this microbatch, else None."""
     config = experiment.config.model_copy(update={"microbatch_size": microbatch_size})
     changed = replace(experiment, config=config)
     try:
-        changed.check_validation_slice(changed.layout(world.size), dataset)
+        changed.check_validation_slice(changed.layout(world_size), dataset)
     except UserError as error:
-        say(world, f"note: with a microbatch of {microbatch_size}, {error}")
+        return str(error)
+    return None
 
 
-def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:
-    """Put the largest usable microbatch size of at most `found` into train.json, and return it.
+def changed_batch(experiment: Experiment, size: int) -> str:
+    """Return the change of the global batch by a microbatch of `size` sequences, for a message; "" if it is fixed."""
+    config = experiment.config
+    if config.global_batches or size == config.microbatch_size:
+        return ""
+    return f", and the global batch {size / config.microbatch_size:.4g} times as large; global_batch_size keeps it"
 
-    With a `global_batch_size` or a `batch_ramp`, a size is usable if it divides each rank's part of every global batch.
-    """
-    path, batches = experiment.run.train_json, experiment.config.global_batches
-    size = next(n for n in range(found, 0, -1) if all(each % (n * world_size) == 0 for each in batches))
+
+def write_microbatch_size(path: Path, size: int) -> None:
+    """Change `microbatch_size` in the train.json at `path`, and nothing else in the file."""
     text = path.read_text(encoding="utf-8")
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'
     replace_text(path, re.sub(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1))
-    return size

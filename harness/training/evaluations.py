@@ -88,10 +88,10 @@ class Evaluations:
         assert prompt is not None
 
         def sample() -> Sample:
-            tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
             try:
+                tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
                 return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
-            except RunError as error:  # a failed sample must not end the run
+            except (UserError, RunError) as error:  # a failed sample must not end the run
                 return Sample("", str(error))
 
         return self.world.on_rank0(sample)

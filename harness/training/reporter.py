@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from harness.common.errors import described, say_last
+from harness.common.errors import UserError, described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB
@@ -34,7 +34,7 @@ from harness.runs.metrics import (
     TrainEvent,
     ValidationEvent,
 )
-from harness.runs.summary import summarise, write_summary
+from harness.runs.summary import read_summary, summarise, write_summary
 from harness.runs.throughput import Throughput, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.evaluations import Sample
@@ -274,11 +274,18 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write the summary of a finished run from its last checkpoint, if the run's process ended before it could.
-    Collective."""
+    """Write the summary of a finished run from its last checkpoint, if the run's process ended before it could: if
+    there is none, or one of fewer tokens, from before the budget was raised. Collective."""
     meta, run = prepared.meta, prepared.experiment.run
-    if meta is None or run.summary.exists() or not meta.seconds:  # no `seconds`: a notebook's checkpoint
+    if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
+    if run.summary.exists():
+        try:
+            seen = read_summary(run.summary).tokens_seen
+        except UserError:  # compare_runs.py names the damaged file and the remedy
+            return
+        if seen is None or seen >= meta.tokens_seen:
+            return
     provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
     device = meta.device or world.device_name  # the device and layout of the training, not of this process
     summary = summarise(

@@ -396,14 +396,18 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     """A note is printed if the found microbatch is too large for the validation split, because training would refuse
-    it."""
+    it. --write writes one that training accepts, and says what becomes of the global batch."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=400)
-    shop.add_run(gradient_accumulation_steps=None)
-    result = search(shop, limit=None)
+    run = shop.add_run(gradient_accumulation_steps=None, min_train_tokens=-1)
+    result = search(shop, "--write", limit=None)
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
     assert note.startswith(f"note: with a microbatch of {answer(result)}, the validation split of local/letters is too")
     assert "start_val_token + validation_batches x microbatch" in note
+    written = json.loads((run / "train.json").read_text())["microbatch_size"]
+    assert written < answer(result)
+    assert f"microbatch_size is now {written}, and the global batch {written / 2:.4g} times as large" in result.stdout
+    shop.train("r", "--plan", ranks=1)
 
 
 @pytest.mark.slow
