@@ -46,8 +46,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Workbench:
-    """Folder `work` for runs and data, and the JSON file `out` with the rows of results. `tiny` is a rehearsal with
-    shapes that are small enough for a CPU."""
+    """Folder `work` for runs and data, and the JSON file `out` with the rows of results. If `tiny`, shapes are
+    small enough to rehearse on a CPU."""
 
     work: Path
     out: Path

@@ -74,8 +74,7 @@ def _suggested(kind: type[BaseModel]) -> tuple[list[str], list[str]]:
 
 
 def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
-    """Return the key of this file that the unknown `key` was probably meant to be (or None), and the message about
-    it."""
+    """Return the known key that the unknown `key` was probably meant to be, or None, and the error text for `key`."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return None, f"belongs in {other.model_config.get('title')}"

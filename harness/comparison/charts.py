@@ -162,7 +162,7 @@ def _place(event: Event, axis: str, record: RunRecord) -> float:
         return seconds / 3600
     if axis == "dollars":
         if not isinstance(price, int | float):
-            raise UserError('no "price_per_hour" in train.json, so that losses have no dollars')
+            raise UserError('train.json has no "price_per_hour", so its losses cannot be drawn over dollars')
         return cost(seconds, price)
     if record.shape is None:
         raise UserError("FLOPs per token are not known")

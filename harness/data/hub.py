@@ -32,7 +32,8 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 
 def reading(name: str, folder: Path) -> HubWork:
-    """Return the `HubWork` that downloads the Hub's dataset `name` to `folder`, which is DATASETS_DIR/<name>."""
+    """Return the description of the download of the Hub's dataset `name` to `folder`, DATASETS_DIR/<name>, from which
+    error messages are worded."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 

@@ -88,8 +88,8 @@ class Progress:
     """Milestones that this rank has passed. Any thread may call any method."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """`record` marks the end of the work that the device has been given so far, and returns a function that says
-        whether the device has finished it. None if the main thread itself computes."""
+        """`record()` marks the end of the work given to the device so far and returns a function, which is true once
+        the device has passed that mark. `record` is None if the main thread computes."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())

@@ -205,7 +205,8 @@ def own_tensors(model: GPTModel) -> dict[str, Tensor]:
 
 
 def write_code(folder: Path) -> None:
-    """Write the three files of code into an exported folder."""
+    """Write gpt.py (without what only training needs), inference.py and modeling_ddp_pretrain.py into an exported
+    folder."""
     for path, source in (
         (Path("gpt.py"), _without_training(inspect.getsource(gpt))),
         (Path("inference.py"), inspect.getsource(inference)),

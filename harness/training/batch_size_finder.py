@@ -200,7 +200,8 @@ class MicrobatchSearcher:
         del kept  # a background save holds the copy during the following steps
 
     def _save(self, step: OptimizerStep) -> object:
-        """Copy and write the tensors of a checkpoint. Returns the copy if training keeps it, else None."""
+        """Copy the tensors of a checkpoint and write them to a temporary folder, as a save in training does. Returns
+        the copy if `async_checkpoint` keeps it in memory, else None."""
         keep = self.experiment.config.async_checkpoint
         weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
         tree = {"weights": weights, "optimizer": step.optimizer.named_state(self.world)}

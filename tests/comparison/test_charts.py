@@ -85,7 +85,7 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     free = trained(tmp_path, "free", 1, 0.002, price_per_hour=None)
     chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
     assert [each.label for each in chart.curves] == ["paid"]
-    assert chart.problems == ['free: no "price_per_hour" in train.json, so that losses have no dollars']
+    assert chart.problems == ['free: train.json has no "price_per_hour", so its losses cannot be drawn over dollars']
     unknown = chart_of(RunFolder(tmp_path, "f").train_to(0, 10))
     assert (unknown.curves, unknown.problems) == ([], ["the text that losses were measured on is not recorded"])
 

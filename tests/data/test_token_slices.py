@@ -82,7 +82,8 @@ RAMPS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=4)
 
 
 def layouts(ramp: list[tuple[int, int]]) -> list[tuple[int, BatchLayout]]:
-    """Return the stages of a ramp from its gaps between stages and its added accumulation steps."""
+    """Return (first token, layout) of each stage. For each further stage `ramp` gives how many tokens later it begins
+    and how many accumulation steps it adds."""
     seen, steps, found = 0, 1, [(0, LAYOUT)]
     for gap, more in ramp:
         seen, steps = seen + gap, steps + more

@@ -79,7 +79,11 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     source = _find_source(inputs, options, work.path)
     if source.ignored:
         names = printable(abbreviated(source.ignored))
-        print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
+        print(
+            f"not read (not named as text, or links to folders; a glob takes any name): {names}",
+            file=sys.stderr,
+            flush=True,
+        )
     fingerprint = check_tokenizer(options["tokenizer"])
     # The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
     keys = [

@@ -117,8 +117,8 @@ class Journal:
         changed = next((each for each in range(at) if now[each : each + 1] != known[each : each + 1]), None)
         if changed is not None:
             raise UserError(
-                f"{known[changed][0]}: has been read, but has since been changed or removed, or follows a new file; "
-                f"the work in {folder} cannot be resumed; begin again with --restart"
+                f"{known[changed][0]}: was read already, but has since changed, was removed, or now has a new file "
+                f"before it; the work in {folder} cannot be resumed; begin again with --restart"
             )
         if now[at : at + 1] != known[at : at + 1]:
             self.here = self.file_start

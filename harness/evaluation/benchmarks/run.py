@@ -165,7 +165,8 @@ def quieten() -> None:
 
 
 def _load(name: str) -> Any:
-    """Return lm-eval's {"tasks": …, "groups": …, "group_map": …} for a name in its index or the file of one task."""
+    """Load a benchmark by its name in lm-eval's index or by the path of a task file. Returns lm-eval's dict {"tasks":
+    …, "groups": …, "group_map": …}."""
     is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # a file needs no index
     try:
         loaded = _manager(with_index=not is_file).load([name])
