@@ -62,7 +62,8 @@ def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
         yield
     except UserError as error:
         if near := neighbour(datasets_dir, name):
-            raise UserError(f'not in {datasets_dir}; did you mean "{near}"? {error}') from None
+            hint = f'dataset "{name}": not in {datasets_dir}; did you mean "{near}"?'
+            raise UserError(f"{hint} And on the Hub: {error}") from None
         raise
 
 

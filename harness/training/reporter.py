@@ -155,14 +155,14 @@ class Reporter:
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
         self.record(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
-        shown["norm"] = f"{metrics.gradient_norm:.2f}"
         left = self._seconds_left(state)
         shown["left"] = tqdm.format_interval(left)
-        if mfu is not None:
-            shown["mfu"] = f"{mfu:.1%}"
         so_far, rest = (self.throughput.dollars(seconds) for seconds in (self.clock.total, left))
         if so_far is not None and rest is not None:
             shown["$"] = f"{so_far:,.2f} of {so_far + rest:,.2f}"
+        shown["norm"] = f"{metrics.gradient_norm:.2f}"
+        if mfu is not None:
+            shown["mfu"] = f"{mfu:.1%}"
         if metrics.load_range is not None:
             shown["experts"] = "{:.2f}-{:.2f}".format(*metrics.load_range)
         self.console.show(state.global_step, shown)
