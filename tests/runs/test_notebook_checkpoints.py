@@ -190,7 +190,7 @@ def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
     ("file", "damage", "words"),
     [
         ("optimizer.pt", lambda path: path.write_bytes(b"x"), "not a readable state file"),
-        ("optimizer.pt", lambda path: torch.save({"state": {0: {}}}, path), "one of 1 parameters"),
+        ("optimizer.pt", lambda path: torch.save({"state": {0: {}}}, path), "the state has 1 parameters"),
         ("model.safetensors", lambda path: save_file({"tok_emb.weight": torch.ones(1)}, path), "not this model"),
         ("meta.json", lambda path: path.write_text('{"train_loss": 1.0}'), '"global_step"'),
         ("meta.json", lambda path: path.write_text('{"global_step": 8}'), "iteration-3"),

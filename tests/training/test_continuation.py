@@ -169,14 +169,14 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: Workshop) ->
 
 def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: Workshop) -> None:
     """A process that is killed between its last checkpoint and its summary leaves that of the shorter run."""
-    run = shop.add_run(min_train_tokens=256)
-    shop.train(ranks=1)
+    run = shop.add_run("longer", min_train_tokens=256)
+    shop.train("longer", ranks=1)
     earlier = (run / "summary.json").read_text()
-    shop.add_run(min_train_tokens=384)
-    shop.train(ranks=1)
+    shop.add_run("longer", min_train_tokens=384)
+    shop.train("longer", ranks=1)
     longer = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(earlier)
-    assert "r is finished" in shop.train(ranks=1).stdout
+    assert "longer is finished" in shop.train("longer", ranks=1).stdout
     restored = json.loads((run / "summary.json").read_text())
     for key in ("tokens_seen", "global_steps", "final_train_loss", "train"):
         assert restored[key] == longer[key] != json.loads(earlier)[key]
@@ -184,18 +184,18 @@ def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: Workshop)
 
 def test_a_search_alone_is_not_moved_aside(shop: Workshop) -> None:
     """-f measures the device. Results of an earlier training are moved when the run begins again."""
-    run = shop.add_run()
+    run = shop.add_run("searched")
     found = run / "results" / "microbatch-search-0123.json"
     found.parent.mkdir()
     found.write_text("{}")
-    assert "Earlier results" not in shop.train(ranks=1).stdout
+    assert "Earlier results" not in shop.train("searched", ranks=1).stdout
     assert found.exists()
-    assert "Earlier results" in shop.train("r", "--restart", ranks=1).stdout
+    assert "Earlier results" in shop.train("searched", "--restart", ranks=1).stdout
     assert not found.exists()
 
 
 def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: Workshop) -> None:
     """The dataset's tokens are GPT-2's by its meta.json, and this model has 64 of them."""
-    shop.add_run(sample_prompt="def", sample_interval=2)
-    result = shop.train(ranks=1)
+    shop.add_run("sampled", sample_prompt="def", sample_interval=2)
+    result = shop.train("sampled", ranks=1)
     assert "no sample: " in result.stdout + result.stderr

@@ -224,8 +224,8 @@ def test_a_state_does_not_depend_on_how_parameters_are_grouped(saved_by: TrainCo
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda saved: saved.pop("out_head.weight"), "others than the model's"),
-        (lambda saved: saved.update(more={}), "others than the model's"),
+        (lambda saved: saved.pop("out_head.weight"), "not the model's"),
+        (lambda saved: saved.update(more={}), "not the model's"),
         (lambda saved: saved["out_head.weight"].pop("exp_avg"), "out_head.weight has ['exp_avg_sq', 'step']"),
         (
             lambda saved: saved["out_head.weight"].update(exp_avg=torch.zeros(3)),
