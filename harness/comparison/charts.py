@@ -96,7 +96,9 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     bases = {record.name: basis_of(record) for record in records}
     known = [basis for basis in bases.values() if basis is not None]
     if not known:
-        return [Chart(axis, kind, [], ["the text that losses were measured on is not recorded"]) for axis in axes]
+        problems = [f"{abbreviated(names)}: {reason}" for reason, names in reasons.items()]
+        problems += ["the text that losses were measured on is not recorded"] if records else []
+        return [Chart(axis, kind, [], problems) for axis in axes]
     main = max(known, key=known.count)
     drawn: dict[str, RunRecord] = {}
     for record in records:

@@ -213,14 +213,14 @@ class _Reader:
     def record(self) -> RunRecord:
         run = self.run
         summary = self._attempt(self._summary)
-        is_outdated = summary is not None and self._asks_for_more(summary)
-        if summary is not None and is_outdated and self._has_continued(summary):
+        outdated = summary if summary is not None and self._asks_for_more(summary) else None
+        if outdated is not None and self._has_continued(outdated):
             summary = None
         model, train = self._configs(summary)
         unfinished = summary is None
         progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
         meta = self._attempt(self._latest_meta) if unfinished else None
-        state = self._state(summary, progress, meta, is_outdated=is_outdated)
+        state = self._state(summary, progress, meta, is_outdated=outdated is not None)
         benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results = read_results(run)
         self.problems += results.problems
@@ -307,7 +307,7 @@ class _Reader:
     def _state(
         self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
     ) -> State:
-        """`is_outdated`: summary.json is of a training before the files asked for more."""
+        """Return the state. `is_outdated` is true if the run's files ask for more than summary.json records."""
         if summary is not None and not is_outdated:
             return State("finished")
         if self.problems:

@@ -197,10 +197,10 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     groups = "one after the other" if planner.groups == 1 else f"{planner.groups} at a time"
     ranks = f"{planner.processes} {'process' if planner.processes == 1 else 'processes'} each"
     place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
-    # Dollars of a run are for its share of the machine, which costs as much while fewer runs than groups are left.
+    # A run's dollars are those of its share of the machine. The machine costs as much while some groups have no run.
     seconds = sum(each.seconds or 0.0 for each in left)
-    unshared = plan.seconds() * planner.groups / seconds if seconds else 1.0
-    cost = amount_text(sum(each.dollars or 0.0 for each in left) * unshared)
+    idle_factor = plan.seconds() * planner.groups / seconds if seconds else 1.0
+    cost = amount_text(sum(each.dollars or 0.0 for each in left) * idle_factor)
     said = [
         _sum("time", _duration(plan.seconds()), [each.run.name for each in left if each.seconds is None], len(left)),
         _sum("cost", f"${cost}", [each.run.name for each in left if each.dollars is None], len(left)),

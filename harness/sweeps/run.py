@@ -62,7 +62,7 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 def groups_before(run: DerivedRun) -> int:
     """Return the number of groups among which the machine was divided when earlier sweeps trained the run: the smallest
     of them, or 1 if its sweep.log does not say."""
-    log = run.run.sweep_log.read_text(errors="replace") if run.run.sweep_log.is_file() else ""
+    log = run.run.sweep_log.read_text(encoding="utf-8", errors="replace") if run.run.sweep_log.is_file() else ""
     return min((int(groups or 1) for groups in START_MARK.findall(log)), default=1)
 
 

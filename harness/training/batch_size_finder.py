@@ -89,7 +89,9 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if error := validation_error(experiment, sizes[0], world.size, dataset):
         say(world, f"note: with a microbatch of {sizes[0]}, {error}")
     if write:
-        size = next((size for size in sizes if not validation_error(experiment, size, world.size, dataset)), sizes[-1])
+        size = next((size for size in sizes if not validation_error(experiment, size, world.size, dataset)), None)
+        if size is None:
+            raise UserError(f"{experiment.run.train_json}: not changed, because training refuses every microbatch")
         world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))
         say(world, f"{experiment.run.train_json}: microbatch_size is now {size}{changed_batch(experiment, size)}")
     world.leave()
@@ -347,7 +349,7 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
     """Return the number of sequences in the largest microbatch for which the train split has enough tokens for one
     global batch. It is no larger than a rank's part of any global batch that train.json sets. Raises UserError if there
-    is none."""
+    is none, or if a global batch is not a multiple of the number of ranks."""
     config, tokens = experiment.config, dataset.split("train")
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"

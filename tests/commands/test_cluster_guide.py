@@ -44,7 +44,7 @@ def pretend(folder: Path, **commands: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(folder / "notes")}
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_scripts_are_clean() -> None:
     task = skypilot_task()
     for script in (*blocks("bash"), task["setup"], task["run"]):

@@ -104,7 +104,9 @@ def test_a_file_that_cannot_be_read_keeps_no_other_run_from_being_drawn(
     monkeypatch.setattr(Path, "read_bytes", refuse)
     chart = chart_of(readable, locked)
     assert [each.label for each in chart.curves] == ["a"]
-    assert chart.problems == [f"locked: in no chart: {locked.directory.metrics}: cannot be read: Permission denied"]
+    reason = f"locked: in no chart: {locked.directory.metrics}: cannot be read: Permission denied"
+    assert chart.problems == [reason]
+    assert chart_of(locked).problems == [reason]
 
 
 def test_of_metrics_that_begin_again_the_last_training_is_drawn(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints
+from harness.runs.directory import RunDirectory
+from harness.runs.results import write_result
+from tests.runs.test_results import SEARCH
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
 
@@ -185,9 +188,7 @@ def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: Workshop)
 def test_a_search_alone_is_not_moved_aside(shop: Workshop) -> None:
     """-f measures the device. Results of an earlier training are moved when the run begins again."""
     run = shop.add_run("searched")
-    found = run / "results" / "microbatch-search-0123.json"
-    found.parent.mkdir()
-    found.write_text("{}")
+    found = write_result(RunDirectory(run), SEARCH)
     assert "Earlier results" not in shop.train("searched", ranks=1).stdout
     assert found.exists()
     assert "Earlier results" in shop.train("searched", "--restart", ranks=1).stdout
