@@ -42,7 +42,6 @@ from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.evaluation.loss import microbatch_losses
 from harness.model.kernels import explain_nondeterminism, should_compile
 from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment
@@ -57,9 +56,7 @@ from harness.training.zero1 import StatePartition
 
 # Bytes exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it is first used.
 EXCHANGE_BYTES = 2**26
-# Optimizer steps per tried size. On a GPU the memory in use settles after three. On a CPU the second step uses the
-# most, because the first one creates the optimizer's state.
-STEPS = {"cuda": 3, "cpu": 2}
+STEPS = 3  # optimizer steps per tried size on a GPU, whose memory in use settles after three
 SEARCH_SECONDS = 600.0  # on a CPU, where a size may take minutes, no size is tried after this
 GUESS_GROWTH = 4  # factor by which each guess after the second stays further from the sizes tried
 # Compiling takes most of the time of a size, so fewer sizes are tried, and the answer may be too small by up to a 64th.
@@ -170,8 +167,12 @@ class MicrobatchSearcher:
         return peak_under_limit(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Run real optimizer steps at learning rate 0, and the other work of training that takes memory: validation and
-        a save.
+        """Run real optimizer steps at learning rate 0, and on a CPU a save after the first one. Validation is left out,
+        because it never holds more memory than training does.
+
+        A CPU takes seconds or minutes for a step, so its first step, which only creates the optimizer's state, runs on
+        one sequence, and a single step of the whole size follows. A compiled model would be compiled once more for
+        that sequence.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
@@ -187,18 +188,16 @@ class MicrobatchSearcher:
         step, context = self._step, self.experiment.model.context_length
         tokens = self.tokens.read(self.experiment.config.start_train_token, microbatch_size * context + 1)
         microbatch = Microbatch(tokens, context)
+        steps = [microbatch] * STEPS
+        if device.type == "cpu":
+            steps = [microbatch if self.compiles else Microbatch(tokens[: context + 1], context), microbatch]
         meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
         kept = None
-        for number in range(STEPS[device.type]):
-            result = step.run([microbatch] * (2 if meets_gradients else 1), multiplier=0.0)
+        for number, each in enumerate(steps):
+            result = step.run([each] * (2 if meets_gradients else 1), multiplier=0.0)
             result.losses_A.tolist()  # waits for the device, which may only now report an error
-            if number == 0:
-                # Validation is skipped for a compiled model, because it would compile one more program. It never holds
-                # more memory than training does.
-                if self.experiment.config.validates and not self.compiles:
-                    microbatch_losses(step.bare_model, [microbatch], step.precision)
-                if device.type == "cpu" and self.world.is_main:
-                    kept = self._save(step)
+            if number == 0 and device.type == "cpu" and self.world.is_main:
+                kept = self._save(step)
         del kept  # a background save holds the copy during the following steps
 
     def _save(self, step: OptimizerStep) -> object:
