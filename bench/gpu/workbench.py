@@ -27,21 +27,8 @@ TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n
 ZIPF_EXPONENT = 1.2
 TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 60_000, "validation": 10_000}}
 SHOWN_LINES = 12
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Result of a command: exit status, elapsed seconds, and the lines of standard output and error."""
-
-    status: int
-    seconds: float
-    lines: list[str]
-
-    @property
-    def error(self) -> str | None:
-        """First line of the output that begins with "error:", or None."""
-        return next((line[:300] for line in self.lines if line.startswith("error:")), None)
 
 
 @dataclass(frozen=True)
@@ -107,9 +94,13 @@ class Workbench:
         (folder / "model.json").write_text(json.dumps({**self.shape, "drop_rate": 0.1, "qkv_bias": False, **model}))
         (folder / "train.json").write_text(json.dumps(base | train))
 
-    def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> Ended:
-        """Run `ddp_train.py NAME` to its end and return the result. `prelude` is Python source that its process runs
-        first. At the first line of output that begins with `stop_at`, the process gets SIGTERM."""
+    def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> tuple[Row, str]:
+        """Run `ddp_train.py NAME` to its end. Return its exit status, its seconds and the first line of its output that
+        begins with "error:", and its whole output.
+
+        `prelude` is Python source that its process runs first. At the first line of output that begins with `stop_at`,
+        the process gets SIGTERM.
+        """
         script = ROOT / "ddp_train.py"
         if prelude:
             # Not by runpy, which would set sys.argv[0] to ddp_train.py: --processes starts the command in sys.argv[0]
@@ -119,13 +110,10 @@ class Workbench:
             script.write_text(f"{prelude}\n{run}")
         command = [sys.executable, str(script), name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths}
         began, lines = time.perf_counter(), []
         with subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -134,7 +122,9 @@ class Workbench:
                     process.send_signal(signal.SIGTERM)
                     stop_at = None
         print("\n".join(f"    {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
-        return Ended(process.returncode, time.perf_counter() - began, lines)
+        error = next((line[:300] for line in lines if line.startswith("error:")), None)
+        row = {"status": process.returncode, "seconds": time.perf_counter() - began, "error": error}
+        return row, "\n".join(lines)
 
     def summary(self, name: str) -> Row:
         """Return a run's summary.json, or an empty dict if the run has none."""
@@ -148,20 +138,16 @@ class Workbench:
             work()
         times = []
         for _ in range(2 if self.tiny else repeat):
-            synchronize()
+            _synchronize()
             began = time.perf_counter()
             work()
-            synchronize()
+            _synchronize()
             times.append(1000 * (time.perf_counter() - began))
         return statistics.median(times)
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
+def _synchronize() -> None:
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 

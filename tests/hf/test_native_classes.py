@@ -19,14 +19,13 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.data.tokenizers.load import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
-from harness.hf import formats
+from harness.hf.formats import peer_config, peer_tensors
 from harness.model.export_formats import check_for_notebook, missing_for_export, native_class
-from tests.hf.test_convert_hf import convert, refused, write_checkpoint
+from tests.hf.test_convert_hf import LLAMA, convert, refused, write_checkpoint
 from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.launch import Workshop
 
-LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
 SOURCE = Path("r/model.json")
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
 QUICKSTART: dict[str, Any] = {
@@ -43,16 +42,14 @@ QUICKSTART: dict[str, Any] = {
 
 def peer_of(model: GPTModel) -> Any:
     """Return a model of the native class with the weights of `model`."""
-    is_gpt2 = native_class(model.config) == "gpt2"
-    settings = (formats.gpt2_config if is_gpt2 else formats.llama_config)(model.config)
-    settings |= formats.common_config(model.config, 0, "float32")
+    kind = str(native_class(model.config))
+    settings = peer_config(kind, model.config)
     automatic: Any = transformers.AutoConfig
     config = automatic.for_model(settings.pop("model_type"), **settings, attn_implementation="eager")
     build: Any = transformers.AutoModelForCausalLM
     peer = build.from_config(config).eval()
     assert type(peer).__name__ == settings["architectures"][0]
-    tensors = (formats.gpt2_tensors if is_gpt2 else formats.llama_tensors)(model)
-    missing, surplus = peer.load_state_dict(tensors, strict=False)
+    missing, surplus = peer.load_state_dict(peer_tensors(kind, model), strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tie_weights else set())
     assert not surplus
     return peer
@@ -84,26 +81,6 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
     F.cross_entropy(theirs.flatten(0, 1), targets.flatten()).backward()
     embedding = peer.get_input_embeddings().weight
     torch.testing.assert_close(model.tok_emb.weight.grad, embedding.grad, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, {**QWEN, "n_kv_heads": 2}], ids=["llama", "qwen3"])
-def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """The native class also samples what test_smoke.py prints: both with a cache, rotary positions and shared heads."""
-    config = shape(vocab_size=300, **changes)
-    model = write_checkpoint(tmp_path / "c", config)
-    convert(tmp_path, "export", "c", "out")
-    automatic: Any = transformers.AutoModelForCausalLM
-    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    tokens = random_tokens(config)
-    with torch.no_grad():
-        assert (model(tokens) - loaded.eval()(tokens).logits).abs().max() < 1e-5
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    output = loaded.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
-    options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
-    printed = Workshop(tmp_path).script("test_smoke.py", "c", *options).stdout
-    assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
 
 
 @pytest.mark.parametrize(
