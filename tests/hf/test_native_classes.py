@@ -21,12 +21,11 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
 from harness.hf.formats import peer_config, peer_tensors
 from harness.model.export_formats import check_for_notebook, missing_for_export, native_class
-from tests.hf.test_convert_hf import LLAMA, convert, refused, write_checkpoint
+from tests.hf.test_convert_hf import LLAMA, assert_same_logits, convert, refused, write_checkpoint
 from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.launch import Workshop
+from tests.support.in_process import InProcess
 
-SOURCE = Path("r/model.json")
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
 QUICKSTART: dict[str, Any] = {
     "position": "rope",
@@ -125,8 +124,8 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
         'model.json have "position": "learned", "norm": "layernorm", "qk_norm": false, "value_embeddings": null, '
         '"mlp": "gelu", "linear_bias": true\n'
     )
-    refused(tmp_path, "export", str(tmp_path / "c"), "out", "--format", "notebook", says=needed)
-    shop = Workshop(tmp_path)
+    refused(tmp_path, "export", "c", "out", "--format", "notebook", says=needed)
+    shop = InProcess(tmp_path)
     shop.add_dataset()
     by_code = "transformers with trust_remote_code; the nearest native class, "
     moe = {"num_experts": 2, "num_active_experts": 2}
@@ -142,15 +141,12 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 def test_widths_that_heads_do_not_divide() -> None:
     """transformers refuses a Llama of such a width, and computes a Qwen 3 of that width."""
     odd: dict[str, Any] = {"emb_dim": 50, "head_dim": 12}
-    sizes: dict[str, Any] = {"hidden_size": 50, "num_attention_heads": 4, "head_dim": 12}
     with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
-        transformers.LlamaConfig(**sizes)
-    for name, config in (("llama", shape(**LLAMA, **odd)), ("notebook", shape(emb_dim=50, head_dim=12))):
+        transformers.LlamaConfig(hidden_size=50, num_attention_heads=4, head_dim=12)
+    for name, config in (("llama", shape(**LLAMA, **odd)), ("notebook", shape(**odd))):
         assert missing_for_export(config)[name] == ['"emb_dim": a multiple of 4']
     model = random_model(shape(**QWEN, **odd)).eval()
-    tokens = random_tokens(model.config)
-    with torch.no_grad():
-        assert (model(tokens) - peer_of(model)(tokens).logits).abs().max() < 2e-5
+    assert_same_logits(model, peer_of(model))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +156,7 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
     config = shape(**changes)
     assert native_class(config) == "gpt2"
     with pytest.raises(UserError, match=f'^r/model.json: .*--format transformers can; .*"{next(iter(changes))}": '):
-        check_for_notebook(config, SOURCE)
+        check_for_notebook(config, Path("r/model.json"))
 
 
 # Models without a native class are exported with the code of gpt.py
