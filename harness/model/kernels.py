@@ -26,6 +26,20 @@ CUBLAS_NOT_SET = "not deterministic because it uses CuBLAS"  # if the variable w
 CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
 
 
+def choose_kernels(
+    model: nn.Module,
+    drop_rate: float,
+    device: torch.device,
+    *,
+    compiled: bool | Literal["auto"],
+) -> None:
+    """Choose the kernels for a model that is on `device` already: compile it if `should_compile`, and avoid attention
+    kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is missing."""
+    avoid_rounded_dropout(drop_rate, device)
+    if should_compile(compiled, device):
+        model.compile()  # in place: the module and its parameters keep their names
+
+
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
     """Return True if the model is to be compiled: if train.json says true, or "auto" on CUDA with all tools installed.
 
@@ -51,7 +65,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def run_eagerly(model: nn.Module) -> None:
-    """Undo the compilation by `nn.Module.compile`."""
+    """Undo the compilation by `choose_kernels`."""
     model._compiled_call_impl = None  # private: see is_compiled
     torch.compiler.reset()
 

@@ -18,11 +18,10 @@ from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model.kernels import (
-    avoid_rounded_dropout,
+    choose_kernels,
     explain_nondeterminism,
     is_compiled,
     run_eagerly,
-    should_compile,
     tune_by_coordinate_descent,
 )
 from harness.model.precision import Precision
@@ -136,7 +135,7 @@ class OptimizerStep:
             torch._foreach_zero_(gradients)  # private: no public function zeroes all tensors in one kernel
 
     def settle_compilation(self, microbatch: Microbatch, setting: bool | Literal["auto"], world: World) -> None:
-        """Compile the model, if `build_training` has marked it, by one forward and backward pass. The pass changes
+        """Compile the model, if `choose_kernels` has marked it, by one forward and backward pass. The pass changes
         nothing but the random state.
 
         If compiling fails on any rank and train.json's `compile` is "auto", all ranks continue without it and rank 0
@@ -201,9 +200,7 @@ def build_training_step(
     ).to(world.device)
     if config.coordinate_descent_tuning:
         tune_by_coordinate_descent()
-    avoid_rounded_dropout(experiment.model.drop_rates.attention_weights, world.device)
-    if should_compile(config.compile, world.device):
-        model.compile()  # in place: the module and its parameters keep their names
+    choose_kernels(model, experiment.model.drop_rates.attention_weights, world.device, compiled=config.compile)
     trained: nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, load_model, save_file
-from torch import Tensor
 
 from bench.references import NotebookModel
 from gpt import ModelConfig

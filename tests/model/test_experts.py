@@ -20,7 +20,6 @@ from gpt import (
     grouped_experts,
 )
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.compiled import trace
 
 MOE = {"num_experts": 5, "num_active_experts": 2}
 KINDS: list[dict[str, Any]] = [
@@ -265,44 +264,6 @@ def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts()
     config = shape(**small, moe={"num_experts": 6, "num_active_experts": 2})
     assert config.parameters == 446_410_752
     assert config.active_parameters - 12 * 4 * 768 == 219_697_152
-
-
-@pytest.mark.parametrize("initialisation", ["gpt2", "zero_residual"])
-def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
-    torch.manual_seed(0)
-    model = GPTModel(shape(emb_dim=192, n_layers=2, moe=MOE, initialisation=initialisation))
-    for number in range(5):
-        first = model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.0.weight")
-        last = model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.2.weight")
-        assert first.std().item() == pytest.approx(0.02, rel=0.05)
-        expected = 0.02 / 4**0.5 if initialisation == "gpt2" else 0.0
-        assert last.std().item() == pytest.approx(expected, rel=0.05)
-        assert not model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.0.bias").any()
-    assert model.get_parameter("trf_blocks.0.ff.router.weight").std().item() == pytest.approx(0.02, rel=0.1)
-
-
-# Compiled
-
-
-def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model is one graph with the gradients of the uncompiled one, with recomputed blocks and with a width
-    that is not a multiple of eight and so is padded. A different load of the experts does not compile it again."""
-    changes = {"mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 2}
-    model = random_model(shape(moe=MOE, **changes), recompute_blocks=True)
-    model.moe_router_loss_scale = 0.1
-    plain = copy.deepcopy(model)
-    graphs = trace(model, monkeypatch)
-    for seed in (3, 5):
-        tokens, targets = random_tokens(model.config, seed=seed), random_tokens(model.config, seed=4)
-        ours, theirs = (training(each, tokens, targets) for each in (model, plain))
-        assert ours[1].tolist() == theirs[1].tolist()
-        torch.testing.assert_close(ours[0], theirs[0])
-        for terms in (ours[0], theirs[0]):
-            terms.sum().backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-    assert len(graphs) == 1
-    torch._dynamo.reset()
 
 
 def test_training_in_groups_does_not_read_the_loads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
