@@ -76,13 +76,13 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     configure_libraries()
     with one_line_errors():
         from harness.common.files import check_name
-        from harness.hf.import_model import import_model
+        from harness.hf.import_model import fetch_model, import_model
 
         folder = runs_dir / check_name(run, "run")
         if folder.exists():
             raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
         is_folder = Path(source).is_dir()
-        where = Path(source) if is_folder else fetch_named(source)
+        where = Path(source) if is_folder else fetch_model(source)
         # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
         said = import_model(where, None if is_folder else source, folder)
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
@@ -148,22 +148,6 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
     from gpt import load_model
 
     return files, load_model(files.config, files.weights, torch.device("cpu"))
-
-
-def fetch_named(source: str) -> Path:
-    """Fetch a model from the Hub by its name `source`, and return its local folder. Raises UserError if `source` is a
-    path instead of a name, or if the model cannot be fetched."""
-    from harness.hf.import_model import fetch_model
-
-    path = Path(source)
-    if path.exists():
-        raise UserError(f"{source}: not a folder; give the folder that holds config.json and model.safetensors")
-    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise UserError(f"{source}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
-    try:
-        return fetch_model(source)
-    except UserError as error:
-        raise UserError(f"{source}: no such folder here; as the name of a model: {error}") from None
 
 
 if __name__ == "__main__":

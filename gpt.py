@@ -153,11 +153,7 @@ class CausalSelfAttention(nn.Module):
         self.value_mix = Mix(0.5, 0.5) if has_values else None  # adapted from the value residuals of arXiv:2410.17897
 
     def forward(
-        self,
-        x_BxTxC: Tensor,
-        rotation: Rotation | None = None,
-        values_BxTxK: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        self, x_BxTxC: Tensor, rotation: Rotation | None, values_BxTxK: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
@@ -228,10 +224,10 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x_BxTxC: Tensor,
-        rotation: Rotation | None = None,
-        embedding_BxTxC: Tensor | None = None,
-        values_BxTxK: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        rotation: Rotation | None,
+        embedding_BxTxC: Tensor | None,
+        values_BxTxK: Tensor | None,
+        cache: KeyValueCache | None,
     ) -> tuple[Tensor, Routing | None]:
         if self.skip is not None:
             x_BxTxC = self.skip(x_BxTxC, embedding_BxTxC)
@@ -463,7 +459,8 @@ class GPTModel(nn.Module):
         the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. This also sets
         `expert_tokens`.
         """
-        features_BxTxC, routings = self._routed_features(tokens_BxT)
+        routings: list[Routing] = []
+        features_BxTxC = self.features(tokens_BxT, routings=routings)
         if targets_BxT is None:
             return self.out_head(features_BxTxC)
         inputs = features_BxTxC.flatten(0, 1), self.out_head.weight, targets_BxT.flatten()
@@ -476,20 +473,19 @@ class GPTModel(nn.Module):
         return torch.stack((loss, balance.to(loss.dtype)))
 
     def features(
-        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
+        self,
+        tokens_BxT: Tensor,
+        lengths: list[int] | None = None,
+        cache: KeyValueCache | None = None,
+        routings: list[Routing] | None = None,
     ) -> Tensor:
-        """Return the input of the head, (B, T, C), after the final norm.
+        """Return the input of the head, (B, T, C), after the final norm. The routing of each block that has experts is
+        added to `routings`.
 
         With a cache, which needs evaluation mode, the tokens continue the sequences in the cache and are added to it.
         Row b then has `lengths[b]` tokens and is padded on the right (None: no padding). Results for padding are
         meaningless.
         """
-        return self._routed_features(tokens_BxT, lengths, cache)[0]
-
-    def _routed_features(
-        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
-    ) -> tuple[Tensor, list[Routing]]:
-        """Return `features`, and the routing of each block that has experts."""
         config = self.config
         if cache is None:
             positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
@@ -515,16 +511,16 @@ class GPTModel(nn.Module):
             turn = rotation(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
         values = [table(tokens_BxT) for table in self.value_embs]  # here, since the first and last blocks share tables
-        routings: list[Routing] = []
         for layer, block in enumerate(self.trf_blocks):
             table = config.value_embedding_of(layer)
-            inputs = x_BxTxC, turn, embedding_BxTxC, None if table is None else values[table]
+            inputs = x_BxTxC, turn, embedding_BxTxC, None if table is None else values[table], cache
             if self.recompute_blocks and torch.is_grad_enabled():
                 x_BxTxC, routing = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                x_BxTxC, routing = block(*inputs, cache)
-            routings += [] if routing is None else [routing]
-        return self.final_norm(x_BxTxC), routings
+                x_BxTxC, routing = block(*inputs)
+            if routings is not None and routing is not None:
+                routings.append(routing)
+        return self.final_norm(x_BxTxC)
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
         """Return the weights under the tensor names of published checkpoints of this model family, as contiguous CPU

@@ -204,7 +204,11 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 def fetch_model(name: str) -> Path:
     """Return the local folder with a model repository's files, from huggingface_hub's cache or downloaded from the Hub.
-    Raises UserError if the download fails."""
+    Raises UserError if `name` is a path instead of a name, or if the model cannot be fetched."""
+    if Path(name).exists():
+        raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"{name}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
     import huggingface_hub
 
     from harness.common.hub import HubWork, hide_bars_from_files
@@ -214,4 +218,7 @@ def fetch_model(name: str) -> Path:
     by_hand = "give the path of a folder with the model's files"
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / "model"
     work = HubWork(name, "model", cache, "its name", by_hand, "running the same command again resumes")
-    return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
+    try:
+        return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
+    except UserError as error:
+        raise UserError(f"{name}: no such folder here; as the name of a model: {error}") from None

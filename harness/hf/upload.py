@@ -10,14 +10,8 @@ from harness.hf.model_card import CHART, ModelFacts, model_card
 TRAINING = "training"  # the repository's folder for the files of the run
 # Files that transformers would load beside the weights, and that no export writes.
 COMPANIONS = {
-    "adapter_config.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
+    *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt"),
+    *("special_tokens_map.json", "tokenizer.model", "vocab.json"),
 }
 
 
