@@ -232,9 +232,11 @@ class TransformerBlock(nn.Module):
         if self.skip is not None:
             x_BxTxC = self.skip(x_BxTxC, embedding_BxTxC)
         x_BxTxC = x_BxTxC + self.drop(self.att(self.norm1(x_BxTxC), rotation, values_BxTxK, cache))
-        added_BxTxC, routing = self.ff(self.norm2(x_BxTxC)), None
+        normal_BxTxC, routing = self.norm2(x_BxTxC), None
         if isinstance(self.ff, MixtureOfExperts):
-            added_BxTxC, routing = added_BxTxC
+            added_BxTxC, routing = self.ff(normal_BxTxC)
+        else:
+            added_BxTxC = self.ff(normal_BxTxC)
         return x_BxTxC + self.mlp_drop(added_BxTxC), routing
 
 
@@ -435,9 +437,7 @@ class GPTModel(nn.Module):
         The weights of projections into the residual stream are divided by the square root of the number of these
         projections, or are zero with "zero_residual". The bigram embedding starts at zero, too.
         """
-        into_residual: set[nn.Module] = {
-            each.out_proj for each in self.modules() if isinstance(each, CausalSelfAttention)
-        }
+        into_residual = {each.out_proj for each in self.modules() if isinstance(each, CausalSelfAttention)}
         into_residual |= {each.layers[2] for each in self.modules() if isinstance(each, FeedForward)}
         is_zero = self.config.initialisation == "zero_residual"
         residual_std = 0.0 if is_zero else INIT_STD / math.sqrt(2 * self.config.n_layers)

@@ -8,7 +8,6 @@ encoding of tiktoken is converted to this format. A folder for the lab notebook 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -130,27 +129,9 @@ def _from_tiktoken(encoding: Any) -> Any:
     def spelt(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
-    # The vocabulary includes the special tokens, so that they keep their ids even if the ids of all tokens have a gap.
-    vocabulary = {spelt(token): rank for token, rank in ranks.items()} | encoding._special_tokens
-    merges = [(spelt(left), spelt(right)) for left, right in _merges(ranks)]
-    # With ignore_merges, a word that is a token becomes this token even if the merges would not produce it, as tiktoken
-    # does.
-    backend: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(encoding._pat_str), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, _ in special])
-    return backend
-
-
-def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the merges in the order of their ranks, one for each token of several bytes: the two parts into which byte
-    pair encoding with all tokens of lower rank splits the token."""
+    # The merges in the order of their ranks, one for each token of several bytes: the two parts into which byte pair
+    # encoding with all tokens of lower rank splits the token.
+    merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[at : at + 1] for at in range(len(token))]
         while len(parts) > 2:
@@ -159,4 +140,16 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
                 break
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
-            yield parts[0], parts[1]
+            merges.append((spelt(parts[0]), spelt(parts[1])))
+    # The vocabulary includes the special tokens, so that they keep their ids even if the ids of all tokens have a gap.
+    vocabulary = {spelt(token): rank for token, rank in ranks.items()} | encoding._special_tokens
+    # With ignore_merges, a word that is a token becomes this token even if the merges would not produce it, as tiktoken
+    # does.
+    backend: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_byte])
+    backend.decoder = decoders.ByteLevel()
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, _ in special])
+    return backend
