@@ -188,8 +188,9 @@ class ModelConfig(RunFile):
     @property
     def drop_rates(self) -> DropRates:
         """The dropout rate at each of the four places."""
-        is_split = isinstance(self.drop_rate, DropRates)
-        return self.drop_rate if is_split else DropRates(**dict.fromkeys(DropRates.model_fields, self.drop_rate))
+        if isinstance(self.drop_rate, DropRates):
+            return self.drop_rate
+        return DropRates(**dict.fromkeys(DropRates.model_fields, self.drop_rate))
 
     @property
     def head_width(self) -> int:
