@@ -437,11 +437,12 @@ class GPTModel(nn.Module):
         The weights of projections into the residual stream are divided by the square root of the number of these
         projections, or are zero with "zero_residual". The bigram embedding starts at zero, too.
         """
-        into_residual = {each.out_proj for each in self.modules() if isinstance(each, CausalSelfAttention)}
-        into_residual |= {each.layers[2] for each in self.modules() if isinstance(each, FeedForward)}
+        modules = list(self.modules())
+        into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}
+        into_residual |= {each.layers[2] for each in modules if isinstance(each, FeedForward)}
         is_zero = self.config.initialisation == "zero_residual"
         residual_std = 0.0 if is_zero else INIT_STD / math.sqrt(2 * self.config.n_layers)
-        for module in self.modules():
+        for module in modules:
             if not isinstance(module, nn.Linear | nn.Embedding):
                 continue
             std = residual_std if module in into_residual else 0.0 if module is self.bigram_emb else INIT_STD
