@@ -273,20 +273,9 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("activation_function", "relu"),
-        ("layer_norm_epsilon", 1e-6),
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("scale_attn_weights", False),
-        ("n_inner", 0),
-        ("n_layer", "two"),
-        ("n_layer", 2.0),
-        ("n_layer", -1),
-        ("n_layer", True),
-        ("n_embd", 50),
-        ("resid_pdrop", "x"),
-        ("attn_pdrop", 1.5),
-        ("tie_word_embeddings", "yes"),
-        ("n_embd", None),
+        *(("activation_function", "relu"), ("layer_norm_epsilon", 1e-6), ("scale_attn_by_inverse_layer_idx", True)),
+        *(("scale_attn_weights", False), ("n_inner", 0), ("n_embd", 50), ("n_embd", None), ("resid_pdrop", "x")),
+        *(("attn_pdrop", 1.5), ("tie_word_embeddings", "yes"), *(("n_layer", each) for each in ("two", 2.0, -1, True))),
     ],
 )
 def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> None:

@@ -82,28 +82,21 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
     torch.testing.assert_close(model.tok_emb.weight.grad, embedding.grad, rtol=1e-3, atol=1e-6)
 
 
+NEITHER: dict[str, Any] = {
+    **{"logit_softcap": 15.0, "value_embeddings": 1, "embedding_skip": True, "bigram_embedding": 50},
+    "moe": {"num_experts": 4, "num_active_experts": 2},
+}
+NOT_GPT2: dict[str, Any] = {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "n_kv_heads": 2, "head_dim": 10}
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
+        *(({key: value}, key) for key, value in {**NOT_GPT2, **NEITHER}.items()),
+        *(({**LLAMA, key: value}, key) for key, value in {"mlp": "relu2", **NEITHER}.items()),
         ({"position": "rope"}, "norm"),
-        ({**LLAMA, "mlp": "relu2"}, "mlp"),
         ({**LLAMA, "qk_norm": True}, "linear_bias"),
-        ({**LLAMA, "logit_softcap": 15.0}, "logit_softcap"),
-        ({**LLAMA, "value_embeddings": 1}, "value_embeddings"),
-        ({**LLAMA, "embedding_skip": True}, "embedding_skip"),
-        ({**LLAMA, "bigram_embedding": 50}, "bigram_embedding"),
-        ({"norm": "rmsnorm"}, "norm"),
-        ({"mlp": "swiglu"}, "mlp"),
-        ({"qk_norm": True}, "qk_norm"),
-        ({"n_kv_heads": 2}, "n_kv_heads"),
-        ({"head_dim": 10}, "head_dim"),
         ({"emb_dim": 50, "head_dim": 12}, "emb_dim"),
-        ({"logit_softcap": 15.0}, "logit_softcap"),
-        ({"value_embeddings": 1}, "value_embeddings"),
-        ({"embedding_skip": True}, "embedding_skip"),
-        ({"bigram_embedding": 50}, "bigram_embedding"),
-        ({"moe": {"num_experts": 4, "num_active_experts": 2}}, "moe"),
-        ({**LLAMA, "moe": {"num_experts": 4, "num_active_experts": 2}}, "moe"),
     ],
     ids=str,
 )
