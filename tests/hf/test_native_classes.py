@@ -82,10 +82,8 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
     torch.testing.assert_close(model.tok_emb.weight.grad, embedding.grad, rtol=1e-3, atol=1e-6)
 
 
-NEITHER: dict[str, Any] = {
-    **{"logit_softcap": 15.0, "value_embeddings": 1, "embedding_skip": True, "bigram_embedding": 50},
-    "moe": {"num_experts": 4, "num_active_experts": 2},
-}
+EXPERTS = {"num_experts": 4, "num_active_experts": 2}
+NEITHER = {"logit_softcap": 15.0, "value_embeddings": 1, "embedding_skip": True, "bigram_embedding": 50, "moe": EXPERTS}
 NOT_GPT2: dict[str, Any] = {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "n_kv_heads": 2, "head_dim": 10}
 
 
@@ -157,7 +155,7 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
 
 OWN: dict[str, dict[str, Any]] = {
     "all": ALL,
-    "experts": {"moe": {"num_experts": 4, "num_active_experts": 2}, "mlp": "swiglu", "tie_weights": True},
+    "experts": {"moe": EXPERTS, "mlp": "swiglu", "tie_weights": True},
     "the quickstart's": {**QUICKSTART, "drop_rate": {"embedding": 0.1}},
 }
 # Runs as on another machine: this project is not in the path.
