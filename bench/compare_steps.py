@@ -28,11 +28,11 @@ from typing import Any
 
 import click
 import numpy as np
-from safetensors.numpy import save_file
 
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.gpu.workbench import write_dataset, write_run
 from harness.common.libraries import SETTINGS
 from harness.model.config import ModelConfig
 
@@ -141,11 +141,9 @@ class Player:
             process.wait()
 
 
-def write_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
+def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
     """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory."""
-    run, dataset = folder / "runs" / "bench", folder / "datasets" / "bench" / "random"
-    run.mkdir(parents=True)
-    dataset.mkdir(parents=True)
+    run = folder / "runs" / "bench"
     train = {
         "dataset": "bench/random",
         "microbatch_size": case.microbatch,
@@ -156,13 +154,10 @@ def write_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: in
         "clipping_max_norm": 1.0,
         "precision": precision,
     }
-    (run / "train.json").write_text(json.dumps(train))
-    (run / "model.json").write_text(case.model_config(tied=tied).model_dump_json(exclude_defaults=True))
+    write_run(run, case.model_config(tied=tied).model_dump(mode="json", exclude_defaults=True), train)
     count = STEPS * ranks * case.microbatch * case.context + 1
-    tokens = np.random.default_rng(0).integers(case.vocabulary, size=count).astype(np.uint16)
-    save_file({"tokens": tokens}, dataset / "train.safetensors")
-    meta = {"description": "random tokens", "token_dtype": "uint16", "files": ["train.safetensors"]}
-    (dataset / "meta.json").write_text(json.dumps(meta))
+    tokens = np.random.default_rng(0).integers(case.vocabulary, size=count)
+    write_dataset(folder / "datasets" / "bench" / "random", {"train": tokens})
     return run
 
 
@@ -176,7 +171,7 @@ def compare(
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        run = write_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)
+        run = make_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)
         players = []
         for name in (OWN, peer):
             players.append(Player(name, replace(case, run=str(run)), ranks=ranks, threads=threads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -16,15 +17,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.gpu.workbench import DEVICE, Workbench
+from bench.gpu.workbench import Workbench
 from harness.model.cross_entropy import linear_cross_entropy
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {
     "default": [*SDPBackend.__members__.values()][1:],  # without the first, ERROR
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
 }
+
+
+def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20) -> float:
+    """Return the median time of `work` in milliseconds, after three calls for compilation and the choice of kernels."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        work()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - began)
+
+    times = [timed() for _ in range(3 + (2 if bench.tiny else repeat))]
+    return statistics.median(times[3:])
 
 
 def measure_machine(bench: Workbench) -> None:
@@ -48,7 +64,7 @@ def measure_ceilings(bench: Workbench) -> None:
     output head is measured with the vocabulary as it is, and padded to a multiple of 128 ("whole tiles")."""
     source = torch.empty(2**16 if bench.tiny else 2**28, device=DEVICE)
     copy = torch.empty_like(source)
-    bench.add("copy", tb_per_s=8e-9 * source.numel() / bench.milliseconds(lambda: copy.copy_(source)))
+    bench.add("copy", tb_per_s=8e-9 * source.numel() / milliseconds(lambda: copy.copy_(source), bench))
     width, rows, vocab = bench.shape["emb_dim"], 64 if bench.tiny else 65536, bench.shape["vocab_size"]
     padded, slice_rows = -(-vocab // 128) * 128, min(rows, 8192)
     for name, count, inner, outer in (
@@ -60,7 +76,7 @@ def measure_ceilings(bench: Workbench) -> None:
         a, w, g = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
         products: dict[str, tuple[Tensor, Tensor]] = {"forward": (a, w.T), "features": (g, w), "weight": (g.T, a)}
         rates = {
-            f"{key}_tflops": 2 * count * inner * outer / bench.milliseconds(partial(torch.matmul, *pair)) / 1e9
+            f"{key}_tflops": 2 * count * inner * outer / milliseconds(partial(torch.matmul, *pair), bench) / 1e9
             for key, pair in products.items()
         }
         bench.add("gemm", product=name, **rates)
@@ -83,7 +99,7 @@ def measure_attention(bench: Workbench) -> None:
 
         try:
             with sdpa_kernel(BACKENDS[backend]):
-                ms, dropped = bench.milliseconds(both), share_dropped(rate, heads=8 if bench.tiny else 512)
+                ms, dropped = milliseconds(both, bench), share_dropped(rate, heads=8 if bench.tiny else 512)
             found: dict[str, Any] = {"dropped": dropped, "ms": ms, "tflops": flops / ms / 1e9}
         except RuntimeError as error:
             found = {"refused": str(error).splitlines()[0][:150]}
@@ -132,7 +148,7 @@ def measure_loss(bench: Workbench) -> None:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        ms = bench.milliseconds(both, repeat=10)
+        ms = milliseconds(both, bench, repeat=10)
         values |= {"ms": ms, "us_per_token": 1000 * ms / rows, "tflops": 6 * rows * weight.numel() / ms / 1e9}
         if on_gpu:
             values["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
