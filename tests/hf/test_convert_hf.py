@@ -279,8 +279,8 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
     ],
 )
 def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> None:
-    sizes = {"vocab_size": 290, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
-    config = {**transformers.GPT2Config(**sizes).to_dict(), key: value}
+    gpt2 = transformers.GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4)
+    config = {**gpt2.to_dict(), key: value}
     if value is None:
         del config[key]
     with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
