@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import numpy as np
@@ -228,11 +228,9 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
 # Processes of the compared programs, one for each rank; each takes a step for each line on its standard input ---------
 
 
-def take_turns() -> Iterator[None]:
-    """Yield for each request on standard input to take a step. When the caller comes back, the step has ended, and the
-    answer is its elapsed and processor seconds. The process exits after the last request."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output must not be read as an answer
+def take_turns(answers: TextIO) -> Iterator[None]:
+    """Yield for each request on standard input to take a step. When the caller comes back, the step has ended, and its
+    elapsed and processor seconds are written to `answers`. The process exits after the last request."""
     while sys.stdin.readline():
         wall, processor = time.perf_counter(), time.process_time()
         yield
@@ -320,7 +318,9 @@ def peers_loss(program: str, case: Case) -> Any:
 
 def contend() -> None:
     """Run one rank of the program sys.argv[1] on the Case in sys.argv[2], which is JSON."""
-    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), take_turns()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # other output must not be read as an answer
+    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), take_turns(answers)
     if name == OWN:
         run_ours(case, turns)
     else:

@@ -118,8 +118,10 @@ class NotebookModel(nn.Module):
 
 def nano_gpt(config: ModelConfig) -> NotebookModel:
     """Return a GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
-    torch's norms and attention, and all logits stored. nanoGPT ties the head to the token embedding."""
-    return NotebookModel(config, NanoBlock, nn.LayerNorm)
+    torch's norms and attention, a tied head, and all logits stored."""
+    model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoBlock, nn.LayerNorm)
+    model.tok_emb.weight = model.out_head.weight  # in this direction, since the head's initial weights are small
+    return model
 
 
 def transformers_peer(model: GPTModel, attention: str = "sdpa") -> transformers.GPT2LMHeadModel:
