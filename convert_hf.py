@@ -14,8 +14,6 @@ from harness.common.options import RUNS_DIR, Group
 
 if TYPE_CHECKING:
     from gpt import GPTModel
-    from harness.hf.model_card import ModelFacts
-    from harness.runs.directory import RunDirectory
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
@@ -78,13 +76,13 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     configure_libraries()
     with one_line_errors():
         from harness.common.files import check_name
-        from harness.hf.import_model import import_model
+        from harness.hf.import_model import fetch_model, import_model
 
         folder = runs_dir / check_name(run, "run")
         if folder.exists():
             raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
         is_folder = Path(source).is_dir()
-        where = Path(source) if is_folder else fetch_named(source)
+        where = Path(source) if is_folder else fetch_model(source)
         # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
         said = import_model(where, None if is_folder else source, folder)
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
@@ -109,20 +107,27 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
             raise UserError(f"{name}: give owner/name")
         from tempfile import TemporaryDirectory
 
+        from harness.common.device import only_device
+        from harness.evaluation.loss import HeldOutText
         from harness.hf.export import export_model
-        from harness.hf.model_card import model_card
+        from harness.hf.model_card import ModelFacts, model_card
         from harness.hf.upload import upload_model
 
         files, model = open_model(checkpoint, options["model_json"], options["runs_dir"])
-        run, facts = gather_facts(files, model, name, options["datasets_dir"], options["license_"])
+        test = None
+        if options["datasets_dir"]:
+            text = HeldOutText.choose(model.config, files.weights, options["datasets_dir"])
+            test = text.measure(model.to(only_device()), "auto")
+            test.keep(files.weights)
+        facts = ModelFacts(name, files, test, options["license_"])
         if options["card"]:
             click.echo(model_card(facts), nl=False)
             return
         with TemporaryDirectory() as folder:
             exported = Path(folder) / "model"
             export_model(model, files, exported, options["dtype"])
-            click.echo(f"Uploaded to {upload_model(exported, facts, run, public=options['public'])}")
-        if facts.test is None:
+            click.echo(f"Uploaded to {upload_model(exported, facts, public=options['public'])}")
+        if test is None:
             click.echo("The card has no test loss; --datasets-dir DIR measures it")
 
 
@@ -143,46 +148,6 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
     from gpt import load_model
 
     return files, load_model(files.config, files.weights, torch.device("cpu"))
-
-
-def fetch_named(source: str) -> Path:
-    """Fetch a model from the Hub by its name `source`, and return its local folder. Raises UserError if `source` is a
-    path instead of a name, or if the model cannot be fetched."""
-    from harness.hf.import_model import fetch_model
-
-    path = Path(source)
-    if path.exists():
-        raise UserError(f"{source}: not a folder; give the folder that holds config.json and model.safetensors")
-    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise UserError(f"{source}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
-    try:
-        return fetch_model(source)
-    except UserError as error:
-        raise UserError(f"{source}: no such folder here; as the name of a model: {error}") from None
-
-
-def gather_facts(
-    files: TrainedModel, model: GPTModel, name: str, datasets_dir: Path | None, license_: str | None
-) -> tuple[RunDirectory | None, ModelFacts]:
-    """Return the run that made the model (None if unknown), and the facts for its card. If `datasets_dir` is given,
-    measure the test loss on a dataset in this folder."""
-    from harness.common.device import only_device
-    from harness.evaluation.loss import HeldOutText
-    from harness.hf.formats import OWN_TYPE
-    from harness.hf.model_card import ModelFacts
-    from harness.model.export_formats import native_class
-    from harness.runs.summary import read_summary
-
-    run, test = files.run, None
-    if datasets_dir:
-        text = HeldOutText.choose(model.config, files.weights, datasets_dir)
-        test = text.measure(model.to(only_device()), "auto")
-        test.keep(files.weights)
-    summary = read_summary(run.summary) if run and run.summary.is_file() else None
-    has_chart = run is not None and run.chart.is_file()
-    kind = native_class(model.config) or OWN_TYPE
-    facts = ModelFacts(name, model.config, kind, files.meta, summary, test, license_, has_chart)
-    return run, facts
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
-from harness.model.inference import NO_TOKEN, KeyValueCache, LayerCache
+from harness.model.inference import NO_TOKEN, KeyValueCache
 from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_weights
 
 INIT_STD = 0.02
@@ -140,6 +140,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.head_width = config.head_width
         self.drop_rate = config.drop_rates.attention_weights
         self.qkv_sizes = (config.query_width, config.kv_width, config.kv_width)
@@ -152,18 +153,14 @@ class CausalSelfAttention(nn.Module):
         self.value_mix = Mix(0.5, 0.5) if has_values else None  # adapted from the value residuals of arXiv:2410.17897
 
     def forward(
-        self,
-        x_BxTxC: Tensor,
-        rotation: Rotation | None = None,
-        values_BxTxK: Tensor | None = None,
-        cache: LayerCache | None = None,
+        self, x_BxTxC: Tensor, rotation: Rotation | None, values_BxTxK: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
             v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)
-        q_BxHxTxD = q_BxTxQ.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-        k_BxHxTxD = k_BxTxK.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-        v_BxHxTxD = v_BxTxK.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        q_BxHxTxD, k_BxHxTxD, v_BxHxTxD = (
+            each.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in (q_BxTxQ, k_BxTxK, v_BxTxK)
+        )
         if self.q_norm is not None and self.k_norm is not None:  # before the rotation, as in Qwen 3
             q_BxHxTxD, k_BxHxTxD = self.q_norm(q_BxHxTxD), self.k_norm(k_BxHxTxD)
         if rotation is not None:
@@ -173,7 +170,7 @@ class CausalSelfAttention(nn.Module):
             drop_rate = self.drop_rate if self.training else 0.0
             mixed_BxHxTxD = causal_attention(q_BxHxTxD, k_BxHxTxD, v_BxHxTxD, drop_rate)
         else:
-            k, v, visible = cache.extend(k_BxHxTxD, v_BxHxTxD)
+            k, v, visible = cache.extend(self.layer, k_BxHxTxD, v_BxHxTxD)
             shared = k.shape[1] != q_BxHxTxD.shape[1]
             mixed_BxHxTxD = F.scaled_dot_product_attention(q_BxHxTxD, k, v, attn_mask=visible, enable_gqa=shared)
         return self.out_proj(mixed_BxHxTxD.transpose(1, 2).flatten(-2))
@@ -227,10 +224,10 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x_BxTxC: Tensor,
-        rotation: Rotation | None = None,
-        embedding_BxTxC: Tensor | None = None,
-        values_BxTxK: Tensor | None = None,
-        cache: LayerCache | None = None,
+        rotation: Rotation | None,
+        embedding_BxTxC: Tensor | None,
+        values_BxTxK: Tensor | None,
+        cache: KeyValueCache | None,
     ) -> tuple[Tensor, Routing | None]:
         if self.skip is not None:
             x_BxTxC = self.skip(x_BxTxC, embedding_BxTxC)
@@ -381,11 +378,6 @@ class OutputHead(nn.Linear):
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 
-def shifted(tokens_BxT: Tensor) -> Tensor:
-    """Return each token's predecessor in its sequence (NO_TOKEN for the first token): (B, T)."""
-    return torch.cat((torch.full_like(tokens_BxT[:, :1], NO_TOKEN), tokens_BxT[:, :-1]), dim=1)
-
-
 def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Tensor:
     """Return the bucket of each pair of a token and its predecessor: (B, T).
 
@@ -445,14 +437,12 @@ class GPTModel(nn.Module):
         The weights of projections into the residual stream are divided by the square root of the number of these
         projections, or are zero with "zero_residual". The bigram embedding starts at zero, too.
         """
-        into_residual: set[nn.Module] = set()
-        for module in self.modules():
-            if isinstance(module, CausalSelfAttention | FeedForward):
-                into_residual.add(module.out_proj if isinstance(module, CausalSelfAttention) else module.layers[2])
-        residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
-        if self.config.initialisation == "zero_residual":
-            residual_std = 0.0
-        for module in self.modules():
+        modules = list(self.modules())
+        into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}
+        into_residual |= {each.layers[2] for each in modules if isinstance(each, FeedForward)}
+        is_zero = self.config.initialisation == "zero_residual"
+        residual_std = 0.0 if is_zero else INIT_STD / math.sqrt(2 * self.config.n_layers)
+        for module in modules:
             if not isinstance(module, nn.Linear | nn.Embedding):
                 continue
             std = residual_std if module in into_residual else 0.0 if module is self.bigram_emb else INIT_STD
@@ -463,11 +453,6 @@ class GPTModel(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    @property
-    def blocks(self) -> list[TransformerBlock]:
-        """The blocks as a list, with their type for type checkers."""
-        return list(self.trf_blocks)  # type: ignore[arg-type]
-
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V), or, given targets, the mean cross-entropy as a scalar.
 
@@ -475,7 +460,8 @@ class GPTModel(nn.Module):
         the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. This also sets
         `expert_tokens`.
         """
-        features_BxTxC, routings = self._routed_features(tokens_BxT)
+        routings: list[Routing] = []
+        features_BxTxC = self.features(tokens_BxT, routings=routings)
         if targets_BxT is None:
             return self.out_head(features_BxTxC)
         inputs = features_BxTxC.flatten(0, 1), self.out_head.weight, targets_BxT.flatten()
@@ -488,20 +474,19 @@ class GPTModel(nn.Module):
         return torch.stack((loss, balance.to(loss.dtype)))
 
     def features(
-        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
+        self,
+        tokens_BxT: Tensor,
+        lengths: list[int] | None = None,
+        cache: KeyValueCache | None = None,
+        routings: list[Routing] | None = None,
     ) -> Tensor:
-        """Return the input of the head, (B, T, C), after the final norm.
+        """Return the input of the head, (B, T, C), after the final norm. The routing of each block that has experts is
+        added to `routings`.
 
         With a cache, which needs evaluation mode, the tokens continue the sequences in the cache and are added to it.
         Row b then has `lengths[b]` tokens and is padded on the right (None: no padding). Results for padding are
         meaningless.
         """
-        return self._routed_features(tokens_BxT, lengths, cache)[0]
-
-    def _routed_features(
-        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
-    ) -> tuple[Tensor, list[Routing]]:
-        """Return `features`, and the routing of each block that has experts."""
         config = self.config
         if cache is None:
             positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
@@ -512,7 +497,7 @@ class GPTModel(nn.Module):
         if self.pos_emb is not None:
             x_BxTxC = x_BxTxC + self.pos_emb(positions)
         if self.bigram_emb is not None:
-            previous_BxT = shifted(tokens_BxT) if cache is None else cache.previous
+            previous_BxT = F.pad(tokens_BxT, (1, -1), value=NO_TOKEN) if cache is None else cache.previous
             buckets_BxT = bigram_buckets(tokens_BxT, previous_BxT, self.bigram_emb.num_embeddings)
             x_BxTxC = x_BxTxC + self.bigram_emb(buckets_BxT)
         if config.embedding_skip:
@@ -527,16 +512,16 @@ class GPTModel(nn.Module):
             turn = rotation(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
         values = [table(tokens_BxT) for table in self.value_embs]  # here, since the first and last blocks share tables
-        routings: list[Routing] = []
         for layer, block in enumerate(self.trf_blocks):
             table = config.value_embedding_of(layer)
-            inputs = x_BxTxC, turn, embedding_BxTxC, None if table is None else values[table]
+            inputs = x_BxTxC, turn, embedding_BxTxC, None if table is None else values[table], cache
             if self.recompute_blocks and torch.is_grad_enabled():
                 x_BxTxC, routing = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                x_BxTxC, routing = block(*inputs, None if cache is None else cache.layers[layer])
-            routings += [] if routing is None else [routing]
-        return self.final_norm(x_BxTxC), routings
+                x_BxTxC, routing = block(*inputs)
+            if routings is not None and routing is not None:
+                routings.append(routing)
+        return self.final_norm(x_BxTxC)
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
         """Return the weights under the tensor names of published checkpoints of this model family, as contiguous CPU

@@ -20,19 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import numpy as np
-from safetensors.numpy import save_file
 
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.gpu.workbench import write_dataset, write_run
 from harness.common.libraries import SETTINGS
 from harness.model.config import ModelConfig
 
@@ -43,7 +43,7 @@ OWN = "ddp-pretrain"
 
 @dataclass(frozen=True)
 class Case:
-    """Model and batch of a comparison, and the folders RUN and DATASETS_DIR for ddp_train.py."""
+    """Model and batch of a comparison, and the run directory for ddp_train.py."""
 
     layers: int
     emb_dim: int
@@ -52,7 +52,6 @@ class Case:
     vocabulary: int
     microbatch: int  # sequences per step and rank
     run: str = ""
-    datasets: str = ""
 
     @property
     def title(self) -> str:
@@ -86,6 +85,8 @@ PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # our precision, a
 WARM_UP = 3
 STEPS = 3000  # length of our run; its process is killed when the comparison ends
 CONTESTANT = "from bench.compare_steps import contend; contend()"
+MEASURED = ("processor", "wall")  # seconds of all processors, and elapsed seconds
+HEADER = f"{'ours':6}{'peer':20}{'processor ms':>20}{'ratio':>7}{'clock ms':>20}{'ratio':>7}"
 Row = dict[str, Any]
 
 
@@ -94,13 +95,15 @@ class Player:
 
     def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
         self.name = name
-        self.turns: list[Row] = []
+        self.steps: list[dict[str, float]] = []
         # Idle OpenMP threads must sleep, or they would take processor time from the other programs. The other variables
         # in SETTINGS are set by our command alone, and count as its advantage.
         shared = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"]}
         if ranks > 1:
+            with socket.socket() as found:
+                found.bind(("127.0.0.1", 0))
+                shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
             shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the processes run
         self.processes = [
@@ -116,104 +119,74 @@ class Player:
             for place in places
         ]
 
-    def step(self, *, counts: bool) -> None:
-        """Take one step on all ranks. If it counts, record the slowest rank's time and the sum of the ranks' processor
-        time."""
+    def step(self) -> None:
+        """Take one step on all ranks, and record the slowest rank's time and the sum of the ranks' processor time."""
         for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("step\n")
-            process.stdin.flush()
-        answers = [self._answer(process) for process in self.processes]
-        if counts:
-            wall = max(each["wall"] for each in answers)
-            self.turns.append({"wall": wall, "processor": sum(each["processor"] for each in answers)})
-
-    def median(self, what: str) -> float:
-        """Return the median seconds of a step: elapsed time for "wall", time of all processors for "processor"."""
-        return statistics.median(turn[what] for turn in self.turns)
-
-    def _answer(self, process: subprocess.Popen[str]) -> Row:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            self.errors.seek(0)
-            raise click.ClickException(f"{self.name} ended: {self.errors.read()[-2000:]}")
-        return json.loads(line)
+            print("step", file=process.stdin, flush=True)
+        answers = []
+        for process in self.processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                self.errors.seek(0)
+                raise click.ClickException(f"{self.name} ended: {self.errors.read()[-2000:]}")
+            answers.append(json.loads(line))
+        self.steps.append(
+            {"wall": max(each["wall"] for each in answers), "processor": sum(each["processor"] for each in answers)}
+        )
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-        for process in self.processes:
             process.wait()
 
 
-def race(players: Sequence[Player], *, seconds: float, steps: int) -> None:
-    """Have the players take steps in turns until `seconds` are over, and at least `steps` after WARM_UP. The player
-    that goes first in a round alternates."""
-    begun, number = time.monotonic(), 0
-    while number < WARM_UP + steps or time.monotonic() < begun + seconds:
-        first = number % len(players)
-        for player in [*players[first:], *players[:first]]:
-            player.step(counts=number >= WARM_UP)
-        number += 1
+def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
+    """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory."""
+    run = folder / "runs" / "bench"
+    train = {
+        "dataset": "bench/random",
+        "microbatch_size": case.microbatch,
+        "train_steps": STEPS,
+        "start_train_token": 0,
+        "checkpoint_interval": STEPS,
+        "learning_rate": LEARNING_RATE,
+        "clipping_max_norm": 1.0,
+        "precision": precision,
+    }
+    write_run(run, case.model_config(tied=tied).model_dump(mode="json", exclude_defaults=True), train)
+    count = STEPS * ranks * case.microbatch * case.context + 1
+    tokens = np.random.default_rng(0).integers(case.vocabulary, size=count)
+    write_dataset(folder / "datasets" / "bench" / "random", {"train": tokens})
+    return run
 
 
-@contextmanager
-def run_directory(case: Case, *, tied: bool, precision: str, ranks: int) -> Iterator[Case]:
-    """Yield `case` with a run directory for ddp_train.py and a dataset of random tokens, both in a temporary folder."""
+def compare(
+    case: Case, precision: str, peer: str, *, ranks: int, threads: int, seconds: float, steps: int
+) -> dict[str, Any]:
+    """Return a row of the table: our command in `precision` against a peer.
 
-    with tempfile.TemporaryDirectory() as name:
-        run, dataset = Path(name) / "runs" / "bench", Path(name) / "datasets" / "bench" / "random"
-        run.mkdir(parents=True)
-        dataset.mkdir(parents=True)
-        train = {
-            "dataset": "bench/random",
-            "microbatch_size": case.microbatch,
-            "train_steps": STEPS,
-            "start_train_token": 0,
-            "checkpoint_interval": STEPS,
-            "learning_rate": LEARNING_RATE,
-            "clipping_max_norm": 1.0,
-            "precision": precision,
-        }
-        (run / "train.json").write_text(json.dumps(train))
-        (run / "model.json").write_text(case.model_config(tied=tied).model_dump_json(exclude_defaults=True))
-        count = STEPS * ranks * case.microbatch * case.context + 1
-        tokens = np.random.default_rng(0).integers(case.vocabulary, size=count).astype(np.uint16)
-        save_file({"tokens": tokens}, dataset / "train.safetensors")
-        meta = {"description": "random tokens", "token_dtype": "uint16", "files": ["train.safetensors"]}
-        (dataset / "meta.json").write_text(json.dumps(meta))
-        yield replace(case, run=str(run), datasets=str(dataset.parents[1]))
-
-
-def compare(case: Case, pair: tuple[str, str], *, ranks: int, threads: int, seconds: float, steps: int) -> Row:
-    """Return a row of the table: our command in the precision pair[0] against the peer pair[1]."""
-    precision, peer = pair
+    The programs take steps in turns until `seconds` are over, and at least `steps` after WARM_UP. The program that goes
+    first in a round alternates.
+    """
     with ExitStack() as stack:
-        tied = not peer.startswith("upstream")
-        prepared = stack.enter_context(run_directory(case, tied=tied, precision=precision, ranks=ranks))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run = make_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)
         players = []
         for name in (OWN, peer):
-            players.append(Player(name, prepared, ranks=ranks, threads=threads))
+            players.append(Player(name, replace(case, run=str(run)), ranks=ranks, threads=threads))
             stack.callback(players[-1].end)
-        race(players, seconds=seconds, steps=steps)
-    ours, other = players
+        begun, rounds = time.monotonic(), 0
+        while rounds < WARM_UP + steps or time.monotonic() < begun + seconds:
+            for player in players if rounds % 2 == 0 else reversed(players):
+                player.step()
+            rounds += 1
     row: Row = {"shape": case.title, "ranks": ranks, "threads": threads, "ours": precision, "peer": peer}
-    row["steps"] = len(ours.turns)
-    for what in ("processor", "wall"):
-        row[f"{what}_ms"] = [1e3 * ours.median(what), 1e3 * other.median(what)]
-        row[f"{what}_ratio"] = other.median(what) / ours.median(what)
+    row["steps"] = rounds - WARM_UP
+    for what in MEASURED:
+        ours, theirs = (statistics.median(step[what] for step in player.steps[WARM_UP:]) for player in players)
+        row |= {f"{what}_ms": [1e3 * ours, 1e3 * theirs], f"{what}_ratio": theirs / ours}
     return row
-
-
-HEADER = f"{'ours':6}{'peer':20}{'processor ms':>20}{'ratio':>7}{'clock ms':>20}{'ratio':>7}"
-
-
-def line_of(row: Row) -> str:
-    """Format a row: milliseconds per step (ours / the peer's), and the peer's over ours, for processor and clock."""
-    processor, wall = (" / ".join(f"{each:,.0f}" for each in row[f"{what}_ms"]) for what in ("processor", "wall"))
-    ratios = row["processor_ratio"], row["wall_ratio"]
-    return f"{row['ours']:6}{row['peer']:20}{processor:>20}{ratios[0]:>7.2f}{wall:>20}{ratios[1]:>7.2f}"
 
 
 @click.command(help=__doc__)
@@ -231,13 +204,18 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
     capability = torch.backends.cpu.get_cpu_capability()
     click.echo(f"torch {torch.__version__}, {capability}, ranks {effort['ranks']}, threads {effort['threads']} each")
     rows: list[Row] = []
-    for number in numbers or range(1, len(SHAPES) + 1):
-        case = SHAPES[number - 1]
+    for case in [SHAPES[number - 1] for number in numbers] or SHAPES:
         click.echo(f"\n{case.title}\n{HEADER}")
         for peer in peers or PEERS:
-            for own, other in PRECISIONS:
-                rows.append(compare(case, (own, peer + other), **effort))
-                click.echo(line_of(rows[-1]))
+            for own, suffix in PRECISIONS:
+                row = compare(case, own, peer + suffix, **effort)
+                rows.append(row)
+                line = f"{row['ours']:6}{row['peer']:20}"
+                for what in MEASURED:
+                    line += (
+                        f"{' / '.join(f'{each:,.0f}' for each in row[f'{what}_ms']):>20}{row[f'{what}_ratio']:>7.2f}"
+                    )
+                click.echo(line)
     if file:
         file.write_text(json.dumps(rows, indent=1) + "\n")
     slower = [row for row in rows if row["processor_ratio"] < at_least]
@@ -247,54 +225,41 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
     sys.exit(1 if slower else 0)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 # Processes of the compared programs, one for each rank; each takes a step for each line on its standard input ---------
 
 
-class Turns:
-    """Requests on standard input to take a step, each answered with the step's elapsed and processor seconds."""
-
-    def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # other output must not be read as an answer
-        self._begun: tuple[float, float] | None = None
-
-    def next(self) -> None:
-        """Report the step that has ended, if there is one, and wait for the next request."""
-        now = time.perf_counter(), time.process_time()
-        if self._begun is not None:
-            wall, processor = (end - begin for end, begin in zip(now, self._begun, strict=True))
-            print(json.dumps({"wall": wall, "processor": processor}), file=self._answers, flush=True)
-        if not sys.stdin.readline():
-            os._exit(0)
-        self._begun = time.perf_counter(), time.process_time()
+def take_turns(answers: TextIO) -> Iterator[None]:
+    """Yield for each request on standard input to take a step. When the caller comes back, the step has ended, and its
+    elapsed and processor seconds are written to `answers`. The process exits after the last request."""
+    while sys.stdin.readline():
+        wall, processor = time.perf_counter(), time.process_time()
+        yield
+        took = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
+        print(json.dumps(took), file=answers, flush=True)
+    os._exit(0)
 
 
-def ours(case: Case, turns: Turns) -> None:
+def run_ours(case: Case, turns: Iterator[None]) -> None:
     """Run ddp_train.py as a user does. A turn is everything that its loop does between the starts of two steps."""
     from harness.training.step import OptimizerStep
 
     run_step: Callable[..., Any] = OptimizerStep.run
 
     def run_in_turn(*arguments: Any) -> Any:
-        turns.next()
+        next(turns)
         return run_step(*arguments)
 
     OptimizerStep.run = run_in_turn  # type: ignore[assignment, method-assign]
     run = Path(case.run)
-    sys.argv = ["ddp_train.py", run.name, case.datasets, "--runs-dir", str(run.parent)]
+    datasets = run.parents[1] / "datasets"
+    sys.argv = ["ddp_train.py", run.name, str(datasets), "--runs-dir", str(run.parent)]
     runpy.run_path(str(ROOT / "ddp_train.py"), run_name="__main__")
 
 
-def peer(name: str, case: Case, turns: Turns) -> None:
-    """Train like the peers' programs: bf16 autocast if `name` says so, clipping to norm 1.0, AdamW, and DDP if there is
-    more than one rank. "upstream" (the notebook) uses torch's AdamW without `fused` and reads the loss at each step.
-    The others use the fused AdamW."""
+def run_peer(name: str, case: Case, turns: Iterator[None]) -> None:
+    """Train like the peers' programs on random tokens: bf16 autocast if `name` says so, clipping to norm 1.0, AdamW,
+    and DDP if there is more than one rank. "upstream" (the notebook) uses torch's AdamW without `fused` and reads the
+    loss at each step. The others use the fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -302,18 +267,18 @@ def peer(name: str, case: Case, turns: Turns) -> None:
     torch.manual_seed(42)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     program, _, precision = name.partition(" ")
-    model, loss = peers_model(program, case)
-    trained: nn.Module = loss
+    trained: nn.Module = peers_loss(program, case)
+    parameters = list(trained.parameters())
     if os.environ.get("WORLD_SIZE", "1") != "1":
         dist.init_process_group("gloo")
-        trained = nn.parallel.DistributedDataParallel(loss)
-    parameters = list(model.parameters())
+        trained = nn.parallel.DistributedDataParallel(trained)
     is_upstream = program == "upstream"
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=None if is_upstream else True)
-    for inputs_BxT, targets_BxT in _batches(case):
-        turns.next()
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    for _ in turns:
+        tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), generator=generator)
         with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
-            value = trained(inputs_BxT, targets_BxT)
+            value = trained(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         optimizer.zero_grad()
         value.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -322,25 +287,24 @@ def peer(name: str, case: Case, turns: Turns) -> None:
             value.item()
 
 
-def peers_model(program: str, case: Case) -> tuple[Any, Any]:
-    """Return a peer's model, and a module that computes the model's mean loss from (inputs, targets)."""
+def peers_loss(program: str, case: Case) -> Any:
+    """Return a module that computes the mean loss of a peer's model from (inputs, targets)."""
     import torch.nn.functional as F
     from torch import Tensor, nn
 
-    from bench.references import NanoGPT, NotebookModel, transformers_peer
+    from bench.references import NotebookModel, nano_gpt, transformers_peer
     from gpt import GPTModel
 
     config = case.model_config(tied=program != "upstream")
-    model: nn.Module
-    if program == "transformers":
-        model = transformers_peer(GPTModel(config))
-    else:
-        model = (NotebookModel if program == "upstream" else NanoGPT)(config)
 
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model: nn.Module
+            if program == "transformers":
+                self.model = transformers_peer(GPTModel(config))
+            else:
+                self.model = (NotebookModel if program == "upstream" else nano_gpt)(config)
 
         def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
             if program == "transformers":
@@ -349,26 +313,18 @@ def peers_model(program: str, case: Case) -> tuple[Any, Any]:
                 return self.model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
             return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 
-    return model, Loss()
-
-
-def _batches(case: Case) -> Iterator[tuple[Any, Any]]:
-    """Yield random inputs and targets (each microbatch × context) without end."""
-    import torch
-
-    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
-    while True:
-        tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), generator=generator)
-        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Loss()
 
 
 def contend() -> None:
     """Run one rank of the program sys.argv[1] on the Case in sys.argv[2], which is JSON."""
-    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), Turns()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # other output must not be read as an answer
+    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), take_turns(answers)
     if name == OWN:
-        ours(case, turns)
+        run_ours(case, turns)
     else:
-        peer(name, case, turns)
+        run_peer(name, case, turns)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Other implementations of the same model, written as their authors train them, to compare ours with.
 
-The models written out here share no code with gpt.py, and their tensors have their authors' names.
+The models written out here share no code with gpt.py. The tensors of the lab notebook's have its author's names.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt import GPTModel, ModelConfig
-from harness.hf.formats import GPT2_PREFIX, PEER_HEAD, common_config, gpt2_config, gpt2_tensors
+from harness.hf.formats import peer_config, peer_tensors
 
 if TYPE_CHECKING:
     import transformers
@@ -75,16 +76,37 @@ class Block(nn.Module):
         return x + self.ff(self.norm2(x))
 
 
+class NanoBlock(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_heads
+        self.ln_1 = nn.LayerNorm(config.emb_dim)
+        self.c_attn = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
+        self.c_proj = nn.Linear(config.emb_dim, config.emb_dim)
+        self.ln_2 = nn.LayerNorm(config.emb_dim)
+        self.mlp = FeedForward(config.emb_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).contiguous().flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
 class NotebookModel(nn.Module):
     """GPT of the lab notebook: separate query, key and value projections, norms and attention written out, and all
     logits stored."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm
+    ) -> None:
         super().__init__()
         self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
-        self.trf_blocks = nn.Sequential(*[Block(config) for _ in range(config.n_layers)])
-        self.final_norm = Norm(config.emb_dim)
+        self.trf_blocks = nn.Sequential(*[block(config) for _ in range(config.n_layers)])
+        self.final_norm = norm(config.emb_dim)
         self.out_head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
         if config.tie_weights:
             self.out_head.weight = self.tok_emb.weight
@@ -94,55 +116,12 @@ class NotebookModel(nn.Module):
         return self.out_head(self.final_norm(self.trf_blocks(x)))
 
 
-class NanoAttention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.n_head = config.n_heads
-        self.c_attn = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
-        self.c_proj = nn.Linear(config.emb_dim, config.emb_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, count, width = x.shape
-        q, k, v = (
-            part.view(batch, count, self.n_head, width // self.n_head).transpose(1, 2)
-            for part in self.c_attn(x).split(width, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).contiguous().view(batch, count, width))
-
-
-class NanoBlock(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(config.emb_dim)
-        self.attn = NanoAttention(config)
-        self.ln_2 = nn.LayerNorm(config.emb_dim)
-        self.c_fc = nn.Linear(config.emb_dim, 4 * config.emb_dim)
-        self.c_proj = nn.Linear(4 * config.emb_dim, config.emb_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
-
-
-class NanoGPT(nn.Module):
-    """GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values, torch's
-    attention, a tied head, and all logits stored."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.emb_dim)
-        self.wpe = nn.Embedding(config.context_length, config.emb_dim)
-        self.h = nn.ModuleList(NanoBlock(config) for _ in range(config.n_layers))
-        self.ln_f = nn.LayerNorm(config.emb_dim)
-        self.lm_head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.h:
-            x = block(x)
-        return self.lm_head(self.ln_f(x))
+def nano_gpt(config: ModelConfig) -> NotebookModel:
+    """Return a GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
+    torch's norms and attention, a tied head, and all logits stored."""
+    model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoBlock, nn.LayerNorm)
+    model.tok_emb.weight = model.out_head.weight  # in this direction, since the head's initial weights are small
+    return model
 
 
 def transformers_peer(model: GPTModel, attention: str = "sdpa") -> transformers.GPT2LMHeadModel:
@@ -153,12 +132,11 @@ def transformers_peer(model: GPTModel, attention: str = "sdpa") -> transformers.
     """
     import transformers
 
-    settings = {**gpt2_config(model.config), **common_config(model.config, 0, "float32")}
-    settings |= {"bos_token_id": None, "eos_token_id": None, "attn_implementation": attention}
+    settings = peer_config("gpt2", model.config) | {"attn_implementation": attention}
     del settings["model_type"], settings["architectures"]
-    peer = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
-    tensors = gpt2_tensors(model)
-    peer.load_state_dict({PEER_HEAD: tensors[f"{GPT2_PREFIX}wte.weight"], **tensors})
+    peer = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=None, eos_token_id=None))
+    tensors = peer_tensors("gpt2", model)
+    peer.load_state_dict({"lm_head.weight": tensors["transformer.wte.weight"], **tensors})
     peer.loss_type = "ForCausalLM"
     peer.train()
     return peer

@@ -27,7 +27,7 @@ FILES_FOR_SEVERAL_PROCESSES = 4
 # end.
 LONGEST = (
     *("bench/on_gpu", "commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing"),
-    *("commands/quickstart", "model/determinism", "training/compilation"),
+    *("commands/quickstart", "model/kernels", "training/compilation"),
     *("faults/signals", "faults/saving_in_background", "faults/launcher", "evaluation/judge", "data/builtin_dataset"),
     *("faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
@@ -36,7 +36,7 @@ LONGEST = (
 # need once more.
 ALONE = (
     *("search::test_the_answer_trains_under", "search::test_two_ranks_agree", "on_gpu::test_a_rehearsal"),
-    *("determinism::test_compiled_code", "compilation::test_two_ranks", "background::test_how_long_the_loop"),
+    *("kernels::test_machine_code", "compilation::test_two_ranks", "background::test_how_long_the_loop"),
     *("preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
 )
 

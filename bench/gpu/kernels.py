@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -16,15 +17,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.gpu.workbench import Workbench, device
+from bench.gpu.workbench import Workbench
 from harness.model.cross_entropy import linear_cross_entropy
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {
     "default": [*SDPBackend.__members__.values()][1:],  # without the first, ERROR
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
 }
+
+
+def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20) -> float:
+    """Return the median time of `work` in milliseconds, after three calls for compilation and the choice of kernels."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        work()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - began)
+
+    times = [timed() for _ in range(3 + (2 if bench.tiny else repeat))]
+    return statistics.median(times[3:])
 
 
 def measure_machine(bench: Workbench) -> None:
@@ -46,10 +62,9 @@ def measure_machine(bench: Workbench) -> None:
 def measure_ceilings(bench: Workbench) -> None:
     """Record the memory bandwidth and the rate of each of the model's matrix products, the upper limits for a step. The
     output head is measured with the vocabulary as it is, and padded to a multiple of 128 ("whole tiles")."""
-    there, kind = device(), torch.bfloat16
-    source = torch.empty(2**16 if bench.tiny else 2**28, device=there)
+    source = torch.empty(2**16 if bench.tiny else 2**28, device=DEVICE)
     copy = torch.empty_like(source)
-    bench.add("copy", tb_per_s=8e-9 * source.numel() / bench.milliseconds(lambda: copy.copy_(source)))
+    bench.add("copy", tb_per_s=8e-9 * source.numel() / milliseconds(lambda: copy.copy_(source), bench))
     width, rows, vocab = bench.shape["emb_dim"], 64 if bench.tiny else 65536, bench.shape["vocab_size"]
     padded, slice_rows = -(-vocab // 128) * 128, min(rows, 8192)
     for name, count, inner, outer in (
@@ -57,10 +72,11 @@ def measure_ceilings(bench: Workbench) -> None:
         *(("fc1", rows, width, 4 * width), ("fc2", rows, 4 * width, width)),
         *(("head", slice_rows, width, vocab), ("head, whole tiles", slice_rows, width, padded)),
     ):
-        a, w, g = (torch.randn(s, device=there, dtype=kind) for s in ((count, inner), (outer, inner), (count, outer)))
+        shapes = (count, inner), (outer, inner), (count, outer)
+        a, w, g = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
         products: dict[str, tuple[Tensor, Tensor]] = {"forward": (a, w.T), "features": (g, w), "weight": (g.T, a)}
         rates = {
-            f"{key}_tflops": 2 * count * inner * outer / bench.milliseconds(partial(torch.matmul, *pair)) / 1e9
+            f"{key}_tflops": 2 * count * inner * outer / milliseconds(partial(torch.matmul, *pair), bench) / 1e9
             for key, pair in products.items()
         }
         bench.add("gemm", product=name, **rates)
@@ -69,11 +85,11 @@ def measure_ceilings(bench: Workbench) -> None:
 def measure_attention(bench: Workbench) -> None:
     """Record, for each kernel and dropout rate, the milliseconds of forward and backward, and the share of weights that
     the kernel really drops."""
-    there, kind = device(), torch.bfloat16
+    how: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     heads, length = bench.shape["n_heads"], bench.shape["context_length"]
     batch, dim = (2 if bench.tiny else 64), bench.shape["emb_dim"] // heads
-    qkv = torch.randn(batch, length, 3 * heads * dim, device=there, dtype=kind, requires_grad=True)
-    gradient = torch.randn(batch, heads, length, dim, device=there, dtype=kind)
+    qkv = torch.randn(batch, length, 3 * heads * dim, requires_grad=True, **how)
+    gradient = torch.randn(batch, heads, length, dim, **how)
     flops = 3.5 * 2 * batch * heads * length * length * dim
     for backend, rate in product(BACKENDS, (0.0, 0.1, 0.125)):
 
@@ -83,7 +99,7 @@ def measure_attention(bench: Workbench) -> None:
 
         try:
             with sdpa_kernel(BACKENDS[backend]):
-                ms, dropped = bench.milliseconds(both), share_dropped(rate, heads=8 if bench.tiny else 512)
+                ms, dropped = milliseconds(both, bench), share_dropped(rate, heads=8 if bench.tiny else 512)
             found: dict[str, Any] = {"dropped": dropped, "ms": ms, "tflops": flops / ms / 1e9}
         except RuntimeError as error:
             found = {"refused": str(error).splitlines()[0][:150]}
@@ -95,8 +111,8 @@ def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
     """Return the share of attention weights that is really dropped, with a standard deviation of 0.0002 (2 million
     weights). All weights are equal and the values are an identity matrix, so the output is zero where a weight was
     dropped."""
-    zeros = torch.zeros(1, heads, size, size, device=device(), dtype=torch.bfloat16)
-    identity = torch.eye(size, device=device(), dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
+    zeros = torch.zeros(1, heads, size, size, device=DEVICE, dtype=torch.bfloat16)
+    identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
@@ -108,25 +124,20 @@ def plain_loss(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def measure_loss(bench: Workbench) -> None:
     """Record time, rate and memory of the output head and the loss alone, forward and backward under bf16 autocast: our
     function and torch's, compiled and not compiled."""
-    there, vocab, width = device(), bench.shape["vocab_size"], bench.shape["emb_dim"]
+    vocab, width, on_gpu = bench.shape["vocab_size"], bench.shape["emb_dim"], DEVICE.type == "cuda"
     losses: dict[str, Callable[..., Tensor]] = {"ours": linear_cross_entropy, "torch": plain_loss}
-    for rows, (name, loss), compiled in product(
-        (64,) if bench.tiny else (13312, 65536),
-        losses.items(),
-        (False,) if bench.tiny else (False, True),
-    ):
+    sizes, ways = ((64,), (False,)) if bench.tiny else ((13312, 65536), (False, True))
+    for rows, (name, loss), compiled in product(sizes, losses.items(), ways):
         if loss is plain_loss and rows * vocab > 2**30:  # too many logits for most GPUs
             continue
-        features = torch.randn(rows, width, device=there, requires_grad=True)
-        weight = (torch.randn(vocab, width, device=there) * 0.02).requires_grad_()
-        targets = torch.randint(vocab, (rows,), device=there)
-        call = loss
-        if compiled:
-            torch._dynamo.reset()
-            call = torch.compile(loss)
+        features = torch.randn(rows, width, device=DEVICE, requires_grad=True)
+        weight = (torch.randn(vocab, width, device=DEVICE) * 0.02).requires_grad_()
+        targets = torch.randint(vocab, (rows,), device=DEVICE)
+        torch._dynamo.reset()
+        call = torch.compile(loss) if compiled else loss
 
         def both(call: Callable[..., Tensor] = call, inputs: tuple[Tensor, ...] = (features, weight, targets)) -> None:
-            with torch.autocast(there.type, torch.bfloat16):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
                 value = call(*inputs)
             inputs[0].grad = inputs[1].grad = None
             value.backward()
@@ -134,11 +145,11 @@ def measure_loss(bench: Workbench) -> None:
         began = time.perf_counter()
         both()
         values = {"first_call_s": time.perf_counter() - began}
-        if there.type == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        ms = bench.milliseconds(both, repeat=10)
+        ms = milliseconds(both, bench, repeat=10)
         values |= {"ms": ms, "us_per_token": 1000 * ms / rows, "tflops": 6 * rows * weight.numel() / ms / 1e9}
-        if there.type == "cuda":
+        if on_gpu:
             values["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         bench.add("loss", kind=name, rows=rows, compiled=compiled, **values)

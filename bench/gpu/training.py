@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from bench.gpu.workbench import Ended, Row, Workbench
+from bench.gpu.workbench import Row, Workbench
 from harness.common.files import sha256
 
 # nccl refuses two ranks on one GPU, but gloo allows them. Speeds then mean nothing; everything else is as on several
@@ -26,30 +26,27 @@ def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate:
     name = f"step-{os.getpid()}"
     train = {"microbatch_size": microbatch, "train_steps": 16 if bench.tiny else 120, **settings}
     bench.add_run(name, {"drop_rate": drop_rate}, train)
-    ended, left = bench.train(name), bench.summary(name)
-    values: Row = {"status": ended.status, "seconds": ended.seconds, "error": ended.error}
-    values |= {key: left.get(key) for key in ("tokens_per_second", "mfu", "peak_memory_gib", "final_train_loss")}
+    ended, left = bench.train(name)[0], bench.summary(name)
+    values = {key: left.get(key) for key in ("tokens_per_second", "mfu", "peak_memory_gib", "final_train_loss")}
     label = " ".join(f"{key}={value}" for key, value in settings.items())
-    bench.add("step", microbatch=microbatch, drop_rate=drop_rate, settings=label, **values)
+    bench.add("step", microbatch=microbatch, drop_rate=drop_rate, settings=label, **ended, **values)
 
 
 def measure_search(bench: Workbench) -> None:
     """Record a search (-f) on the whole device, then training with the microbatch that it found, and training with one
     that is larger by a tenth and 8, which must fail."""
     bench.add_run("find", {}, {"microbatch_size": 2, "min_train_tokens": 1})
-    ended = bench.train("find", "-f")
-    said = [line for line in ended.lines if line.startswith(("Max micro", "Memory:")) or "compiled" in line]
-    bench.add("search", status=ended.status, seconds=ended.seconds, said=said, error=ended.error)
-    found = re.search(r"^Max microbatch size was (\d+)", "\n".join(ended.lines), re.M)
+    ended, output = bench.train("find", "-f")
+    said = [line for line in output.splitlines() if line.startswith(("Max micro", "Memory:")) or "compiled" in line]
+    bench.add("search", said=said, **ended)
+    found = re.search(r"^Max microbatch size was (\d+)", output, re.M)
     if not found:
         return
     answer = int(found[1])
     for name, size in (("answer", answer), ("a-tenth-more", answer + answer // 10 + 8)):
         tokens = (1 if bench.tiny else 10) * size * bench.shape["context_length"]
         bench.add_run(f"find-{name}", {}, {"microbatch_size": size, "min_train_tokens": tokens})
-        ended = bench.train(f"find-{name}")
-        values = {"status": ended.status, "seconds": ended.seconds, "error": ended.error}
-        bench.add("trained", size=size, what=name, **values)
+        bench.add("trained", size=size, what=name, **bench.train(f"find-{name}")[0])
 
 
 def measure_stop_and_continue(bench: Workbench) -> None:
@@ -62,17 +59,16 @@ def measure_stop_and_continue(bench: Workbench) -> None:
     train |= {"async_checkpoint": True, "validation_ranks": "all", "deterministic": True}
     for name in ("whole", "stopped"):
         bench.add_run(name, {"n_layers": 2}, train)
-
-    def two_ranks(name: str, stop_at: str | None = None) -> Ended:
-        return bench.train(name, "--processes", "2", prelude=TWO_ON_ONE_GPU, stop_at=stop_at)
-
-    ends = [two_ranks("whole"), two_ranks("stopped", stop_at="global step 5/"), two_ranks("stopped")]
+    ends = [
+        bench.train(name, "--processes", "2", prelude=TWO_ON_ONE_GPU, stop_at=stop_at)[0]
+        for name, stop_at in (("whole", None), ("stopped", "global step 5/"), ("stopped", None))
+    ]
     weights = [bench.runs / name / "checkpoints" / "latest" / "model.safetensors" for name in ("whole", "stopped")]
     bench.add(
         "stop and continue",
-        statuses=[end.status for end in ends],
-        seconds=[round(end.seconds, 1) for end in ends],
-        stopped=ends[1].status != 0,
+        statuses=[end["status"] for end in ends],
+        seconds=[round(end["seconds"], 1) for end in ends],
+        stopped=ends[1]["status"] != 0,
         same_bits=all(path.exists() for path in weights) and len({sha256(path) for path in weights}) == 1,
     )
 
@@ -86,6 +82,6 @@ def measure_saving(bench: Workbench) -> None:
         train: Row = {"microbatch_size": 4 if bench.tiny else 64, "train_steps": steps, "start_val_token": 0}
         train |= {"validation_interval": interval, "validation_batches": 4, "async_checkpoint": in_background}
         bench.add_run(name, {}, train)
-        ended, left = bench.train(name), bench.summary(name)
-        values = {"tokens_per_second": left.get("tokens_per_second"), "seconds": left.get("seconds")}
-        bench.add("saving", in_background=in_background, status=ended.status, wall_s=ended.seconds, **values)
+        ended, left = bench.train(name)[0], bench.summary(name)
+        values = {key: left.get(key) for key in ("tokens_per_second", "seconds")}
+        bench.add("saving", in_background=in_background, status=ended["status"], wall_s=ended["seconds"], **values)

@@ -1,21 +1,19 @@
-"""Parts shared by the stages: the file of results, a dataset, run directories, running ddp_train.py, and timing."""
+"""Parts shared by the benchmarks: the file of results, a dataset, run directories, and running ddp_train.py. Does not
+import torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.numpy import save_file
 
 from harness.common.files import replace_text
@@ -25,23 +23,9 @@ DATASET = "local/zipf"
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
 TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
 ZIPF_EXPONENT = 1.2
-TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 60_000, "validation": 10_000}}
+TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 20_000, "validation": 2_000}}
 SHOWN_LINES = 12
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Result of a command: exit status, elapsed seconds, and the lines of standard output and error."""
-
-    status: int
-    seconds: float
-    lines: list[str]
-
-    @property
-    def error(self) -> str | None:
-        """First line of the output that begins with "error:", or None."""
-        return next((line[:300] for line in self.lines if line.startswith("error:")), None)
 
 
 @dataclass(frozen=True)
@@ -90,26 +74,25 @@ class Workbench:
         so that a few rows of the embedding get most of the gradients."""
         folder = self.work / "datasets" / DATASET
         if not (folder / "meta.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            generator = np.random.default_rng(0)
-            for split, count in TOKENS[self.tiny].items():
-                tokens = np.minimum(generator.zipf(ZIPF_EXPONENT, count) - 1, self.shape["vocab_size"] - 1)
-                save_file({"tokens": tokens.astype(np.uint16)}, folder / f"{split}.safetensors")
-            (folder / "meta.json").write_text(json.dumps({"description": "Zipf", "token_dtype": "uint16"}))
+            generator, largest = np.random.default_rng(0), self.shape["vocab_size"] - 1
+            counts = TOKENS[self.tiny].items()
+            splits = {split: np.minimum(generator.zipf(ZIPF_EXPONENT, count) - 1, largest) for split, count in counts}
+            write_dataset(folder, splits)
         return self.work / "datasets"
 
     def add_run(self, name: str, model: Row, train: Row) -> None:
         """Write a run directory. `model` and `train` hold further keys of model.json and train.json, which override
         this bench's own."""
         base = {"dataset": DATASET, "start_train_token": 0, "checkpoint_interval": 1000, "clipping_max_norm": 1.0}
-        folder = self.runs / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model.json").write_text(json.dumps({**self.shape, "drop_rate": 0.1, "qkv_bias": False, **model}))
-        (folder / "train.json").write_text(json.dumps(base | train))
+        write_run(self.runs / name, {**self.shape, "drop_rate": 0.1, "qkv_bias": False, **model}, base | train)
 
-    def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> Ended:
-        """Run `ddp_train.py NAME` to its end and return the result. `prelude` is Python source that its process runs
-        first. At the first line of output that begins with `stop_at`, the process gets SIGTERM."""
+    def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> tuple[Row, str]:
+        """Run `ddp_train.py NAME` to its end. Return its exit status, its seconds and the first line of its output that
+        begins with "error:", and its whole output.
+
+        `prelude` is Python source that its process runs first. At the first line of output that begins with `stop_at`,
+        the process gets SIGTERM.
+        """
         script = ROOT / "ddp_train.py"
         if prelude:
             # Not by runpy, which would set sys.argv[0] to ddp_train.py: --processes starts the command in sys.argv[0]
@@ -119,13 +102,10 @@ class Workbench:
             script.write_text(f"{prelude}\n{run}")
         command = [sys.executable, str(script), name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths}
         began, lines = time.perf_counter(), []
         with subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -134,35 +114,29 @@ class Workbench:
                     process.send_signal(signal.SIGTERM)
                     stop_at = None
         print("\n".join(f"    {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
-        return Ended(process.returncode, time.perf_counter() - began, lines)
+        error = next((line[:300] for line in lines if line.startswith("error:")), None)
+        row = {"status": process.returncode, "seconds": time.perf_counter() - began, "error": error}
+        return row, "\n".join(lines)
 
     def summary(self, name: str) -> Row:
         """Return a run's summary.json, or an empty dict if the run has none."""
         path = self.runs / name / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
-    def milliseconds(self, work: Callable[[], object], repeat: int = 20, warm: int = 3) -> float:
-        """Return the median time of `work` in milliseconds, after `warm` calls for compilation and the choice of
-        kernels."""
-        for _ in range(warm):
-            work()
-        times = []
-        for _ in range(2 if self.tiny else repeat):
-            synchronize()
-            began = time.perf_counter()
-            work()
-            synchronize()
-            times.append(1000 * (time.perf_counter() - began))
-        return statistics.median(times)
+
+def write_dataset(folder: Path, splits: dict[str, np.ndarray]) -> None:
+    """Write a dataset with the tokens of each split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, tokens in splits.items():
+        save_file({"tokens": tokens.astype(np.uint16)}, folder / f"{split}.safetensors")
+    (folder / "meta.json").write_text(json.dumps({"description": "made by a benchmark", "token_dtype": "uint16"}))
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def write_run(folder: Path, model: Row, train: Row) -> None:
+    """Write a run directory with these two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(json.dumps(model))
+    (folder / "train.json").write_text(json.dumps(train))
 
 
 def _cell(value: Any) -> str:

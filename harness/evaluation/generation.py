@@ -139,7 +139,7 @@ class GrowingRows:
     def __init__(self, model: GPTModel, prompts: Sequence[Sequence[int]]) -> None:
         self.model = model
         self.rows = [list(prompt) for prompt in prompts]
-        self.cache: KeyValueCache | None = KeyValueCache(model.config.n_layers)
+        self.cache: KeyValueCache | None = KeyValueCache()
 
     def next_logits(self) -> Tensor:
         """Return the logits for each row's next token, (rows, vocabulary), on the model's device."""

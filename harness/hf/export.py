@@ -8,7 +8,6 @@ encoding of tiktoken is converted to this format. A folder for the lab notebook 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf import formats
+from harness.hf.formats import NOTEBOOK_KEYS, OWN_TYPE, peer_config, peer_tensors, write_code
 from harness.model.export_formats import check_for_notebook, native_class
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
@@ -40,27 +39,22 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
     Raises UserError if the folder exists and is not empty, or RunError if it cannot be written; no partial folder
     remains.
     """
-    shape, native = model.config, native_class(model.config)
+    shape, kind = model.config, native_class(model.config) or OWN_TYPE
     tokenizer = tokenizer_file_of(files.weights)
     loaded = load_tokenizer(tokenizer)
     check_tokenizer_fits(loaded, shape.vocab_size, files.weights)
     with new_folder(folder) as draft:
-        if native is None:
-            tensors, config = formats.own_tensors(model), formats.own_config(shape)
-            formats.write_code(draft)
-        elif native == "gpt2":
-            tensors, config = formats.gpt2_tensors(model), formats.gpt2_config(shape)
-        else:
-            tensors, config = formats.llama_tensors(model), formats.llama_config(shape)
-        converted = {
+        if kind == OWN_TYPE:
+            write_code(draft)
+        tensors = {
             name: tensor.to("cpu", DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
+            for name, tensor in peer_tensors(kind, model).items()
         }
-        save_weights(converted, draft / WEIGHTS)
-        config |= formats.common_config(shape, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
-        replace_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)
-        replace_text(draft / "generation_config.json", json.dumps(ends, indent=2) + "\n")
+        save_weights(tensors, draft / WEIGHTS)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), loaded.eot_token)
+        config = peer_config(kind, shape) | ends | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+        _write_json(draft / "config.json", config)
+        _write_json(draft / "generation_config.json", ends | {"pad_token_id": loaded.eot_token})
         export_tokenizer(tokenizer, draft, shape.context_length)
 
 
@@ -73,16 +67,26 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     Raises UserError if the notebook's program does not compute such a model, or if the folder exists and is not empty.
     Raises RunError if the folder cannot be written; no partial folder remains.
     """
-    check_for_notebook(model.config, files.config_source)
-    tokenizer, notes = tokenizer_file_of(files.weights), []
-    if model.config.tie_weights:
+    shape, tokenizer, notes = model.config, tokenizer_file_of(files.weights), []
+    check_for_notebook(shape, files.config_source)
+    if shape.tie_weights:
         notes.append('the tied head is written out as a tensor of its own, and "tie_weights" is false in model.json')
     if isinstance(tokenizer, Path):  # GPT-2's tokenizer is not written, since the scripts use it anyway
-        check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
+        check_tokenizer_fits(load_tokenizer(tokenizer), shape.vocab_size, files.weights)
         notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
-    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
-    tensors = weights | formats.notebook_masks(model.config)
-    write_model(folder, formats.notebook_model_json(model.config), tensors, tokenizer=tokenizer, facts={})
+    # Never the key "tie_weights". For a tied model, the program's `load_state_dict` requires the head in the file, but
+    # safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices. Without the
+    # key, both functions load the two matrices as those of an untied model, and so do the first versions of the
+    # program, which did not know the key. Without experts no "moe" at all, because the program takes "moe": null for
+    # experts, too.
+    experts = {"moe": shape.moe.model_dump(exclude_none=True)} if shape.moe else {}
+    model_json = {key: getattr(shape, key) for key in NOTEBOOK_KEYS} | experts
+    # `load_state_dict` also requires each block's causal mask (T, T), with ones above the diagonal, as the book's
+    # MultiHeadAttention registers it.
+    mask = torch.ones(shape.context_length, shape.context_length).triu(diagonal=1)
+    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
+    tensors |= {f"trf_blocks.{layer}.att.mask": mask for layer in range(shape.n_layers)}
+    write_model(folder, model_json, tensors, tokenizer=tokenizer, facts={})
     return notes
 
 
@@ -103,12 +107,14 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "unk_token": END_OF_TEXT,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
         "clean_up_tokenization_spaces": False,
     }
-    replace_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _from_tiktoken(encoding: Any) -> Any:
@@ -123,42 +129,27 @@ def _from_tiktoken(encoding: Any) -> Any:
     def spelt(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
+    # The merges in the order of their ranks, one for each token of several bytes: the two parts into which byte pair
+    # encoding with all tokens of lower rank splits the token.
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[at : at + 1] for at in range(len(token))]
+        while len(parts) > 2:
+            least, at = min((ranks.get(left + right, rank), at) for at, (left, right) in enumerate(pairwise(parts)))
+            if least >= rank:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append((spelt(parts[0]), spelt(parts[1])))
     # The vocabulary includes the special tokens, so that they keep their ids even if the ids of all tokens have a gap.
     vocabulary = {spelt(token): rank for token, rank in ranks.items()} | encoding._special_tokens
-    merges = [(spelt(left), spelt(right)) for left, right in _merges(ranks)]
     # With ignore_merges, a word that is a token becomes this token even if the merges would not produce it, as tiktoken
     # does.
     backend: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(encoding._pat_str), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_byte])
     backend.decoder = decoders.ByteLevel()
     special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, _ in special])
     return backend
-
-
-def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the merges in the order of their ranks, one for each token of several bytes: the two parts into which byte
-    pair encoding with all tokens of lower rank splits the token."""
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) > 1:
-            parts = _last_parts(token, ranks, rank)
-            if len(parts) == 2:
-                yield parts[0], parts[1]
-
-
-def _last_parts(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
-    """Return the parts of a token after byte pair encoding by merges of lower rank than `limit`. The encoding stops
-    when two parts are left."""
-    parts = [token[at : at + 1] for at in range(len(token))]
-    while len(parts) > 2:
-        candidates = [(ranks.get(left + right, limit), at) for at, (left, right) in enumerate(pairwise(parts))]
-        rank, at = min(candidates)
-        if rank >= limit:
-            break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +17,7 @@ from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf.formats import (
-    GPT2_PREFIX,
-    NOTEBOOK_KEYS,
-    NOTEBOOK_PREFIX,
-    NOTEBOOK_TYPE,
-    PEER_HEAD,
-    gpt2_names,
-    is_transposed,
-)
+from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
 from harness.runs.trained_model import fill, new_folder, write_meta
@@ -54,21 +45,29 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     config, offered = parse_config(ModelConfig, shape, file), _weights_of(source)
     if is_gpt2:
         offered = _from_gpt2(offered, config, source)
-        biases = [tensor for part, tensor in offered.items() if part.endswith(QKV_BIASES)]
-        if not any(tensor.any() for tensor in biases):  # an export adds such zeros to a model without biases
+        biases = {part: offered[part] for part in offered if part.endswith(QKV_BIASES)}
+        if not any(tensor.any() for tensor in biases.values()):  # an export adds such zeros to a model without biases
             shape["qkv_bias"] = False
-            offered = {part: tensor for part, tensor in offered.items() if not part.endswith(QKV_BIASES)}
+            offered = {part: tensor for part, tensor in offered.items() if part not in biases}
             config = parse_config(ModelConfig, shape, file)
     elif all(part.startswith(NOTEBOOK_PREFIX) for part in offered):
         offered = {part.removeprefix(NOTEBOOK_PREFIX): tensor for part, tensor in offered.items()}
     tensors = from_checkpoint_names(offered, config, source)
-    if (source / TOKENIZER).exists():  # fail early if it is broken: GPT-2's tokenizer in its place would be wrong
-        load_tokenizer(source / TOKENIZER)
+    tokenizer = source / TOKENIZER
+    if tokenizer.exists():  # fail early if it is broken: GPT-2's tokenizer in its place would be wrong
+        load_tokenizer(tokenizer)
     with new_folder(run) as draft:
         fill(draft, shape, tensors)
-        said, tokenizer = _bring_tokenizer(source, draft, shape["vocab_size"])
-        write_meta(draft, shape, tokenizer=tokenizer, imported_from=name)
-    return said
+        if tokenizer.exists():
+            shutil.copyfile(tokenizer, draft / TOKENIZER)
+        elif (source / "vocab.json").exists() and (source / "merges.txt").exists():
+            _from_vocabulary(source, draft / TOKENIZER)
+        else:
+            write_meta(draft, shape, tokenizer="gpt2", imported_from=name)
+            return "no tokenizer in the folder: GPT-2's will be used"
+        write_meta(draft, shape, tokenizer=TOKENIZER, imported_from=name)
+        tokens = load_tokenizer(draft / TOKENIZER).vocab_size
+        return f"tokenizer of {tokens:,} tokens, for a model of {shape['vocab_size']:,}"
 
 
 class Gpt2Config(BaseModel):
@@ -131,14 +130,15 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
     theirs = {}
     for name, tensor in offered.items():
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
-            theirs[name if name == PEER_HEAD else GPT2_PREFIX + name.removeprefix(GPT2_PREFIX)] = tensor
-    head = {HEAD: theirs.pop(PEER_HEAD)} if config.tie_weights and PEER_HEAD in theirs else {}
+            theirs[name if name == "lm_head.weight" else f"transformer.{name.removeprefix('transformer.')}"] = tensor
+    head = {HEAD: theirs.pop("lm_head.weight")} if config.tie_weights and "lm_head.weight" in theirs else {}
     with torch.device("meta"):  # only the shapes of the model's tensors are needed
-        state = GPTModel(config).state_dict()
-    names = gpt2_names(config)
-    shapes = {name: state[own].T.shape if is_transposed(name) else state[own].shape for name, own in names.items()}
-    check_tensors(kinds_of(theirs), {name: tuple(shape) for name, shape in shapes.items()}, source)
-    ours = {own: (theirs[name].T if is_transposed(name) else theirs[name]).contiguous() for name, own in names.items()}
+        wanted = peer_tensors("gpt2", GPTModel(config))
+    check_tensors(kinds_of(theirs), {name: tuple(tensor.shape) for name, tensor in wanted.items()}, source)
+    ours = {
+        own: (theirs[name].T if name.endswith(TRANSPOSED) else theirs[name]).contiguous()
+        for name, own in peer_names("gpt2", config).items()
+    }
     return checkpoint_views(ours, config) | head
 
 
@@ -157,11 +157,9 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     shape = raw.get("cfg")
     if not isinstance(shape, dict):
         raise UserError(f'{source}: key "cfg": {"missing" if shape is None else f"{quoted(shape)} is not an object"}')
-    lore = shape.get("lore")
+    lore = shape.get("lore")  # settings of low-rank vocabulary matrices
     if isinstance(lore, dict) and not (lore.get("input_embeddings") or lore.get("output_head")):
-        shape = {
-            key: value for key, value in shape.items() if key != "lore"
-        }  # "lore" has the settings of low-rank vocabulary matrices, which are turned off
+        shape = {key: value for key, value in shape.items() if key != "lore"}
     others = sorted(shape.keys() - {*NOTEBOOK_KEYS, "tie_weights", "moe"})
     if others:
         raise UserError(f'{source}: key "cfg.{others[0]}": no model of the notebook\'s that can be imported has it')
@@ -192,19 +190,6 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
     )
 
 
-def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, str]:
-    """Write the tokenizer of `source`, if there is one, to `draft`. Return a line about the tokenizer, and its name for
-    meta.json."""
-    if (source / TOKENIZER).exists():
-        shutil.copyfile(source / TOKENIZER, draft / TOKENIZER)
-    elif (source / "vocab.json").exists() and (source / "merges.txt").exists():
-        _from_vocabulary(source, draft / TOKENIZER)
-    else:
-        return "no tokenizer in the folder: GPT-2's will be used", "gpt2"
-    tokenizer = load_tokenizer(draft / TOKENIZER)
-    return f"tokenizer of {tokenizer.vocab_size:,} tokens, for a model of {vocab_size:,}", TOKENIZER
-
-
 def _from_vocabulary(source: Path, path: Path) -> None:
     """Convert vocab.json and merges.txt, in which GPT-2's tokenizer was published, to a tokenizer.json at `path`."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
@@ -219,19 +204,21 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 def fetch_model(name: str) -> Path:
     """Return the local folder with a model repository's files, from huggingface_hub's cache or downloaded from the Hub.
-    Raises UserError if the download fails."""
+    Raises UserError if `name` is a path instead of a name, or if the model cannot be fetched."""
+    if Path(name).exists():
+        raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"{name}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
     import huggingface_hub
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.utils import logging
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    from harness.common.hub import HubWork
+    from harness.common.hub import HubWork, hide_bars_from_files
 
-    logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    hide_bars_from_files()
     by_hand = "give the path of a folder with the model's files"
-    work = HubWork(
-        name, "model", Path(HF_HUB_CACHE) / "model", "its name", by_hand, "running the same command again resumes"
-    )
-    return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / "model"
+    work = HubWork(name, "model", cache, "its name", by_hand, "running the same command again resumes")
+    try:
+        return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
+    except UserError as error:
+        raise UserError(f"{name}: no such folder here; as the name of a model: {error}") from None

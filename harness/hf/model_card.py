@@ -16,8 +16,9 @@ from jinja2 import Environment, StrictUndefined
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
 from harness.hf.formats import OWN_TYPE
-from harness.model.config import ModelConfig
-from harness.runs.summary import RunSummary
+from harness.model.export_formats import native_class
+from harness.runs.summary import read_summary
+from harness.runs.trained_model import TrainedModel
 
 CHART = "training-run-chart.png"
 NOT_RECORDED = "not recorded"
@@ -26,58 +27,56 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts for the model card. For a notebook's checkpoint or an imported model most of them are missing."""
+    """Facts for the model card, most of which are missing for a notebook's checkpoint or an imported model."""
 
     name: str  # owner/name
-    config: ModelConfig
-    model_type: str  # of the transformers class, native or our own, that the model is exported as
-    meta: dict[str, Any]  # the checkpoint's meta.json
-    summary: RunSummary | None = None
+    files: TrainedModel
     test: TestLoss | None = None
     license: str | None = None
-    has_chart: bool = False
 
     @property
     def train(self) -> dict[str, Any]:
-        train = self.meta.get("train")
+        train = self.files.meta.get("train")
         return train if isinstance(train, dict) else {}
 
     def number(self, key: str) -> Any:
         """Return a number from meta.json, or None if the value is missing or, since another program may have written
         it, not a finite number."""
-        value = self.meta.get(key)
+        value = self.files.meta.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return value if is_number else None
 
     @property
     def dataset(self) -> str | None:
-        dataset = self.meta.get("dataset")
+        dataset = self.files.meta.get("dataset")
         name = dataset.get("name") if isinstance(dataset, dict) else None
         return name if isinstance(name, str) else None
 
 
 def model_card(facts: ModelFacts) -> str:
     """Return the model card, which is the README.md of the repository."""
+    config, run = facts.files.config, facts.files.run
+    model_type = native_class(config) or OWN_TYPE
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     environment.filters |= {"code": _code, "indented": lambda text: textwrap.indent(text, "    ")}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         facts=facts,
-        config=facts.config,
-        meta={"fine_tuned_from": None, "imported_from": None, "data": None, **facts.meta},
-        front_matter=_front_matter(facts).to_yaml(),
+        config=config,
+        meta={"fine_tuned_from": None, "imported_from": None, "data": None, **facts.files.meta},
+        front_matter=_front_matter(facts, model_type).to_yaml(),
         name=json.dumps(facts.name),
         tokens=facts.number("tokens_seen"),
         prompt=Instruction("…", "", "").prompt.rstrip("\n"),
-        brings_code=facts.model_type == OWN_TYPE,
+        brings_code=model_type == OWN_TYPE,
         losses=[row for row in _losses(facts) if row[1] is not None],
-        chart=CHART,
+        chart=CHART if run is not None and run.chart.is_file() else None,
         rows=list(_training_rows(facts)),
-        shape=json.dumps(facts.config.model_dump(mode="json"), indent=2),
+        shape=json.dumps(config.model_dump(mode="json"), indent=2),
         train=json.dumps(facts.train, indent=2),
     )
 
 
-def _front_matter(facts: ModelFacts) -> ModelCardData:
+def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
     results = None
     if facts.test:
         text = facts.test.text
@@ -95,7 +94,7 @@ def _front_matter(facts: ModelFacts) -> ModelCardData:
         pipeline_tag="text-generation",
         license=facts.license,
         datasets=[facts.dataset] if facts.dataset and not facts.dataset.startswith("builtin/") else None,
-        tags=[facts.model_type, "ddp-pretrain"],
+        tags=[model_type, "ddp-pretrain"],
         model_name=facts.name if results else None,
         eval_results=results,
     )
@@ -108,12 +107,12 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     if facts.dataset:
         keys = ("start_train_token", "start_val_token", "validation_batches", "microbatch_size")
         start, first, batches, rows = (_count(facts.train.get(key)) for key in keys)
-        seen = _count(facts.meta.get("tokens_seen"))
+        seen = _count(facts.files.meta.get("tokens_seen"))
         where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
         trained_on = f"{_code(facts.dataset)}, train split, the last steps{where}"
         where = ""
         if first is not None and batches and rows:
-            where = f", tokens {first:,} to {first + batches * rows * facts.config.context_length:,}"
+            where = f", tokens {first:,} to {first + batches * rows * facts.files.config.context_length:,}"
         validated_on = f"{_code(facts.dataset)}, validation split{where}, at the last validation"
     yield "training", facts.number("train_loss"), trained_on
     yield "validation", facts.number("val_loss"), validated_on
@@ -131,14 +130,15 @@ def _count(value: Any) -> int | None:
 
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    meta, summary = facts.meta, facts.summary
+    meta, run = facts.files.meta, facts.files.run
     if facts.dataset:
         yield "data", _code(facts.dataset)
     if facts.number("tokens_seen"):
         yield "tokens", f"{meta['tokens_seen']:,}"
     if facts.number("global_step") is not None:
         yield "global steps", f"{meta['global_step'] + 1:,}"
-    if summary:
+    if run is not None and run.summary.is_file():
+        summary = read_summary(run.summary)
         yield "machine", f"{summary.world_size} × {_plain(summary.device)}"
         if summary.tokens_per_second is not None:
             yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"

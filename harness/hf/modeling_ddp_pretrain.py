@@ -85,7 +85,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         mask may hide tokens at either end of a row. With a cache, the mask also covers the tokens in the cache.
         """
         if use_cache and past_key_values is None:
-            past_key_values = KeyValueCache(len(self.model.trf_blocks))
+            past_key_values = KeyValueCache()
         places_BxT = lengths = None
         if attention_mask is not None and not attention_mask[:, -input_ids.shape[1] :].all():
             visible_BxT = attention_mask[:, -input_ids.shape[1] :].bool()

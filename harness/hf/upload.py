@@ -6,23 +6,16 @@ from pathlib import Path
 
 from harness.common.hub import CARD, HubWork, upload
 from harness.hf.model_card import CHART, ModelFacts, model_card
-from harness.runs.directory import RunDirectory
 
 TRAINING = "training"  # the repository's folder for the files of the run
 # Files that transformers would load beside the weights, and that no export writes.
 COMPANIONS = {
-    "adapter_config.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
+    *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt"),
+    *("special_tokens_map.json", "tokenizer.model", "vocab.json"),
 }
 
 
-def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *, public: bool) -> str:
+def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     """Upload an exported folder with its card as one commit to the model repository `facts.name`. Returns the
     repository's address. Raises UserError if the upload fails.
     """
@@ -36,21 +29,19 @@ def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *,
         verb="write to",
     )
     files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
-    if run is not None:
+    if run := facts.files.run:
         known = [run.model_json, run.train_json, run.metrics, run.summary]
         files |= {f"{TRAINING}/{path.name}": path for path in known if path.is_file()}
-        if run.chart.is_file():
-            files[CHART] = run.chart
+        files |= {CHART: run.chart} if run.chart.is_file() else {}
     files[CARD] = model_card(facts).encode()
-    step = facts.meta.get("global_step")
+    step = facts.files.meta.get("global_step")
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
-    return upload(work, files, message, public=public, is_replaced=_is_models)
 
+    def is_models(path: str) -> bool:
+        """Return True for the path of a file that an earlier upload may have left in the repository, and that readers
+        would take for a file of the new model."""
+        weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+        is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)
+        return is_read or path.startswith(f"{TRAINING}/") or path == CHART
 
-def _is_models(path: str) -> bool:
-    """Return True for the path of a file that an earlier upload may have left in the repository, and that readers would
-    take for a file of the new model."""
-    if path.startswith(f"{TRAINING}/") or path == CHART:
-        return True
-    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-    return "/" not in path and (path.endswith(weights) or path in COMPANIONS)
+    return upload(work, files, message, public=public, is_replaced=is_models)

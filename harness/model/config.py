@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -59,15 +59,6 @@ class DropRates(Part):
     attention_weights: float = Field(default=0.0, ge=0, lt=1, description="On the weights after the softmax.")
     attention_output: float = Field(default=0.0, ge=0, lt=1, description="On what attention adds to the residuals.")
     mlp_output: float = Field(default=0.0, ge=0, lt=1, description="On what the feed-forward layer adds to them.")
-
-    @classmethod
-    def everywhere(cls, rate: float) -> DropRates:
-        return cls(**dict.fromkeys(cls.model_fields, rate))
-
-    @property
-    def highest(self) -> float:
-        """The highest of the four rates; 0 means no dropout."""
-        return max(self.model_dump().values())
 
 
 def _kind_of_drop_rate(value: Any) -> str:
@@ -158,32 +149,25 @@ class ModelConfig(RunFile):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_depth(cls, raw: Any) -> Any:
-        """Replace `{"depth": d}` by its shape: d layers of width 64·d, with d heads of width 64.
+    def _spell_out(cls, raw: Any) -> Any:
+        """Replace `{"depth": d}` by its shape: d layers of width 64·d, with d heads of width 64. Fill in the defaults
+        of `rope_base` and `norm_gain` if the model uses them, so that they are recorded.
 
         A single setting, with 64 of width for each layer, is nanochat's rule, but nanochat's heads are 128 wide. Here
         they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
         heads, width 768.
         """
-        if not isinstance(raw, dict) or "depth" not in raw:
-            return raw
-        depth = raw["depth"]
-        if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= LARGEST_LAYERS:
-            raise ValueError(f'key "depth": must be a whole number from 1 to {LARGEST_LAYERS:,}')
-        shape = {"n_layers": depth, "n_heads": depth, "emb_dim": depth * HEAD_DIM_OF_DEPTH}
-        for key in shape:
-            if key in raw:
-                raise ValueError(f'keys "depth" and "{key}": depth already decides it; remove one')
-        rest = {key: value for key, value in raw.items() if key != "depth"}
-        return {"drop_rate": 0.0, "qkv_bias": False, **shape, **rest}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out(cls, raw: Any) -> Any:
-        """Fill in the defaults of `rope_base` and `norm_gain` if the model uses them, so that they are recorded."""
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)
+        if "depth" in raw:
+            depth = filled.pop("depth")
+            if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= LARGEST_LAYERS:
+                raise ValueError(f'key "depth": must be a whole number from 1 to {LARGEST_LAYERS:,}')
+            shape = {"n_layers": depth, "n_heads": depth, "emb_dim": depth * HEAD_DIM_OF_DEPTH}
+            if given := [key for key in shape if key in raw]:
+                raise ValueError(f'keys "depth" and "{given[0]}": depth already decides it; remove one')
+            filled = {"drop_rate": 0.0, "qkv_bias": False, **shape, **filled}
         if filled.get("rope_base") is None and filled.get("position") == "rope":
             filled["rope_base"] = ROPE_BASE
         if filled.get("norm_gain") is None and (filled.get("norm") == "rmsnorm" or filled.get("qk_norm") is True):
@@ -204,7 +188,9 @@ class ModelConfig(RunFile):
     @property
     def drop_rates(self) -> DropRates:
         """The dropout rate at each of the four places."""
-        return self.drop_rate if isinstance(self.drop_rate, DropRates) else DropRates.everywhere(self.drop_rate)
+        if isinstance(self.drop_rate, DropRates):
+            return self.drop_rate
+        return DropRates(**dict.fromkeys(DropRates.model_fields, self.drop_rate))
 
     @property
     def head_width(self) -> int:
@@ -241,7 +227,7 @@ class ModelConfig(RunFile):
         shapes = self._embedding_shapes()
         for layer in range(self.n_layers):
             shapes |= {f"trf_blocks.{layer}.{name}": shape for name, shape in self._block_shapes(layer).items()}
-        return {**shapes, **self._norm_shapes("final_norm"), HEAD: (self.vocab_size, self.emb_dim)}
+        return shapes | self._norm_shapes("final_norm") | {HEAD: (self.vocab_size, self.emb_dim)}
 
     def _embedding_shapes(self) -> Shapes:
         shapes: Shapes = {EMBEDDING: (self.vocab_size, self.emb_dim)}
@@ -287,30 +273,31 @@ class ModelConfig(RunFile):
     @property
     def parameters(self) -> int:
         """Number of trainable parameters. A tied head and token embedding count once."""
-        return self._count_parameters(None)
+        return self._count_parameters(self._block_shapes(0))
 
     @property
     def active_parameters(self) -> int:
         """Number of trainable parameters without the experts that a token does not go through. Embeddings are counted
         in full."""
-        return self._count_parameters(self.moe.num_active_experts if self.moe else None)
+        return self._count_parameters(self._active_shapes())
 
-    def _count_parameters(self, experts: int | None) -> int:
-        """Return the number of parameters. If `experts` is given, only that many experts of each block count."""
-        outside = [*self._embedding_shapes().values(), *self._norm_shapes("final_norm").values()]
-        if not self.tie_weights:
-            outside.append((self.vocab_size, self.emb_dim))
-        block = self._block_shapes(0, experts)
-        block.pop("att.value_mix.scale", None)  # the only tensor that not all blocks have: counted below
+    def _active_shapes(self) -> Shapes:
+        """Return the shapes of the tensors of the first block, with as many experts as a token goes through."""
+        return self._block_shapes(0, self.moe.num_active_experts if self.moe else None)
+
+    def _count_parameters(self, block: Shapes) -> int:
+        """Return the number of parameters of a model with such blocks."""
+        outside = _numbers(self._embedding_shapes() | self._norm_shapes("final_norm"))
+        head = 0 if self.tie_weights else self.vocab_size * self.emb_dim
+        block.pop("att.value_mix.scale", None)  # the only tensor that not all blocks have
         mixes = sum(self.value_embedding_of(layer) is not None for layer in range(self.n_layers))
-        return _numbers(outside) + self.n_layers * _numbers(block.values()) + 2 * mixes
+        return outside + head + self.n_layers * _numbers(block) + 2 * mixes
 
     @property
     def block_weights(self) -> int:
         """Number of weights in a block's matrix products for one token. With experts, this counts the router and the
         active experts."""
-        active = self.moe.num_active_experts if self.moe else None
-        return _numbers(shape for shape in self._block_shapes(0, active).values() if len(shape) == 2)
+        return _numbers({name: shape for name, shape in self._active_shapes().items() if len(shape) == 2})
 
     @property
     def flops_per_token(self) -> int:
@@ -325,8 +312,8 @@ class ModelConfig(RunFile):
         return 6 * multiplying + 12 * self.n_layers * self.query_width * self.context_length
 
 
-def _numbers(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(map(math.prod, shapes))
+def _numbers(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def _faults(config: ModelConfig) -> Iterator[str]:

@@ -52,12 +52,8 @@ def linear_cross_entropy(
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
     # Determined here, because the implementation of a custom operation does not see the autocast state.
-    product_dtype = _matmul_dtype(features_NxC)
-    compiled = torch.compiler.is_compiling()
-    loss, _, _ = _loss_and_gradients(
-        features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, softcap or 0.0
-    )
-    return loss
+    state = _matmul_dtype(features_NxC), needs_grad, torch.compiler.is_compiling()
+    return _loss_and_gradients(features_NxC, weight_VxC, targets_N, *state, softcap or 0.0)[0]
 
 
 def token_cross_entropies(
@@ -65,11 +61,8 @@ def token_cross_entropies(
 ) -> Tensor:
     """Return the cross-entropy of each of the N rows, whose mean `linear_cross_entropy` computes. For evaluation only:
     the result has no gradient, and torch.compile cannot be used."""
-    dtype, cap = _matmul_dtype(features_NxC), softcap or 0.0
-    losses_N, _, _ = _row_losses(
-        features_NxC, weight_VxC, targets_N, dtype, needs_grad=False, compiled=False, softcap=cap
-    )
-    return losses_N
+    dtype = _matmul_dtype(features_NxC)
+    return _row_losses(features_NxC, weight_VxC, targets_N, dtype, False, False, softcap or 0.0)[0]
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
@@ -95,10 +88,6 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
     return max(1, -(-rows // (chunks * tile)) * tile)
 
 
-def _accumulated_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.custom_op("ddp_pretrain::linear_cross_entropy", mutates_args=())
 def _loss_and_gradients(
     features_NxC: Tensor,
@@ -116,9 +105,8 @@ def _loss_and_gradients(
     gives the loss and both gradients. The division by N is left to the backward pass, after the matrix products,
     because p - y divided by N would underflow in fp16.
     """
-    losses_N, grad_features, grad_weight = _row_losses(
-        features_NxC, weight_VxC, targets_N, product_dtype, needs_grad=needs_grad, compiled=compiled, softcap=softcap
-    )
+    inputs = features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, softcap
+    losses_N, grad_features, grad_weight = _row_losses(*inputs)
     return losses_N.mean(), grad_features, grad_weight
 
 
@@ -127,7 +115,6 @@ def _row_losses(
     weight_VxC: Tensor,
     targets_N: Tensor,
     dtype: torch.dtype,
-    *,
     needs_grad: bool,
     compiled: bool,
     softcap: float,
@@ -140,7 +127,7 @@ def _row_losses(
         weight = _head(weight_VxC, dtype, whole_tiles=compiled or features.is_cuda)
         grad_features = torch.empty_like(features if needs_grad else features[:0])
         grad_weight = weight.new_empty((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
-        losses_N = features.new_empty(rows, dtype=_accumulated_dtype(features_NxC.dtype))
+        losses_N = features.new_empty(rows, dtype=torch.promote_types(features_NxC.dtype, torch.float32))
         step = chunk_rows(rows, len(weight), features.device.type, dtype)
         logits_RxW = features.new_empty(min(step, rows), len(weight))
         for start in range(0, rows, step):
@@ -191,7 +178,7 @@ def _shapes(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss = features_NxC.new_empty((), dtype=_accumulated_dtype(features_NxC.dtype))
+    loss = features_NxC.new_empty((), dtype=torch.promote_types(features_NxC.dtype, torch.float32))
     rows, vocab = (features_NxC.shape[0], weight_VxC.shape[0]) if needs_grad else (0, 0)
     dim = features_NxC.shape[1]
     return loss, features_NxC.new_empty((rows, dim), dtype=product_dtype), weight_VxC.new_empty((vocab, dim))

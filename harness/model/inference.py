@@ -24,38 +24,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-class LayerCache:
-    """Keys and values of one attention layer, (B, H, S, D) each, with room for S positions."""
-
-    def __init__(self, owner: KeyValueCache) -> None:
-        self._owner = owner
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def extend(self, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the keys and values of the tokens that were last given to `KeyValueCache.take`.
-
-        Returns the keys and values of all positions so far, S of them, and a mask (B, 1, T, S) that is true where a
-        token may attend to a position.
-        """
-        places_BxT, count = self._owner.places, self._owner.count
-        self.keys = _with_room(self.keys, k_BxHxTxD, count)
-        self.values = _with_room(self.values, v_BxHxTxD, count)
-        index = places_BxT[:, None, :, None].expand_as(k_BxHxTxD)
-        self.keys.scatter_(2, index, k_BxHxTxD)
-        self.values.scatter_(2, index, v_BxHxTxD)
-        return self.keys[:, :, :count], self.values[:, :, :count], self._owner.visible
-
-
 class KeyValueCache:
-    """Caches of all layers, and the number of tokens in each row.
+    """Keys and values of all attention layers, and the number of tokens in each row.
 
     Rows may have unequal lengths, because the tokens of a call can be padded on the right. Keys and values of padding
     are stored, too, but no token attends to their positions until the row's next tokens have overwritten them.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.layers = [LayerCache(self) for _ in range(layers)]
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, (B, H, S, D) each, with room for S places
         self.lengths: list[int] = []  # number of tokens in each row
         self.count = 0  # positions in use, padding included
         self.previous: Tensor  # the predecessor of each token of the last `take` (B, T)
@@ -63,7 +40,7 @@ class KeyValueCache:
 
     def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
         """Prepare for new tokens, `lengths[b]` in row b and the rest padding (None: no padding). To be called before
-        the layers' `extend`. Returns the tokens' positions (B, T)."""
+        the layers call `extend`. Returns the tokens' positions (B, T)."""
         if lengths is None:
             lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)
@@ -78,28 +55,30 @@ class KeyValueCache:
         self._last_Bx1 = joined.gather(1, torch.tensor(lengths, device=device)[:, None])
         return self.places
 
+    def extend(self, layer: int, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Store a layer's keys and values of the tokens that were last given to `take`.
+
+        Returns the layer's keys and values of all positions so far, S of them, and a mask (B, 1, T, S) that is true
+        where a token may attend to a position.
+        """
+        held = self.layers.get(layer)
+        room = held[0].shape[2] if held else 0
+        if held is None or room < self.count:
+            batch, heads, _, size = k_BxHxTxD.shape
+            places = max(FIRST_PLACES, self.count, 2 * room)  # at least twice as many, so that copying is rare
+            larger = k_BxHxTxD.new_zeros(2, batch, heads, places, size)
+            if held is not None:
+                larger[:, :, :, :room] = torch.stack(held)
+            held = self.layers[layer] = larger[0], larger[1]
+        index = self.places[:, None, :, None].expand_as(k_BxHxTxD)
+        keys, values = (each.scatter_(2, index, new) for each, new in zip(held, (k_BxHxTxD, v_BxHxTxD), strict=True))
+        return keys[:, :, : self.count], values[:, :, : self.count], self.visible
+
     def keep(self, rows: list[int]) -> None:
         """Keep only the rows with these indices, in this order."""
-        if not self.lengths:
+        if self._last_Bx1 is None:
             return
+        index = torch.tensor(rows, device=self._last_Bx1.device)
         self.lengths = [self.lengths[row] for row in rows]
-        assert self._last_Bx1 is not None
-        self._last_Bx1 = self._last_Bx1[torch.tensor(rows, device=self._last_Bx1.device)]
-        for layer in self.layers:
-            assert layer.keys is not None
-            assert layer.values is not None
-            index = torch.tensor(rows, device=layer.keys.device)
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
-
-
-def _with_room(held: Tensor | None, new_BxHxTxD: Tensor, count: int) -> Tensor:
-    """Return `held`, or a larger copy if it has fewer than `count` positions. The copy has at least twice as many
-    positions, so that copying is rare."""
-    if held is not None and held.shape[2] >= count:
-        return held
-    batch, heads, _, size = new_BxHxTxD.shape
-    places = max(FIRST_PLACES, count, 0 if held is None else 2 * held.shape[2])
-    larger = new_BxHxTxD.new_zeros(batch, heads, places, size)
-    if held is not None:
-        larger[:, :, : held.shape[2]] = held
-    return larger
+        self._last_Bx1 = self._last_Bx1[index]
+        self.layers = {layer: (keys[index], values[index]) for layer, (keys, values) in self.layers.items()}

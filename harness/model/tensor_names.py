@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -35,19 +35,15 @@ TORCH_TYPES = {
 }
 
 Offered = TypeVar("Offered")
-
-
-class TensorKind(NamedTuple):
-    """Shape and dtype (torch's name) of a tensor, known before it is read."""
-
-    shape: tuple[int, ...]
-    dtype: str
+TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a tensor, known before it is read
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
     """Return the entries of a weights file by public name: without `att.mask` buffers, and without the prefix of a
     wrapper around the model. If `tied`, an output head or token embedding that is missing is taken from the other."""
-    found = _without_wrapper({name: value for name, value in offered.items() if not name.endswith(".att.mask")})
+    found = {name: value for name, value in offered.items() if not name.endswith(".att.mask")}
+    while prefix := next((each for each in WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
     if tied:  # files of tied models hold the shared tensor under both names, or under either
         for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
             if one not in found and other in found:
@@ -55,24 +51,18 @@ def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Off
     return found
 
 
-def _without_wrapper(offered: dict[str, Offered]) -> dict[str, Offered]:
-    for prefix in WRAPPERS:
-        if offered and all(name.startswith(prefix) for name in offered):
-            return _without_wrapper({name.removeprefix(prefix): value for name, value in offered.items()})
-    return offered
-
-
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """Raise UserError if the tensors of a file are not those of the model. The error names `source` and the
     differences: first in the order of the model's tensors, then the tensors that only the file has."""
     faults = []
     for name, shape in wanted.items():
-        if name not in offered:
+        found, dtype = offered.get(name, (None, ""))
+        if found is None:
             faults.append(f"tensor {name} {list(shape)} is missing")
-        elif offered[name].shape != shape:
-            faults.append(f"tensor {name} is {list(offered[name].shape)} in the file, {list(shape)} in model.json")
-        elif offered[name].dtype not in LOADABLE:
-            faults.append(f"tensor {name} is {offered[name].dtype}; weights are fp32, fp16 or bf16")
+        elif found != shape:
+            faults.append(f"tensor {name} is {list(found)} in the file, {list(shape)} in model.json")
+        elif dtype not in LOADABLE:
+            faults.append(f"tensor {name} is {dtype}; weights are fp32, fp16 or bf16")
     faults += [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
     if faults:
         raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
@@ -83,13 +73,12 @@ def check_weights_file(path: Path, config: ModelConfig) -> None:
     try:
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - `file` is not a dict
-            kinds = {name: _kind(each.get_shape(), each.get_dtype()) for name, each in slices.items()}
+            kinds = {
+                name: (tuple(each.get_shape()), TORCH_TYPES.get(each.get_dtype(), each.get_dtype().lower()))
+                for name, each in slices.items()
+            }
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
     check_tensors(public_names(kinds, tied=config.tie_weights), config.tensor_shapes(), path)
-
-
-def _kind(shape: list[int], dtype: str) -> TensorKind:
-    return TensorKind(tuple(shape), TORCH_TYPES.get(dtype, dtype.lower()))

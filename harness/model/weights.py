@@ -48,17 +48,13 @@ def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Ten
 
 def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors of a model's state dict by public name, as views, not copies."""
-    views: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        views.update(split_fused(name, tensor.detach(), config))
-    return views
+    split = (split_fused(name, tensor.detach(), config) for name, tensor in state.items())
+    return {name: part for parts in split for name, part in parts.items()}
 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
     """Return shapes and dtypes in the form that `check_tensors` takes."""
-    return {
-        name: TensorKind(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()
-    }
+    return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
 
 def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:

@@ -33,28 +33,16 @@ def rows_of(bench: Workbench, stage: str) -> list[Row]:
 def test_every_stage_of_the_session_can_be_read(stage: str) -> None:
     options = main.make_context("on_gpu.py", stage.split()).params
     settings = {key: json.loads(value) for key, _, value in (each.partition("=") for each in options["settings"])}
-    needed = {
-        "dataset": "a/b",
-        "microbatch_size": 1,
-        "train_steps": 1,
-        "start_train_token": 0,
-        "checkpoint_interval": 1,
-    }
-    TrainConfig.model_validate(needed | settings)
+    needed = {"dataset": "a/b", "microbatch_size": 1, "train_steps": 1, "start_train_token": 0}
+    TrainConfig.model_validate({**needed, "checkpoint_interval": 1, **settings})
 
 
 def test_kernels(bench: Workbench) -> None:
     for measure in (kernels.measure_machine, kernels.measure_ceilings, kernels.measure_attention, kernels.measure_loss):
         measure(bench)
     assert rows_of(bench, "machine")[0]["device"] == "CPU"
-    assert [row["product"] for row in rows_of(bench, "gemm")] == [
-        "qkv",
-        "out",
-        "fc1",
-        "fc2",
-        "head",
-        "head, whole tiles",
-    ]
+    products = [row["product"] for row in rows_of(bench, "gemm")]
+    assert products == ["qkv", "out", "fc1", "fc2", "head", "head, whole tiles"]
     assert all(row["forward_tflops"] > 0 for row in rows_of(bench, "gemm"))
     attention = {(row["backend"], row["drop_rate"]): row for row in rows_of(bench, "attention")}
     assert attention["default", 0.0]["dropped"] == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,16 @@ from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
+from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.fake_hub import FakeFile, FakeHub
+from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
+from tests.support.in_process import InProcess
 from tests.support.launch import ROOT, Result, Workshop, finish
 
 TEXT = "def f(x):\n    return x + 1  # naïve 日本 🐍\r\n\n\n" * 20
 CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel:
@@ -40,7 +41,10 @@ def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel
 
 
 def convert(path: Path, *arguments: str, expect: int | None = 0, environment: dict[str, str] | None = None) -> Result:
-    result = Workshop(path).command("convert_hf.py", *arguments, environment=environment)
+    """Run convert_hf.py: with variables of its own in a process of its own, because libraries read them when they are
+    imported."""
+    shop = Workshop(path) if environment else InProcess(path)
+    result = shop.command("convert_hf.py", *arguments, environment=environment)
     assert expect is None or result.status == expect, result.stderr
     return result
 
@@ -57,33 +61,53 @@ def small(**changes: Any) -> ModelConfig:
     return shape(vocab_size=300, **changes)  # ten more than the tokenizer has: a padded head
 
 
+def imported(path: Path, source: str = "hf") -> GPTModel:
+    """Import a folder as the run `runs/r`, and return the model of the run."""
+    convert(path, "import", source, "r", "--runs-dir", "runs")
+    run = path / "runs" / "r"
+    return load_model(load_model_config(run / "model.json"), run / "model.safetensors", CPU)
+
+
+def assert_same_logits(ours: GPTModel, theirs: Any) -> None:
+    with torch.no_grad():
+        tokens = random_tokens(ours.config)
+        expected = getattr(theirs(tokens), "logits", theirs(tokens))
+        assert expected.abs().max() > 1
+        assert (ours(tokens) - expected).abs().max() < 1e-5
+
+
 # Export -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("GPT2LMHeadModel", {}),
+    "tied": ("GPT2LMHeadModel", {"tie_weights": True, "qkv_bias": True, "mlp": "relu2", "mlp_dim": 100}),
+    "llama": ("LlamaForCausalLM", {**LLAMA, "tie_weights": True}),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "linear_bias": False, "n_kv_heads": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=EXPORTS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPTModel]:
     """The folder that has a checkpoint "c" and its export "out", and the model. Tests only read the files."""
     path = tmp_path_factory.mktemp("exported")
-    others: dict[str, Any] = {"qkv_bias": True, "mlp": "relu2", "mlp_dim": 100} if request.param else {}
-    model = write_checkpoint(path / "c", small(tie_weights=request.param, **others))
+    model = write_checkpoint(path / "c", small(**EXPORTS[request.param][1]))
     convert(path, "export", "c", "out")
     return path, model
 
 
-def test_transformers_loads_what_is_exported_as_the_same_model(exported: tuple[Path, GPTModel]) -> None:
-    """transformers also samples the text that test_smoke.py prints."""
+def test_transformers_loads_what_is_exported_as_the_same_model(
+    exported: tuple[Path, GPTModel], request: pytest.FixtureRequest
+) -> None:
+    """A native class also samples the text that test_smoke.py prints, both with a cache."""
     path, model = exported
     automatic: Any = transformers.AutoModelForCausalLM
     loaded, report = automatic.from_pretrained(path / "out", output_loading_info=True)
-    assert type(loaded).__name__ == "GPT2LMHeadModel"
+    assert type(loaded).__name__ == EXPORTS[request.node.callspec.params["exported"]][0]
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.float32
-    tokens = random_tokens(model.config)
-    with torch.no_grad():
-        ours, theirs = model(tokens), loaded.eval()(tokens).logits
-    assert theirs.abs().max() > 1
-    assert (ours - theirs).abs().max() < 1e-5
+    assert_same_logits(model, loaded.eval())
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path / "out")
     own = load_tokenizer(path / "c" / "tokenizer.json")
     assert tokenizer.encode(TEXT) == own.encode(TEXT)
@@ -95,41 +119,32 @@ def test_transformers_loads_what_is_exported_as_the_same_model(exported: tuple[P
     assert sorted(each.name for each in path.iterdir()) == ["c", "out"]
     output = loaded.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
-    printed = Workshop(path).script("test_smoke.py", "c", *options).stdout
+    printed = InProcess(path).script("test_smoke.py", "c", *options).stdout
     assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.parametrize("exported", ["untied", "tied"], indirect=True)
 def test_there_and_back_gives_the_same_files(exported: tuple[Path, GPTModel], tmp_path: Path) -> None:
     path, model = exported
-    convert(tmp_path, "import", str(path / "out"), "r", "--runs-dir", ".")
-    back, expected = load_file(tmp_path / "r" / "model.safetensors"), model.to_checkpoint_names()
-    assert back.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.items())
-    assert load_model_config(tmp_path / "r" / "model.json") == model.config
-    assert load_tokenizer(tmp_path / "r" / "tokenizer.json").encode(TEXT) == load_tokenizer(
-        path / "c" / "tokenizer.json"
-    ).encode(TEXT)
+    back, expected = imported(tmp_path, str(path / "out")), model.to_checkpoint_names()
+    assert back.config == model.config
+    found = load_file(tmp_path / "runs" / "r" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    tokenizers = [load_tokenizer(each / "tokenizer.json") for each in (tmp_path / "runs" / "r", path / "c")]
+    assert tokenizers[0].encode(TEXT) == tokenizers[1].encode(TEXT)
 
 
 def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
-    """RUN means its best checkpoint, RUN:CHECKPOINT another one, and a path to a run the same as the run's name."""
+    """RUN means its best checkpoint, and RUN:CHECKPOINT another one."""
     checkpoints = tmp_path / "runs" / "r" / "checkpoints"
     for name, link in (("20260101Z000000-iteration-3", "best"), ("20260101Z000000-iteration-5", "latest")):
         model = write_checkpoint(checkpoints / name, small(tie_weights=link == "best"))
         (checkpoints / link).symlink_to(name)
     (tmp_path / "runs" / "r" / "model.json").write_text(model.config.model_dump_json())
-    shop = Workshop(tmp_path)
-
-    def sample(*model: str) -> str:
-        return shop.script("test_smoke.py", *model, "--prompt", "def f(", "--runs-dir", str(shop.runs)).stdout
-
-    latest = sample(str(tmp_path / "runs" / "r" / "model.json"), str(checkpoints / "latest" / "model.safetensors"))
-    assert latest == sample("r:latest") == sample(f"{shop.runs}/r:latest")
-    assert latest != sample("r") == sample(str(shop.runs / "r"))
-    convert(tmp_path, "export", "r:latest", "out", "--runs-dir", str(shop.runs))
+    convert(tmp_path, "export", "r:latest", "out")
     assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
-    card = convert(tmp_path, "publish", "r", "me/r", "--card", "--runs-dir", str(shop.runs)).stdout
-    assert '"tie_weights": true' in card
+    assert '"tie_weights": true' in convert(tmp_path, "publish", "r", "me/r", "--card").stdout
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -164,7 +179,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", small())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
-    (tmp_path / "other.json").write_text(shape(vocab_size=300, emb_dim=96).model_dump_json())
+    (tmp_path / "other.json").write_text(small(emb_dim=96).model_dump_json())
     write_checkpoint(tmp_path / "few", shape())  # 97 tokens, fewer than its tokenizer
     for arguments, says in (
         (("c", "full"), "exists"),
@@ -189,6 +204,17 @@ def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> None:
+    export_tokenizer("gpt2", tmp_path, 1024)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer("gpt2")
+    text = (ROOT / "README.md").read_text() + (ROOT / "gpt.py").read_text() + TEXT
+    assert theirs.encode(text) == ours.encode(text)
+    assert (len(theirs), theirs.eos_token_id) == (50257, 50256)
+
+
 # Import -------------------------------------------------------------------------------------------------------------
 
 
@@ -196,9 +222,8 @@ def hugging_face_model(folder: Path, **changes: Any) -> Any:
     """Return a native GPT-2 of transformers with random weights everywhere, and save it in `folder`."""
     sizes = {"vocab_size": 290, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
     torch.manual_seed(5)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes})
-    )
+    config = transformers.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes})
+    model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -214,17 +239,17 @@ def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharde
         theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
         assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
         (tmp_path / "hf" / "model.safetensors").unlink(missing_ok=True)
-    convert(tmp_path, "import", str(tmp_path / "hf"), "small", "--runs-dir", str(tmp_path / "runs"))
-    run = tmp_path / "runs" / "small"
-    ours = load_model(load_model_config(run / "model.json"), run / "model.safetensors", CPU)
+    ours = imported(tmp_path)
     assert (ours.config.tie_weights, ours.config.qkv_bias) == (tied, True)
-    tokens = random_tokens(ours.config)
-    with torch.no_grad():
-        assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5
-    arguments = [str(run / "model.json"), str(run / "model.safetensors"), "--prompt", "def f(", "--temperature", "0"]
-    printed = Workshop(tmp_path).script("test_smoke.py", *arguments).stdout
+    assert_same_logits(ours, theirs)
+    printed = InProcess(tmp_path).script("test_smoke.py", "r", "--prompt", "def f(", "--temperature", "0").stdout
     assert printed.startswith("def f(")
-    refused(tmp_path, "import", str(tmp_path / "hf"), "small", "--runs-dir", str(tmp_path / "runs"), says="exists")
+    refused(tmp_path, "import", "hf", "r", "--runs-dir", "runs", says="exists")
+    card = convert(tmp_path, "publish", "r", "me/x", "--card").stdout
+    assert "imported" not in card, "the card tells nothing of this machine"
+    assert str(tmp_path) not in card
+    (tmp_path / "runs" / "r" / "summary.json").write_text('{"device": "x"}')
+    refused(tmp_path, "publish", "r", "me/x", "--card", says='summary.json: key "world_size"')
 
 
 def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: Path) -> None:
@@ -241,38 +266,21 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
     (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     own = load_tokenizer(tmp_path / "hf" / "tokenizer.json")
     (tmp_path / "hf" / "tokenizer.json").unlink()
-    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path))
-    ours = load_model(load_model_config(tmp_path / "r" / "model.json"), tmp_path / "r" / "model.safetensors", CPU)
-    tokens = random_tokens(ours.config)
-    with torch.no_grad():
-        assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5
-    assert load_tokenizer(tmp_path / "r" / "tokenizer.json").encode(TEXT) == own.encode(TEXT)
+    assert_same_logits(imported(tmp_path), theirs)
+    assert load_tokenizer(tmp_path / "runs" / "r" / "tokenizer.json").encode(TEXT) == own.encode(TEXT)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("activation_function", "relu"),
-        ("layer_norm_epsilon", 1e-6),
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("scale_attn_weights", False),
-        ("n_inner", 0),
-        ("n_layer", "two"),
-        ("n_layer", 2.0),
-        ("n_layer", -1),
-        ("n_layer", True),
-        ("n_embd", 50),
-        ("resid_pdrop", "x"),
-        ("attn_pdrop", 1.5),
-        ("tie_word_embeddings", "yes"),
-        ("n_embd", None),
+        *(("activation_function", "relu"), ("layer_norm_epsilon", 1e-6), ("scale_attn_by_inverse_layer_idx", True)),
+        *(("scale_attn_weights", False), ("n_inner", 0), ("n_embd", 50), ("n_embd", None), ("resid_pdrop", "x")),
+        *(("attn_pdrop", 1.5), ("tie_word_embeddings", "yes"), *(("n_layer", each) for each in ("two", 2.0, -1, True))),
     ],
 )
 def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> None:
-    config = {
-        **transformers.GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4).to_dict(),
-        key: value,
-    }
+    gpt2 = transformers.GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4)
+    config = {**gpt2.to_dict(), key: value}
     if value is None:
         del config[key]
     with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
@@ -337,87 +345,53 @@ def hub() -> Any:
         yield running
 
 
-def trained_run(shop: Workshop) -> Path:
-    """Train a run of some steps, with a price and a test split, and return its folder."""
-    shop.add_dataset()
-    shop.add_run("r", price_per_hour=36.0)
-    shop.train("r", ranks=1)
-    return shop.runs / "r"
+def hub_variables(hub: FakeHub, home: Path) -> dict[str, str]:
+    return hub.environment(home) | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
 
 
 def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
     """The dataset names no tokenizer, which means GPT-2's, but the model has 64 tokens. A checkpoint with its own
     tokenizer therefore replaces the run's best one."""
-    shop = Workshop(tmp_path, draws=True)
-    run = trained_run(shop)
+    shop = InProcess(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run("r", price_per_hour=36.0)
+    assert shop.attempt().status == 0
+    (run / "training-run-chart.png").write_bytes(b"a chart")
     best = Path((run / "checkpoints" / "best").resolve())
-    config = ModelConfig(**json.loads((run / "model.json").read_text()))
-    wider = config.model_copy(update={"vocab_size": 300})
+    wider = load_model_config(run / "model.json").model_copy(update={"vocab_size": 300})
     meta = json.loads((best / "meta.json").read_text())
     model = write_checkpoint(best, wider, **{key: meta[key] for key in meta.keys() - {"model", "tokenizer"}})
-    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
     given = ["publish", str(best), "me/tiny", "--datasets-dir", str(shop.datasets), "--license", "mit"]
-    result = convert(tmp_path, *given, environment=environment)
+    result = convert(tmp_path, *given, environment=hub_variables(hub, tmp_path / "home"))
     assert result.stdout == f"Uploaded to {hub.url}/me/tiny\n"
     repository = hub.models["me/tiny"]
     assert repository.private
-    assert {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "training-run-chart.png",
-    } <= repository.files.keys()
-    assert {
-        "training/model.json",
-        "training/train.json",
-        "training/metrics.jsonl",
-        "training/summary.json",
-    } <= repository.files.keys()
+    wanted = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training-run-chart.png"}
+    wanted |= {f"training/{name}" for name in ("model.json", "train.json", "metrics.jsonl", "summary.json")}
+    assert wanted <= repository.files.keys()
     check_card(repository.files["README.md"].content.decode(), run)
     # As on another machine, transformers and this project's import load it.
-    home = hub.environment(tmp_path / "other") | {"HF_TOKEN": "hf_secret"}
-    program = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "import torch\n"
-        "model = AutoModelForCausalLM.from_pretrained('me/tiny').eval()\n"
-        "assert AutoTokenizer.from_pretrained('me/tiny').encode('def f(x)')\n"
-        "torch.save(model(torch.arange(16)[None]).logits.detach(), 'logits.pt')\n"
-    )
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=inherited | home, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    theirs = torch.load(tmp_path / "logits.pt", weights_only=True, map_location="cpu")
-    with torch.no_grad():
-        assert (model(torch.arange(16)[None]) - theirs).abs().max() < 1e-5
-    convert(
-        tmp_path, "import", "me/tiny", "back", "--runs-dir", str(shop.runs), environment=home | {"HF_HUB_OFFLINE": "0"}
-    )
+    (tmp_path / "there").mkdir()
+    for name, file in repository.files.items():
+        if "/" not in name:
+            (tmp_path / "there" / name).write_bytes(file.content)
+    assert_same_logits(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there").eval())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "there").encode("def f(x)")
+    environment = hub_variables(hub, tmp_path / "other")
+    convert(tmp_path, "import", "me/tiny", "back", "--runs-dir", str(shop.runs), environment=environment)
     back = load_file(shop.runs / "back" / "model.safetensors")
     assert all(torch.equal(tensor, back[name]) for name, tensor in model.to_checkpoint_names().items())
 
 
 def test_another_model_in_its_place_leaves_nothing_of_the_first(tmp_path: Path, hub: FakeHub) -> None:
-    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
-    write_checkpoint(tmp_path / "c", small())
-    convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", environment=environment)
-    repository = hub.models["me/x"]
-    own = set(repository.files)
-    stale = {
-        "training/metrics.jsonl",
-        "training-run-chart.png",
-        "pytorch_model.bin",
-        "model-00001-of-00002.safetensors",
-    }
-    stale |= {"adapter_config.json", "vocab.json", "merges.txt", "chat_template.jinja"}
+    stale = {"training/metrics.jsonl", "training-run-chart.png", "pytorch_model.bin"}
+    stale |= {"model-00001-of-00002.safetensors", "adapter_config.json", "vocab.json", "chat_template.jinja"}
     kept = {"examples/one.safetensors", "notes.md"}
-    for name in stale | kept:
-        repository.files[name] = FakeFile(b"old")
+    hub.models["me/x"] = FakeDataset({name: FakeFile(b"old") for name in stale | kept})
     write_checkpoint(tmp_path / "c", small(tie_weights=True, n_layers=2))
-    convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", environment=environment)
-    assert set(repository.files) == own | kept
+    convert(tmp_path, "publish", "c", "me/x", environment=hub_variables(hub, tmp_path / "home"))
+    own = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert set(hub.models["me/x"].files) == own | {"tokenizer.json", "tokenizer_config.json"} | kept
 
 
 def check_card(card: str, run: Path) -> None:
@@ -476,45 +450,20 @@ def test_a_card_survives_what_other_programs_write(tmp_path: Path, meta: dict[st
     assert "| inf" not in card
 
 
-def test_a_card_tells_nothing_of_this_machine(tmp_path: Path) -> None:
-    hugging_face_model(tmp_path / "hf")
-    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path / "runs"))
-    card = convert(tmp_path, "publish", str(tmp_path / "runs" / "r"), "me/x", "--card").stdout
-    assert "imported" not in card
-    assert str(tmp_path) not in card
-    (tmp_path / "runs" / "r" / "summary.json").write_text('{"device": "x"}')
-    refused(tmp_path, "publish", str(tmp_path / "runs" / "r"), "me/x", "--card", says='summary.json: key "world_size"')
-
-
 def test_what_a_publishing_may_not_do(tmp_path: Path, hub: FakeHub) -> None:
     write_checkpoint(tmp_path / "c", small())
-    refused(tmp_path, "publish", str(tmp_path / "c"), "tiny", says="give owner/name")
-    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+    refused(tmp_path, "publish", "c", "tiny", says="give owner/name")
+    environment = hub_variables(hub, tmp_path / "home")
     hub.upload_status = 403
-    result = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", expect=2, environment=environment)
-    assert 'model "me/x": access refused' in result.stderr
-    assert "hf_secret" not in result.stderr
-    offline = environment | {"HF_HUB_OFFLINE": "1"}
-    result = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", expect=2, environment=offline)
-    assert 'model "me/x": is on the network, but HF_HUB_OFFLINE is set' in result.stderr
-    nowhere = environment | {"HF_HUB_CACHE": "/proc/nothing"}
-    result = convert(tmp_path, "import", "me/x", "r", expect=2, environment=nowhere)
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    result = convert(tmp_path, "import", "me/nothing", "r", expect=2, environment=environment)
-    assert 'model "me/nothing": not found' in result.stderr
+    for arguments, variables, says in (
+        (("publish", "c", "me/x"), {}, 'model "me/x": access refused'),
+        (("publish", "c", "me/x"), {"HF_HUB_OFFLINE": "1"}, "is on the network, but HF_HUB_OFFLINE is set"),
+        (("import", "me/x", "r"), {"HF_HUB_CACHE": "/proc/nothing"}, "/proc"),
+        (("import", "me/nothing", "r"), {}, 'model "me/nothing": not found'),
+    ):
+        result = convert(tmp_path, *arguments, expect=2, environment=environment | variables)
+        assert says in result.stderr
+        assert "hf_secret" not in result.stderr
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+    refused(tmp_path, "import", "me/nothing", "r", says="HF_HUB_OFFLINE")
     assert not (tmp_path / "runs").exists()
-    result = convert(tmp_path, "import", "me/nothing", "r", expect=2, environment={"HF_HUB_OFFLINE": "1"})
-    assert "HF_HUB_OFFLINE" in result.stderr
-
-
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
-def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> None:
-    from harness.hf.export import export_tokenizer
-
-    export_tokenizer("gpt2", tmp_path, 1024)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_tokenizer("gpt2")
-    text = (ROOT / "README.md").read_text() + (ROOT / "gpt.py").read_text() + TEXT
-    assert theirs.encode(text) == ours.encode(text)
-    assert (len(theirs), theirs.eos_token_id) == (50257, 50256)

@@ -19,15 +19,13 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.data.tokenizers.load import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
-from harness.hf import formats
+from harness.hf.formats import peer_config, peer_tensors
 from harness.model.export_formats import check_for_notebook, missing_for_export, native_class
-from tests.hf.test_convert_hf import convert, refused, write_checkpoint
+from tests.hf.test_convert_hf import LLAMA, assert_same_logits, convert, refused, write_checkpoint
 from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.launch import Workshop
+from tests.support.in_process import InProcess
 
-LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
-SOURCE = Path("r/model.json")
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
 QUICKSTART: dict[str, Any] = {
     "position": "rope",
@@ -43,16 +41,14 @@ QUICKSTART: dict[str, Any] = {
 
 def peer_of(model: GPTModel) -> Any:
     """Return a model of the native class with the weights of `model`."""
-    is_gpt2 = native_class(model.config) == "gpt2"
-    settings = (formats.gpt2_config if is_gpt2 else formats.llama_config)(model.config)
-    settings |= formats.common_config(model.config, 0, "float32")
+    kind = str(native_class(model.config))
+    settings = peer_config(kind, model.config)
     automatic: Any = transformers.AutoConfig
     config = automatic.for_model(settings.pop("model_type"), **settings, attn_implementation="eager")
     build: Any = transformers.AutoModelForCausalLM
     peer = build.from_config(config).eval()
     assert type(peer).__name__ == settings["architectures"][0]
-    tensors = (formats.gpt2_tensors if is_gpt2 else formats.llama_tensors)(model)
-    missing, surplus = peer.load_state_dict(tensors, strict=False)
+    missing, surplus = peer.load_state_dict(peer_tensors(kind, model), strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tie_weights else set())
     assert not surplus
     return peer
@@ -86,48 +82,19 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
     torch.testing.assert_close(model.tok_emb.weight.grad, embedding.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, {**QWEN, "n_kv_heads": 2}], ids=["llama", "qwen3"])
-def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """The native class also samples what test_smoke.py prints: both with a cache, rotary positions and shared heads."""
-    config = shape(vocab_size=300, **changes)
-    model = write_checkpoint(tmp_path / "c", config)
-    convert(tmp_path, "export", "c", "out")
-    automatic: Any = transformers.AutoModelForCausalLM
-    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    tokens = random_tokens(config)
-    with torch.no_grad():
-        assert (model(tokens) - loaded.eval()(tokens).logits).abs().max() < 1e-5
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    output = loaded.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
-    options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
-    printed = Workshop(tmp_path).script("test_smoke.py", "c", *options).stdout
-    assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
+EXPERTS = {"num_experts": 4, "num_active_experts": 2}
+NEITHER = {"logit_softcap": 15.0, "value_embeddings": 1, "embedding_skip": True, "bigram_embedding": 50, "moe": EXPERTS}
+NOT_GPT2: dict[str, Any] = {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "n_kv_heads": 2, "head_dim": 10}
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
+        *(({key: value}, key) for key, value in {**NOT_GPT2, **NEITHER}.items()),
+        *(({**LLAMA, key: value}, key) for key, value in {"mlp": "relu2", **NEITHER}.items()),
         ({"position": "rope"}, "norm"),
-        ({**LLAMA, "mlp": "relu2"}, "mlp"),
         ({**LLAMA, "qk_norm": True}, "linear_bias"),
-        ({**LLAMA, "logit_softcap": 15.0}, "logit_softcap"),
-        ({**LLAMA, "value_embeddings": 1}, "value_embeddings"),
-        ({**LLAMA, "embedding_skip": True}, "embedding_skip"),
-        ({**LLAMA, "bigram_embedding": 50}, "bigram_embedding"),
-        ({"norm": "rmsnorm"}, "norm"),
-        ({"mlp": "swiglu"}, "mlp"),
-        ({"qk_norm": True}, "qk_norm"),
-        ({"n_kv_heads": 2}, "n_kv_heads"),
-        ({"head_dim": 10}, "head_dim"),
         ({"emb_dim": 50, "head_dim": 12}, "emb_dim"),
-        ({"logit_softcap": 15.0}, "logit_softcap"),
-        ({"value_embeddings": 1}, "value_embeddings"),
-        ({"embedding_skip": True}, "embedding_skip"),
-        ({"bigram_embedding": 50}, "bigram_embedding"),
-        ({"moe": {"num_experts": 4, "num_active_experts": 2}}, "moe"),
-        ({**LLAMA, "moe": {"num_experts": 4, "num_active_experts": 2}}, "moe"),
     ],
     ids=str,
 )
@@ -148,8 +115,8 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
         'model.json have "position": "learned", "norm": "layernorm", "qk_norm": false, "value_embeddings": null, '
         '"mlp": "gelu", "linear_bias": true\n'
     )
-    refused(tmp_path, "export", str(tmp_path / "c"), "out", "--format", "notebook", says=needed)
-    shop = Workshop(tmp_path)
+    refused(tmp_path, "export", "c", "out", "--format", "notebook", says=needed)
+    shop = InProcess(tmp_path)
     shop.add_dataset()
     by_code = "transformers with trust_remote_code; the nearest native class, "
     moe = {"num_experts": 2, "num_active_experts": 2}
@@ -165,15 +132,12 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 def test_widths_that_heads_do_not_divide() -> None:
     """transformers refuses a Llama of such a width, and computes a Qwen 3 of that width."""
     odd: dict[str, Any] = {"emb_dim": 50, "head_dim": 12}
-    sizes: dict[str, Any] = {"hidden_size": 50, "num_attention_heads": 4, "head_dim": 12}
     with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
-        transformers.LlamaConfig(**sizes)
-    for name, config in (("llama", shape(**LLAMA, **odd)), ("notebook", shape(emb_dim=50, head_dim=12))):
+        transformers.LlamaConfig(hidden_size=50, num_attention_heads=4, head_dim=12)
+    for name, config in (("llama", shape(**LLAMA, **odd)), ("notebook", shape(**odd))):
         assert missing_for_export(config)[name] == ['"emb_dim": a multiple of 4']
     model = random_model(shape(**QWEN, **odd)).eval()
-    tokens = random_tokens(model.config)
-    with torch.no_grad():
-        assert (model(tokens) - peer_of(model)(tokens).logits).abs().max() < 2e-5
+    assert_same_logits(model, peer_of(model))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +147,7 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
     config = shape(**changes)
     assert native_class(config) == "gpt2"
     with pytest.raises(UserError, match=f'^r/model.json: .*--format transformers can; .*"{next(iter(changes))}": '):
-        check_for_notebook(config, SOURCE)
+        check_for_notebook(config, Path("r/model.json"))
 
 
 # Models without a native class are exported with the code of gpt.py
@@ -191,7 +155,7 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
 
 OWN: dict[str, dict[str, Any]] = {
     "all": ALL,
-    "experts": {"moe": {"num_experts": 4, "num_active_experts": 2}, "mlp": "swiglu", "tie_weights": True},
+    "experts": {"moe": EXPERTS, "mlp": "swiglu", "tie_weights": True},
     "the quickstart's": {**QUICKSTART, "drop_rate": {"embedding": 0.1}},
 }
 # Runs as on another machine: this project is not in the path.

@@ -10,22 +10,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, load_model, save_file
-from torch import Tensor
 
-import gpt
 from bench.references import NotebookModel
 from gpt import ModelConfig
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
 from harness.data.tokenizers.bpe import train_bpe
 from harness.hf.import_model import notebook_shape
-from tests.hf.test_convert_hf import TEXT, convert, refused, write_checkpoint
+from tests.hf.test_convert_hf import (
+    TEXT,
+    assert_same_logits,
+    convert,
+    hub_variables,
+    imported,
+    refused,
+    write_checkpoint,
+)
 from tests.model.test_model import random_tokens, shape
 from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
-from tests.support.launch import Workshop
+from tests.support.in_process import InProcess
 from tests.support.notebook_model import notebook_model
 
-CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 3, "num_active_experts": 2}
 VARIANTS: list[dict[str, Any]] = [{}, {"qkv_bias": True}, {"tie_weights": True}, {"moe": EXPERTS}]
 CODE = "modeling_gpjtgpt2.py"
@@ -49,7 +54,7 @@ def published(folder: Path, **changes: Any) -> NotebookModel:
     return wrapper.model.eval()
 
 
-def loss_on_letters(model: NotebookModel, shop: Workshop) -> str:
+def loss_on_letters(model: NotebookModel, shop: InProcess) -> str:
     tokens = load_file(shop.datasets / "local" / "letters" / "test.safetensors")["tokens"].long()
     length = model.pos_emb.num_embeddings
     rows = (len(tokens) - 1) // (2 * length) * 2
@@ -59,19 +64,6 @@ def loss_on_letters(model: NotebookModel, shop: Workshop) -> str:
 
 
 # Import -------------------------------------------------------------------------------------------------------------
-
-
-def imported(path: Path) -> gpt.GPTModel:
-    convert(path, "import", "hf", "r", "--runs-dir", "runs")
-    folder = path / "runs" / "r"
-    return gpt.load_model(gpt.load_model_config(folder / "model.json"), folder / "model.safetensors", CPU)
-
-
-def assert_same_logits(ours: gpt.GPTModel, theirs: NotebookModel) -> None:
-    tokens = random_tokens(ours.config)
-    with torch.no_grad():
-        assert theirs(tokens).abs().max() > 1
-        assert (ours(tokens) - theirs(tokens)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -84,7 +76,7 @@ def test_a_published_model_becomes_a_run(tmp_path: Path, changes: dict[str, Any]
     assert_same_logits(ours, theirs)
     assert not (tmp_path / "ran").exists()
     if "moe" in changes:  # the commands can use the run, too
-        shop = Workshop(tmp_path)
+        shop = InProcess(tmp_path)
         shop.add_dataset()
         assert shop.script("test_smoke.py", "r", "--prompt", "def f(").stdout.startswith("def f(")
         options = ["--dataset", "local/letters", "--batch-size", "2"]
@@ -106,7 +98,7 @@ def test_a_published_model_from_the_hub_brings_no_code(tmp_path: Path) -> None:
     with FakeHub() as hub:
         content = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
         hub.models["gpjt/tiny"] = FakeDataset({name: FakeFile(data) for name, data in content.items()})
-        environment = hub.environment(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"}
+        environment = hub_variables(hub, tmp_path / "home")
         convert(tmp_path, "import", "gpjt/tiny", "r", "--runs-dir", str(tmp_path), environment=environment)
         assert json.loads((tmp_path / "r" / "meta.json").read_text())["imported_from"] == "gpjt/tiny"
         asked = {request.path.rsplit("/", 1)[-1] for request in hub.requests}
@@ -134,17 +126,15 @@ LORE = {"rank": 128, "input_embeddings": False, "output_head": False, "smart_ini
 )
 def test_other_models_of_the_author_are_refused_by_the_key(changes: dict[str, Any], key: str) -> None:
     config = {"model_type": "gpjtgpt2", "cfg": CFG, "tie_word_embeddings": False, **changes}
+    off = notebook_shape({"model_type": "gpjtgpt2", "cfg": CFG | {"lore": LORE}}, Path("config.json"))
+    assert off == CFG, "an experiment that was turned off is the plain model"
     with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
         parse_config(ModelConfig, notebook_shape(config, Path("hf/config.json")), Path("hf/config.json"))
 
 
-def test_an_experiment_that_was_turned_off_is_the_plain_model() -> None:
-    assert notebook_shape({"model_type": "gpjtgpt2", "cfg": CFG | {"lore": LORE}}, Path("config.json")) == CFG
-
-
 def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:
     published(tmp_path / "hf")
-    into = ("r", "--runs-dir", str(tmp_path / "runs"))
+    into = ("r", "--runs-dir", "runs")
     weights = tmp_path / "hf" / "model.safetensors"
     whole, tensors = weights.read_bytes(), load_file(weights)
     experts = {name.replace("ff.layers", "ff.experts.0.layers"): tensor for name, tensor in tensors.items()}
@@ -155,14 +145,14 @@ def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:
         (tensors | {"model.final_norm.scale": torch.ones(48, dtype=torch.int8)}, "int8"),
     ):
         save_file(changed, weights)
-        refused(tmp_path, "import", str(tmp_path / "hf"), *into, says=says)
+        refused(tmp_path, "import", "hf", *into, says=says)
     weights.write_bytes(whole[: len(whole) // 2])
-    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="not a readable safetensors file")
+    refused(tmp_path, "import", "hf", *into, says="not a readable safetensors file")
     weights.write_bytes(whole)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["cfg"]["drop_rate"] = 2
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says='config.json: key "drop_rate"')
+    refused(tmp_path, "import", "hf", *into, says='config.json: key "drop_rate"')
 
 
 # Export -------------------------------------------------------------------------------------------------------------
@@ -173,7 +163,7 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
     """An export loads in both ways of the scripts: load_state_dict(load_file(...)) and safetensors' load_model."""
     config = shape(vocab_size=300, **changes)
     ours = write_checkpoint(tmp_path / "c", config)
-    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--format", "notebook")
+    result = convert(tmp_path, "export", "c", "out", "--format", "notebook")
     assert ("written out" in result.stderr) == config.tie_weights
     told = json.loads((tmp_path / "out" / "model.json").read_text())
     keys = ["vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"]
@@ -187,36 +177,29 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
             loss, expected = (F.cross_entropy(m(tokens).flatten(0, 1), targets.flatten()) for m in (theirs, ours))
             assert (theirs(tokens) - ours(tokens)).abs().max() < 1e-5
         assert loss.item() == pytest.approx(expected.item(), abs=2e-6)
-    check_buffers(load_file(file), notebook_model(config).state_dict())
-    notebook_model(config).load_state_dict(load_file(file), strict=True)  # also with a model.json that ties the weights
+    written = load_file(file)
+    for name, tensor in notebook_model(config).state_dict().items():
+        assert (written[name].shape, written[name].dtype) == (tensor.shape, tensor.dtype)
+        assert not name.endswith("mask") or torch.equal(written[name], tensor)
+    notebook_model(config).load_state_dict(written, strict=True)  # also with a model.json that ties the weights
 
 
 def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path) -> None:
     """The export does not need the vocabulary, which might have to be downloaded; the notebook's scripts load it."""
     write_checkpoint(tmp_path / "c", shape(vocab_size=300), tokenizer="gpt2")
     nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
-    options = ("--format", "notebook")
-    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options, environment=nowhere)
+    result = convert(tmp_path, "export", "c", "out", "--format", "notebook", environment=nowhere)
     assert result.stderr == ""
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["tokenizer"] == "gpt2"
 
 
-def check_buffers(written: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert written.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (written[name].shape, written[name].dtype) == (tensor.shape, tensor.dtype)
-        if name.endswith("mask"):
-            assert torch.equal(written[name], tensor)
-
-
 def test_our_commands_read_the_export_too(tmp_path: Path) -> None:
     ours = write_checkpoint(tmp_path / "c", shape(vocab_size=300))
-    options = ("--format", "notebook", "--dtype", "bf16")
-    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options)
-    assert "another one" in result.stderr, "its tokenizer is not GPT-2's"
-    files = [str(tmp_path / "out" / name) for name in ("model.json", "model.safetensors")]
-    assert Workshop(tmp_path).script("test_smoke.py", *files, "--prompt", "def f(").stdout.startswith("def f(")
-    written = load_file(files[1])
+    given = ("export", "c", "out", "--format", "notebook", "--dtype", "bf16")
+    assert "another one" in convert(tmp_path, *given).stderr, "its tokenizer is not GPT-2's"
+    files = ["out/model.json", "out/model.safetensors"]
+    assert InProcess(tmp_path).script("test_smoke.py", *files, "--prompt", "def f(").stdout.startswith("def f(")
+    written = load_file(tmp_path / files[1])
     assert written["trf_blocks.0.att.mask"].dtype == torch.float32
     assert torch.equal(written["tok_emb.weight"], ours.tok_emb.weight.bfloat16())
-    refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options, says="exists")
+    refused(tmp_path, *given, says="exists")

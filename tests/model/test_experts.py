@@ -1,4 +1,4 @@
-"""A mixture of experts against a loop over tokens and experts in fp64, transformers' Mixtral, and closed forms."""
+"""A mixture of experts against a loop over tokens and experts in fp64."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from torch import Tensor
 
 import gpt
 from gpt import (
-    FeedForward,
     GPTModel,
     MixtureOfExperts,
-    balancing_loss,
     experts_one_by_one,
     grouped_experts,
 )
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.compiled import trace
 
 MOE = {"num_experts": 5, "num_active_experts": 2}
 KINDS: list[dict[str, Any]] = [
@@ -109,29 +106,6 @@ def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str,
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-13, msg=name)
 
 
-def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
-    """The layer and its balancing loss equal transformers' Mixtral for one block. For several blocks transformers
-    computes the loss over the tokens of all blocks together, which differs."""
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    ours = mixture(mlp="swiglu", linear_bias=False)
-    names = {"hidden_size": 48, "intermediate_size": 128, "num_local_experts": 5, "num_experts_per_tok": 2}
-    config = mixtral.MixtralConfig(**names, experts_implementation="eager")
-    theirs = mixtral.MixtralSparseMoeBlock(config)
-    with torch.no_grad():
-        theirs.gate.weight.copy_(ours.router.weight)
-        for number, expert in enumerate(ours.experts):
-            assert isinstance(expert, FeedForward)
-            assert expert.gate is not None
-            gate_up = torch.cat((expert.gate.weight, expert.layers[0].get_parameter("weight")))
-            theirs.experts.gate_up_proj[number].copy_(gate_up)
-            theirs.experts.down_proj[number].copy_(expert.layers[2].get_parameter("weight"))
-    x = some_input()
-    output, (balance, _) = ours(x)
-    torch.testing.assert_close(output, theirs(x), rtol=1e-4, atol=1e-6)
-    logits = F.linear(x, ours.router.weight).flatten(0, 1)
-    torch.testing.assert_close(balance, mixtral.load_balancing_loss_func((logits,), 5, 2))
-
-
 @pytest.mark.parametrize(("kind", "width"), [*((kind, 44) for kind in KINDS), (KINDS[0], 48), (KINDS[-1], 48)], ids=str)
 def test_grouped_products_are_those_one_by_one(kind: dict[str, Any], width: int) -> None:
     """Grouped products equal those of each expert by itself, also where an expert has no token and where widths that
@@ -175,43 +149,6 @@ def test_the_router_decides_in_fp32_whatever_the_precision(dtype: torch.dtype) -
         assert half_loss.dtype == torch.float32
         assert torch.equal(half_loss, loss)
         assert ours(x.to(dtype))[0].dtype == dtype
-
-
-# The balancing loss
-
-
-def test_the_balancing_loss_in_closed_form() -> None:
-    """For E experts of which K are active, the loss is K if load and probabilities are even, and E if the same K
-    experts get every token with a total probability of 1. Its gradient for each token's probability of an expert is
-    E·f/N, with f the expert's tokens divided by the number N of tokens."""
-    tokens, experts, active = 40, 8, 2
-    even = torch.full((tokens, experts), 1 / experts, dtype=torch.float64)
-    assert balancing_loss(even, torch.full((experts,), tokens * active // experts)).item() == pytest.approx(active)
-    starved = torch.zeros(tokens, experts, dtype=torch.float64)
-    starved[:, :active] = 1 / active
-    load = torch.tensor([tokens] * active + [0] * (experts - active))
-    assert balancing_loss(starved, load).item() == pytest.approx(experts)
-    shares = torch.rand(tokens, experts, dtype=torch.float64).softmax(-1).requires_grad_()
-    balancing_loss(shares, load).backward()
-    torch.testing.assert_close(shares.grad, (experts * load / tokens / tokens).double().expand(tokens, -1))
-
-
-def test_minimising_it_spreads_the_load() -> None:
-    """Minimizing the balancing loss spreads the tokens over five experts. At first the router sends every token to the
-    first two, whose loads are 2.5, while the others' are 0. An even load is 1."""
-    ours, x = mixture(), some_input() + 1
-    with torch.no_grad():
-        ours.router.weight.mul_(0.1)
-        ours.router.weight[:2] += 0.1
-    assert ours(x)[1][1].tolist() == [24, 24, 0, 0, 0]
-    optimizer = torch.optim.SGD(ours.router.parameters(), lr=0.02)
-    for _ in range(50):
-        _, (loss, tokens) = ours(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() == pytest.approx(2, abs=0.05)
-    assert tokens.min() >= 5
 
 
 def test_training_minimises_both_and_measures_one() -> None:
@@ -265,44 +202,6 @@ def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts()
     config = shape(**small, moe={"num_experts": 6, "num_active_experts": 2})
     assert config.parameters == 446_410_752
     assert config.active_parameters - 12 * 4 * 768 == 219_697_152
-
-
-@pytest.mark.parametrize("initialisation", ["gpt2", "zero_residual"])
-def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
-    torch.manual_seed(0)
-    model = GPTModel(shape(emb_dim=192, n_layers=2, moe=MOE, initialisation=initialisation))
-    for number in range(5):
-        first = model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.0.weight")
-        last = model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.2.weight")
-        assert first.std().item() == pytest.approx(0.02, rel=0.05)
-        expected = 0.02 / 4**0.5 if initialisation == "gpt2" else 0.0
-        assert last.std().item() == pytest.approx(expected, rel=0.05)
-        assert not model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.0.bias").any()
-    assert model.get_parameter("trf_blocks.0.ff.router.weight").std().item() == pytest.approx(0.02, rel=0.1)
-
-
-# Compiled
-
-
-def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model is one graph with the gradients of the uncompiled one, with recomputed blocks and with a width
-    that is not a multiple of eight and so is padded. A different load of the experts does not compile it again."""
-    changes = {"mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 2}
-    model = random_model(shape(moe=MOE, **changes), recompute_blocks=True)
-    model.moe_router_loss_scale = 0.1
-    plain = copy.deepcopy(model)
-    graphs = trace(model, monkeypatch)
-    for seed in (3, 5):
-        tokens, targets = random_tokens(model.config, seed=seed), random_tokens(model.config, seed=4)
-        ours, theirs = (training(each, tokens, targets) for each in (model, plain))
-        assert ours[1].tolist() == theirs[1].tolist()
-        torch.testing.assert_close(ours[0], theirs[0])
-        for terms in (ours[0], theirs[0]):
-            terms.sum().backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-    assert len(graphs) == 1
-    torch._dynamo.reset()
 
 
 def test_training_in_groups_does_not_read_the_loads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

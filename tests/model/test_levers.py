@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt import GPTModel, bigram_buckets, shifted
+from gpt import GPTModel, bigram_buckets
 from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
-from harness.model.inference import KeyValueCache
+from harness.model.cross_entropy import CHUNK_LOGITS
+from harness.model.inference import NO_TOKEN, KeyValueCache
 from harness.model.precision import Precision
-from tests.model.test_model import SOURCE, block_of, random_model, random_tokens, shape
+from tests.model.test_model import block_of, random_model, random_tokens, shape
 from tests.support.compiled import trace
 
 # Name -> keys of model.json, for each lever alone.
@@ -52,6 +54,7 @@ LEVERS: dict[str, dict[str, Any]] = {
         "initialisation": "zero_residual",
     },
 }
+EXPERTS = {"num_experts": 5, "num_active_experts": 2}
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "linear_bias": False}
 ALL: dict[str, Any] = {
     **LLAMA,
@@ -79,7 +82,7 @@ def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
 
 def test_buckets_of_bigrams() -> None:
     tokens = torch.tensor([[3, 50_256, 3, 7], [7, 7, 0, 3]])
-    buckets = bigram_buckets(tokens, shifted(tokens), 1001)
+    buckets = bigram_buckets(tokens, F.pad(tokens, (1, -1), value=NO_TOKEN), 1001)
     rows = tokens.tolist()
     expected = [
         [1000 if at == 0 else ((36_313 * row[at]) ^ (27_191 * row[at - 1])) % 1000 for at in range(4)] for row in rows
@@ -170,31 +173,30 @@ def test_embeddings_of_values_skip_and_bigrams_are_modded_nanogpts() -> None:
 # Initialisation
 
 
-def test_what_a_fresh_model_begins_with() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 512, "qkv_bias": True},
+        {**ALL, "n_layers": 4, "value_embeddings": 2},
+        *({"moe": EXPERTS, "initialisation": kind} for kind in ("gpt2", "zero_residual")),
+    ],
+    ids=str,
+)
+def test_what_a_fresh_model_begins_with(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = GPTModel(shape(**{**ALL, "n_layers": 4, "value_embeddings": 2}))
+    model = GPTModel(shape(**{"emb_dim": 192, "n_layers": 2, **changes}))
+    residual = 0.0 if "zero" in model.config.initialisation else 0.02 / math.sqrt(2 * model.config.n_layers)
     for name, parameter in model.named_parameters():
-        if name.endswith(("att.out_proj.weight", "ff.layers.2.weight")) or name == "bigram_emb.weight":
-            assert not parameter.any(), name
-        elif name.endswith("value_mix.scale"):
+        if name.endswith("value_mix.scale"):
             assert parameter.tolist() == [0.5, 0.5]
         elif name.endswith("skip.scale"):
             assert parameter.tolist() == [1, 0]
         elif parameter.dim() == 2:
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
+            into_residual = name.endswith(("att.out_proj.weight", "layers.2.weight"))
+            std = residual if into_residual else 0.0 if name == "bigram_emb.weight" else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.1 if "router" in name else 0.05), name
         else:
-            assert torch.all(parameter == 1), name
-    tokens = random_tokens(model.config, 8)
-    assert model(tokens, random_tokens(model.config, 8, seed=5)).item() == pytest.approx(math.log(97), rel=0.02)
-
-
-def test_zero_residual_begins_as_embedding_and_head() -> None:
-    torch.manual_seed(0)
-    model = GPTModel(shape(initialisation="zero_residual"))
-    tokens = random_tokens(model.config)
-    with torch.no_grad():
-        bare = model.tok_emb(tokens) + model.pos_emb(torch.arange(24))  # type: ignore[misc]
-        torch.testing.assert_close(model(tokens), model.out_head(model.final_norm(bare)))
+            assert torch.all(parameter == (1 if name.endswith("scale") else 0)), name
 
 
 def test_every_parameter_learns() -> None:
@@ -232,7 +234,7 @@ def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[s
     tensors = model.to_checkpoint_names()
     assert list(model.config.tensor_shapes().items()) == [(name, tuple(each.shape)) for name, each in tensors.items()]
     other = GPTModel(model.config).eval()
-    other.load_checkpoint_tensors(tensors, SOURCE)
+    other.load_checkpoint_tensors(tensors, Path("model.safetensors"))
     assert all(torch.equal(each, tensors[name]) for name, each in other.to_checkpoint_names().items())
     assert (other.out_head.weight is other.tok_emb.weight) == model.config.tie_weights
     tokens = random_tokens(model.config)
@@ -248,7 +250,7 @@ def test_reading_on_from_a_cache_gives_the_same_logits(changes: dict[str, Any]) 
     """A model that reads its input in pieces, with a key-value cache, computes the logits of one pass over the whole
     input. Rows get one to seven tokens at a time, each row its own number, and one row is removed on the way."""
     model = random_model(shape(**changes)).double().eval()
-    tokens, cache = random_tokens(model.config, batch=3), KeyValueCache(model.config.n_layers)
+    tokens, cache = random_tokens(model.config, batch=3), KeyValueCache()
     with torch.no_grad():
         whole = model(tokens)
         done, rows = [0, 0, 0], [0, 1, 2]
@@ -264,6 +266,10 @@ def test_reading_on_from_a_cache_gives_the_same_logits(changes: dict[str, Any]) 
                 expected = whole[row, done[at] : done[at] + length]
                 torch.testing.assert_close(logits[at, :length], expected, rtol=1e-9, atol=1e-11)
                 done[at] += length
+    heads = model.config.n_kv_heads or model.config.n_heads
+    assert {tensor.shape[1] for pair in cache.layers.values() for tensor in pair} == {heads}, (
+        "more than attention needs"
+    )
 
 
 # How it is trained
@@ -312,18 +318,37 @@ def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_a_compiled_model_with_all_levers_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(shape(**{**ALL, "n_layers": 2}))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**ALL, "n_layers": 2, "vocab_size": 1009, "context_length": 70},
+        {"moe": EXPERTS, "mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 2, "tie_weights": True},
+    ],
+    ids=["all, with several chunks of logits", "experts, tied"],
+)
+def test_a_compiled_model_is_one_graph_with_the_same_gradients(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled model is one graph with one loss, and has the gradients of the uncompiled model. The chunks of logits
+    are unequal, and experts' widths no multiple of eight, so that they are padded; their blocks are recomputed. A
+    different load of the experts does not compile the model again."""
+    model = random_model(shape(**changes), recompute_blocks="moe" in changes)
+    model.moe_router_loss_scale = 0.1
     plain = copy.deepcopy(model)
     graphs = trace(model, monkeypatch)
-    tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
-    ours, theirs = (each(tokens, targets) for each in (model, plain))
-    for terms in (ours, theirs):
-        terms.sum().backward()
-    torch.testing.assert_close(ours, theirs)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-    assert len(graphs) == 1
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 1152)
+    for seed in (3, 5):
+        tokens, targets = random_tokens(model.config, 5, seed=seed), random_tokens(model.config, 5, seed=4)
+        ours, theirs = (each(tokens, targets) for each in (model, plain))
+        for terms in (ours, theirs):
+            terms.sum().backward()
+        torch.testing.assert_close(ours, theirs)
+        if "moe" in changes:
+            assert torch.equal(model.expert_tokens, plain.expert_tokens)  # type: ignore[arg-type]
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    (graph,) = graphs
+    assert len([node for node in graph.graph.nodes if "linear_cross_entropy" in str(node.target)]) == 1
     torch._dynamo.reset()
 
 
@@ -348,14 +373,6 @@ def test_one_rate_everywhere_is_the_four_places_bit_for_bit() -> None:
         torch.manual_seed(5)
         losses.append(model(tokens, tokens).item())
     assert losses[0] == losses[1]
-
-
-def test_keys_and_values_take_less_of_a_cache_with_fewer_heads() -> None:
-    model, cache = random_model(shape(n_kv_heads=1)).eval(), KeyValueCache(3)
-    with torch.no_grad():
-        model.features(random_tokens(model.config), [24, 24], cache)
-    assert cache.layers[0].keys is not None
-    assert cache.layers[0].keys.shape[1] == 1
 
 
 @pytest.mark.parametrize("changes", [{}, ALL], ids=["GPT-2", "all"])

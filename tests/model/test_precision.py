@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gpt import CPU_BF16_CONTEXT, causal_attention
 from harness.model import precision as module
 from harness.model.precision import Precision, has_fast_bf16
 from tests.support.isolation import ROOT
+from tests.support.warm import warm_server
 
 CPU = torch.device("cpu")
 
@@ -29,12 +29,13 @@ def test_training_takes_bf16_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, i
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
 @pytest.mark.parametrize("limit", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=str)
-def test_bf16_is_fast_where_onednn_may_use_instructions_for_it(limit: dict[str, str]) -> None:
-    program = "from harness.model.precision import has_fast_bf16; print(has_fast_bf16())"
+def test_bf16_is_fast_where_onednn_may_use_instructions_for_it(limit: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from harness.model.precision import has_fast_bf16; print(has_fast_bf16())")
     environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"} | limit
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
+    stdout, stderr = warm_server().spawn([str(program)], ROOT, environment).communicate(timeout=200)
     has_them = "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
-    assert done.stdout == f"{has_them and not limit}\n", done.stderr
+    assert stdout == f"{has_them and not limit}\n", stderr
 
 
 def test_bf16_is_not_fast_where_torch_does_not_know_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.model.tensor_names import check_weights_file
-from harness.model.weights import PARTS, checkpoint_names, load_weights, split_fused
+from harness.model.weights import load_weights
 from tests.model.test_model import random_model, shape
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -141,22 +141,6 @@ def test_a_file_that_is_none(damage: str, tmp_path: Path) -> None:
         path.write_bytes({"empty": b"", "text": b"x" * 100, "short header": b"\x05\0\0\0\0\0\0\0{}"}[damage])
     (message,) = refusals(path, model)
     assert message.startswith(f"{path}: " + ("no such file" if damage == "none" else "not a readable safetensors file"))
-
-
-@pytest.mark.parametrize(("n_kv_heads", "sizes"), [(None, (48, 48, 48)), (2, (48, 24, 24)), (1, (48, 12, 12))])
-def test_fused_tensors_are_cut_where_the_numbers_of_heads_say(n_kv_heads: int | None, sizes: tuple[int, ...]) -> None:
-    """A fused tensor is split into views in the order query, key, value. A tensor whose size does not match the
-    configuration raises an error."""
-    config, name = shape(n_kv_heads=n_kv_heads), "trf_blocks.0.att.qkv.weight"
-    fused = torch.randn(sum(sizes), 48)
-    parts = split_fused(name, fused, config)
-    assert list(parts) == checkpoint_names(name) == [f"trf_blocks.0.att.{part}.weight" for part in PARTS]
-    assert tuple(len(part) for part in parts.values()) == sizes
-    assert torch.equal(torch.cat(list(parts.values())), fused)
-    assert {part.untyped_storage().data_ptr() for part in parts.values()} == {fused.untyped_storage().data_ptr()}
-    assert split_fused("tok_emb.weight", fused, config)["tok_emb.weight"] is fused
-    with pytest.raises(RuntimeError, match="split_with_sizes"):
-        split_fused(name, torch.randn(sum(sizes) + 1, 48), config)
 
 
 def test_checkpoint_tensors_share_no_memory() -> None:

@@ -1,0 +1,168 @@
+"""Kernels: the code that torch.compile makes of the loss and of an embedding's backward pass, and the effects of
+"deterministic": true, which hold for a whole process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from harness.common.errors import UserError
+from harness.distributed.signals import StopSignal
+from harness.model import kernels
+from harness.training import startup
+from tests.support.isolation import FOLDER, ROOT
+from tests.support.launch import Workshop
+from tests.support.warm import warm_server
+
+
+def printed_by(program: str) -> Any:
+    """Return the JSON that a program prints in a new process, because other tests change the compiler's settings. Its
+    compiler starts no workers, and does not check vector instructions, which would take longer than the rest."""
+    path = FOLDER / "program.py"
+    path.write_text(program)
+    quick = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    process = warm_server().spawn([str(path)], ROOT, os.environ | quick)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout.splitlines()[-1])
+
+
+VOCAB, WIDTH, ROWS = 50257, 50304, 2688
+TRITON = f"""
+import json, torch
+from harness.model.cross_entropy import fused_kernel
+from tests.support.pretended_gpu import lower_to_triton
+
+def lowered(dtype, wants_errors, softcap):
+    shapes = ((({ROWS}, {WIDTH}), dtype), (({ROWS},), torch.int64), (({ROWS},), torch.float32))
+    inputs = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in shapes]
+    return lower_to_triton(lambda *tensors: fused_kernel(*tensors, {VOCAB}, wants_errors, softcap), *inputs)
+
+cases = [(torch.bfloat16, True, 0.0), (torch.bfloat16, False, 0.0), (torch.float32, True, 0.0)]
+cases += [(torch.float16, True, 15.0)]
+print(json.dumps([[f"{{kind}} {{cap}}", wants, lowered(kind, wants, cap)] for kind, wants, cap in cases]))
+"""
+
+
+def test_on_a_gpu_a_chunk_of_the_loss_is_one_kernel() -> None:
+    pytest.importorskip("triton")  # builds of torch for CPUs have none
+    for case, wants_errors, source in printed_by(TRITON):
+        found = re.findall(r"^def (triton_\w+)\(", source, re.MULTILINE)
+        assert len(found) == 1, (case, wants_errors, found)
+        assert "tl.atomic" not in source, "atomic additions may change the bits from run to run"
+        assert not re.search(r"extern_kernels\.\w+\(", source), "another kernel is called, too"
+        stores = re.findall(rf"tl\.store\(\w+ \+ \(r0_\d \+ {WIDTH}\*x0\)", source)
+        assert len(stores) == (1 if wants_errors else 0), "the error must be written once, in place of the logits"
+
+
+# The code of the embedding's backward pass is C++, or a call of one of torch's own kernels. It is not compiled.
+COMPILED = """
+import json, torch
+from torch._inductor.graph import GraphLowering
+from harness.model import cross_entropy
+from harness.model.kernels import compute_deterministically
+
+logits, targets = torch.randn(130, 384, generator=torch.Generator().manual_seed(0)), torch.arange(130) % 257
+loss = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True)
+found = []
+for kernel in (cross_entropy.eager_kernel, loss):
+    errors, losses = logits.clone(), torch.empty(130)
+    kernel(errors, targets, losses, 257, True, 0.0)
+    found += [errors, losses]
+torch.testing.assert_close(found[2:], found[:2], rtol=1e-5, atol=2e-6)
+
+codes = []
+def end_here(code):
+    codes.append(code)
+    raise RuntimeError("the code is there")
+
+def backward(gradient, tokens):
+    return torch.ops.aten.embedding_dense_backward(gradient, tokens, 50, -1, False)
+
+GraphLowering.save_output_code = staticmethod(end_here)
+torch.set_num_threads(2)
+for prepare in (lambda: None, compute_deterministically):
+    torch._dynamo.reset()
+    prepare()
+    try:
+        torch.compile(backward)(torch.randn(64, 8), torch.randint(0, 50, (64,)))
+    except Exception as error:
+        assert "the code is there" in str(error)
+print(json.dumps(codes))
+"""
+
+
+@pytest.mark.slow
+def test_machine_code_computes_the_same_and_if_deterministic_adds_up_in_order() -> None:
+    """The machine code of the loss's kernel computes the same as the eager kernel. With "deterministic": true, the
+    embedding's backward pass, the only scatter operation of a GPT, is compiled to `index_put`. Without it, it is
+    compiled to atomic additions, on two threads of a CPU as on CUDA."""
+    usual, deterministic = printed_by(COMPILED)
+    assert "atomic_add" in usual
+    assert "atomic_add" not in deterministic
+    assert "index_put" in deterministic
+
+
+SETTINGS = """
+import json, os, torch
+from harness.model.kernels import compute_deterministically
+compute_deterministically()
+assert not torch.cuda.is_initialized()
+import torch._inductor.config as inductor
+names = ["shape_padding", "max_autotune", "coordinate_descent_tuning", "deterministic"]
+found = {name: getattr(inductor, name, None) for name in names}
+found["cublas"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+found["algorithms"] = torch.are_deterministic_algorithms_enabled()
+found["fills"] = torch.utils.deterministic.fill_uninitialized_memory
+found["cudnn"] = torch.backends.cuda.cudnn_sdp_enabled()
+print(json.dumps(found))
+"""
+
+
+def test_every_choice_is_fixed() -> None:
+    found = printed_by(SETTINGS)
+    assert found.pop("deterministic") in (True, None)  # None if this version of torch does not have the setting
+    off = dict.fromkeys(("fills", "cudnn", "shape_padding", "max_autotune", "coordinate_descent_tuning"), False)
+    assert found == {"algorithms": True, "cublas": ":4096:8", **off}
+
+
+def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match=r'CUBLAS_WORKSPACE_CONFIG=:0:0: with "deterministic": true .* unset it'):
+        kernels.compute_deterministically()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
+    """torch's error for an operation without a deterministic form becomes one line. `put_` has none on the CPU either,
+    so it raises torch's real error here."""
+    values, indices = torch.zeros(4), torch.tensor([0, 1])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UserError) as refused, startup.explained_failures(1, StopSignal()):
+            values.put_(indices, torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    line = str(refused.value)
+    assert line.startswith('train.json: key "deterministic": put_ has no deterministic form on this device; use false')
+    assert "\n" not in line
+    cublas = RuntimeError(
+        "... but this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2"
+    )
+    assert "CUBLAS_WORKSPACE_CONFIG" in str(kernels.explain_nondeterminism(cublas))
+    assert kernels.explain_nondeterminism(RuntimeError("another error")) is None
+
+
+def test_on_the_cpu_deterministic_changes_no_bit(shop: Workshop) -> None:
+    """Training ends in the same weights with and without the setting."""
+    ends = []
+    for name, setting in (("usual", False), ("fixed", True)):
+        run = shop.add_run(name, deterministic=setting, min_train_tokens=512, validation_interval=2)
+        shop.train(name, ranks=1)
+        ends.append((run / "checkpoints" / "latest" / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
