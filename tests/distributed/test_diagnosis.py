@@ -36,6 +36,10 @@ def near(heartbeat: Heartbeat) -> Heartbeat:
     return replace(heartbeat, process=HERE)
 
 
+def known_of(*heartbeats: Heartbeat) -> Heartbeats:
+    return known(heartbeats)
+
+
 def known(ranks: Sequence[Heartbeat | LastHeartbeat], *, contact: float = 0.0, frozen_until: float = 0.0) -> Heartbeats:
     """Return rank 0's record of the ranks' last heartbeats. A `Heartbeat` was received at 0 s, a `LastHeartbeat` at its
     own time."""
@@ -148,17 +152,13 @@ def test_silence_counts_sooner_when_a_peer_is_known_to_be_lost() -> None:
     assert diagnose(heartbeats, 6.0, **TIMEOUTS | {"silent": 5.0}) == fault
 
 
-def heard(*heartbeats: Heartbeat) -> Heartbeats:
-    return known(heartbeats)
-
-
 def test_a_heartbeat_is_read_as_it_was_written() -> None:
     for heartbeat in (FIRST, replace(FIRST, stalled=None, stopping=True, leaving=True, process=HERE)):
         assert Heartbeat.decode(heartbeat.encode().encode()) == heartbeat
 
 
 def test_only_a_new_heartbeat_counts() -> None:
-    heartbeats = heard(FIRST, FIRST)
+    heartbeats = known_of(FIRST, FIRST)
     second = replace(FIRST, number=2)
     heartbeats.receive([second, FIRST], 7.0)
     assert heartbeats.last == [LastHeartbeat(second, 7.0), LastHeartbeat(FIRST, 0.0)]
@@ -170,7 +170,7 @@ def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
     heartbeat is from before that."""
     timeouts = {"stuck": 10.0, "silent": 20.0, "gone": 5.0}
     saving = replace(FIRST, place="global step 3", progress=[3, IDLE], stalled=None)
-    heartbeats = heard(saving, replace(FIRST, stalled=12.0))
+    heartbeats = known_of(saving, replace(FIRST, stalled=12.0))
     assert diagnose(heartbeats, 0.0, **timeouts) is None
 
     def receive(second: int, other: Heartbeat) -> bool:
@@ -188,25 +188,18 @@ def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
 
 def test_a_fault_counts_as_reported_if_a_leaving_rank_is_on_this_machine() -> None:
     leaving = replace(FIRST, leaving=True)
-    assert not heard(FIRST, FIRST).is_fault_told()
-    assert not heard(FIRST, leaving).is_fault_told()
-    assert heard(FIRST, replace(leaving, process=HERE)).is_fault_told()
-
-
-def test_a_rank_that_was_asked_to_stop() -> None:
-    assert not heard(FIRST, FIRST).is_anyone_stopping()
-    assert heard(FIRST, replace(FIRST, stopping=True)).is_anyone_stopping()
+    assert not known_of(FIRST, FIRST).is_fault_told()
+    assert not known_of(FIRST, leaving).is_fault_told()
+    assert known_of(FIRST, replace(leaving, process=HERE)).is_fault_told()
 
 
 def test_neighbours_are_the_ranks_of_this_machine() -> None:
-    assert heard(FIRST, replace(FIRST, process=HERE), replace(FIRST, process=replace(HERE, pid=1))).neighbours() == [
-        1,
-        2,
-    ]
+    heartbeats = known_of(FIRST, replace(FIRST, process=HERE), replace(FIRST, process=replace(HERE, pid=1)))
+    assert heartbeats.neighbours() == [1, 2]
 
 
 def test_nobodys_silence_counts_after_a_freeze() -> None:
-    heartbeats = heard(FIRST, FIRST)
+    heartbeats = known_of(FIRST, FIRST)
     heartbeats.forgive_freeze(20.0, grace_seconds=5.0)
     assert (heartbeats.contact, heartbeats.frozen_until) == (20.0, 25.0)
     assert [last.at for last in heartbeats.last] == [20.0, 20.0]
@@ -221,7 +214,7 @@ def test_a_process_of_this_machine_that_ended() -> None:
         time.sleep(0.01)
     assert child.returncode is None
     idle = replace(FIRST, stalled=None)
-    heartbeats = heard(idle, replace(idle, process=name), replace(idle, process=HERE))
+    heartbeats = known_of(idle, replace(idle, process=name), replace(idle, process=HERE))
     heartbeats.find_gone(1.0)
     assert [last.gone_since for last in heartbeats.last] == [None, 1.0, None], "only this machine's pids are checked"
     assert diagnose(heartbeats, 1.0, **TIMEOUTS) is None
