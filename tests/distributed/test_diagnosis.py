@@ -67,63 +67,68 @@ def last(at: float, heartbeat: Heartbeat | None = None, gone_since: float | None
     return LastHeartbeat(heartbeat or idle(4), at, gone_since)
 
 
+def case(
+    ranks: Sequence[Heartbeat | LastHeartbeat], until: tuple[float, float], now: float, fault: Fault | None = None
+) -> tuple[Heartbeats, float, Fault | None]:
+    """Return rank 0's record of the ranks, with the seconds of the last contact with the store and of the end of this
+    process's own freeze; the time; and the fault found at that time."""
+    return known(ranks, contact=until[0], frozen_until=until[1]), now, fault
+
+
 SILENT = "frozen, gone, or its machine is cut off"
 ONE, TWO = at(4, 1, 11), at(4, 0, 11)  # rank 0 waits in an exchange that rank 1 has not reached
 HOME = near(idle(4))
-# Name of the case -> last heartbeats, second of the last contact with the store and of the end of this process's own
-# freeze, time, and the fault found at that time.
-CASES: dict[str, tuple[list[Heartbeat | LastHeartbeat], tuple[float, float], float, Fault | None]] = {
+CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
     # Rank 1 has waited for rank 0, which is within its timeout.
-    "all in one exchange within their time": ([at(4, 1, 9), at(4, 1, 12)], (0, 0), 0, None),
-    "all in one exchange is nobody's fault": (
-        *([ONE, at(4, 1, 12)], (0, 0), 0),
+    "all in one exchange within their time": case([at(4, 1, 9), at(4, 1, 12)], (0, 0), 0),
+    "all in one exchange is nobody's fault": case(
+        [ONE, at(4, 1, 12)],
+        (0, 0),
+        0,
         Fault("no rank got beyond place 4 for 11 s: a device or the network does not answer", []),
     ),
-    "silent for a while": ([last(9), idle(4)], (9, 0), 9, None),
-    "silent for too long": (
-        *([last(11), idle(4)], (11, 0), 11),
-        Fault(f"rank 1 (another, pid 1) gave no sign for 11 s: {SILENT}", [1]),
+    "silent for a while": case([last(9), idle(4)], (9, 0), 9),
+    "silent for too long": case(
+        [last(11), idle(4)], (11, 0), 11, Fault(f"rank 1 (another, pid 1) gave no sign for 11 s: {SILENT}", [1])
     ),
-    "two silent for too long": (
-        *([last(13), idle(4), last(2)], (13, 0), 13),
+    "two silent for too long": case(
+        [last(13), idle(4), last(2)],
+        (13, 0),
+        13,
         Fault(f"rank 1 (another, pid 1) and rank 2 (another, pid 1) gave no sign for 13 s: {SILENT}", [1, 2]),
     ),
-    "silent, when no peer is known to be lost": ([last(6), idle(4)], (6, 0), 6, None),
-    "not judged by what it said long ago": ([last(11, ONE), last(2, at(4, 1, 1))], (11, 0), 11, None),
-    "found silent soon after": (
-        *([last(12.5, ONE), last(2, at(4, 1, 1))], (12.5, 0), 12.5),
+    "silent, when no peer is known to be lost": case([last(6), idle(4)], (6, 0), 6),
+    "not judged by what it said long ago": case([last(11, ONE), last(2, at(4, 1, 1))], (11, 0), 11),
+    "found silent soon after": case(
+        [last(12.5, ONE), last(2, at(4, 1, 1))],
+        (12.5, 0),
+        12.5,
         Fault(f"rank 1 (another, pid 1) gave no sign for 10 s: {SILENT}", [1]),
     ),
-    "no contact to anybody": (
-        *([idle(4), idle(4)], (0, 0), 11),
-        Fault("no connection to rank 0's machine (another) for 11 s", [0]),
+    "no contact to anybody": case(
+        [idle(4), idle(4)], (0, 0), 11, Fault("no connection to rank 0's machine (another) for 11 s", [0])
     ),
-    "no contact to the neighbour that has the store": (
-        *([HOME, HOME], (0, 0), 11),
-        Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0]),
+    "no contact to the neighbour that has the store": case(
+        [HOME, HOME], (0, 0), 11, Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0])
     ),
     # Ranks whose last heartbeats are little older than the last contact with the store are not called silent.
-    "without contact nobody else is to blame": ([idle(4), idle(4)], (0.5, 0), 10.2, None),
-    "no contact to rank 0, which is gone": ([last(0, gone_since=8), idle(4)], (0, 0), 11, None),
-    "ended a moment ago": ([idle(4), last(0, HOME, 1)], (0, 0), 1, None),
-    "ended some seconds ago": (
-        *([idle(4), last(0, HOME, 1)], (0, 0), 6),
-        Fault(f"rank 1 ({HERE}) ended suddenly", [1]),
+    "without contact nobody else is to blame": case([idle(4), idle(4)], (0.5, 0), 10.2),
+    "no contact to rank 0, which is gone": case([last(0, gone_since=8), idle(4)], (0, 0), 11),
+    "ended a moment ago": case([idle(4), last(0, HOME, 1)], (0, 0), 1),
+    "ended some seconds ago": case(
+        [idle(4), last(0, HOME, 1)], (0, 0), 6, Fault(f"rank 1 ({HERE}) ended suddenly", [1])
     ),
-    "ended, before it could be called silent": ([last(11), last(0, HOME, 9)], (11, 0), 11, None),
-    "stuck by heartbeats from before this one's freeze": ([ONE, TWO], (0, 5), 4, None),
-    "stuck by heartbeats from after this one's freeze": (
-        *([ONE, TWO], (0, 5), 5),
-        Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1]),
+    "ended, before it could be called silent": case([last(11), last(0, HOME, 9)], (11, 0), 11),
+    "stuck by heartbeats from before this one's freeze": case([ONE, TWO], (0, 5), 4),
+    "stuck by heartbeats from after this one's freeze": case(
+        [ONE, TWO], (0, 5), 5, Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1])
     ),
 }
 
 
-@pytest.mark.parametrize(("ranks", "until", "now", "fault"), CASES.values(), ids=CASES)
-def test_the_fault_found_in_each_case(
-    ranks: list[Heartbeat | LastHeartbeat], until: tuple[float, float], now: float, fault: Fault | None
-) -> None:
-    assert diagnose(known(ranks, contact=until[0], frozen_until=until[1]), now, **TIMEOUTS) == fault
+@pytest.mark.parametrize(("known", "now", "fault"), CASES.values(), ids=CASES)
+def test_the_fault_found_in_each_case(known: Heartbeats, now: float, fault: Fault | None) -> None:
+    assert diagnose(known, now, **TIMEOUTS) == fault
 
 
 def test_silence_counts_sooner_when_a_peer_is_known_to_be_lost() -> None:

@@ -13,9 +13,9 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -63,7 +63,9 @@ class Sizes:
         return size <= self.largest
 
     def guess(self) -> int | None:
-        slope, intercept = np.polyfit(*zip(*self.peaks, strict=True), 1) if len(self.peaks) > 1 else (0.0, 0.0)
+        if len(self.peaks) < 2:
+            return None
+        slope, intercept = linear_regression(*zip(*self.peaks, strict=True))
         return int((self.limit - intercept) / slope) if slope > 1e-6 else None
 
 
@@ -211,7 +213,7 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], worksh
     assert kept.limit_gib == limit
     assert kept.usable_gib == pytest.approx(kept.limit_gib - 1 / 16)
     assert {each.microbatch_size for each in kept.tried} == sizes["fits"]
-    line = np.polyfit(*zip(*((each.microbatch_size, each.gib) for each in kept.tried), strict=True), 1)
+    line = linear_regression([each.microbatch_size for each in kept.tried], [each.gib for each in kept.tried])
     assert tuple(line) == pytest.approx((per_sequence, fixed), abs=0.0006)
 
 
