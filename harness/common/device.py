@@ -10,8 +10,11 @@ import torch
 
 from harness.common.errors import UserError
 from harness.common.processes import started_by_torchrun
+from harness.common.units import GIB
 
 DEVICE_FILES = Path("/dev")
+# With less than this free, CUDA itself and the communication buffers find no room.
+LEAST_CUDA_BYTES = 2**30
 ON_THE_CPU = "put CUDA_VISIBLE_DEVICES= (empty) before the command to train on the CPU"
 
 
@@ -29,11 +32,22 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return the device of the rank `local_rank` of this machine's `local_size` ranks: a CUDA device for each rank, or
     the CPU for all ranks if the machine has no GPU. The CUDA device becomes torch's current device.
 
-    Raises UserError if there are fewer CUDA devices than ranks, if another process has sole use of this rank's device,
-    or if the machine has GPUs that torch cannot use, because nobody wants to pay for GPUs and train on the CPU.
+    Raises UserError if there are fewer CUDA devices than ranks, if another process has this rank's device to itself or
+    has filled its memory, or if the machine has GPUs that torch cannot use (for a reason other than that the user has
+    hidden them or has a torch for CPUs), because nobody wants to pay for GPUs and train on the CPU.
     """
     if not torch.cuda.is_available():
-        refuse_idle_hardware()
+        found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
+        if found and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and torch.version.cuda is not None:
+            try:
+                torch.cuda.init()
+                reason = "none is visible"
+            except (RuntimeError, AssertionError) as error:
+                reason = str(error).splitlines()[0].strip().rstrip(".")
+            raise UserError(
+                f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason}; "
+                f"update the driver, or {ON_THE_CPU}"
+            )
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_size > count:
@@ -43,44 +57,25 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
         )
     try:
         torch.cuda.set_device(local_rank)
-        torch.cuda.mem_get_info()  # the first call that needs the device itself
+        free, total = torch.cuda.mem_get_info()  # the first call that needs the device itself
+        problem = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free" if free < LEAST_CUDA_BYTES else None
     except RuntimeError as error:
+        problem = str(error).splitlines()[0].rstrip(".")
+    if problem:
         raise UserError(
-            f"cuda:{local_rank}: {str(error).splitlines()[0].rstrip('.')}; another process may hold this GPU: "
-            "nvidia-smi shows which"
-        ) from None
+            f"cuda:{local_rank}: {problem}; another process may hold this GPU: end it (`nvidia-smi` shows it), or "
+            "leave this GPU out of CUDA_VISIBLE_DEVICES"
+        )
     return torch.device("cuda", local_rank)
-
-
-def refuse_idle_hardware() -> None:
-    """Raise UserError, with CUDA's reason, if this machine has NVIDIA GPUs and torch can use none of them.
-
-    Does nothing if CUDA_VISIBLE_DEVICES hides the GPUs or torch is built without CUDA.
-    """
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
-    if not found or is_hidden or torch.version.cuda is None:
-        return
-    try:
-        torch.cuda.init()
-        reason = "none is visible"
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].strip()
-    raise UserError(
-        f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason.rstrip('.')}; "
-        f"update the driver, or {ON_THE_CPU}"
-    )
 
 
 def idle_gpus(device: torch.device, local_size: int) -> str | None:
     """Return a remark that this machine has more GPUs than processes, or None if no GPU is idle."""
-    idle = torch.cuda.device_count() - local_size if device.type == "cuda" else 0
-    if idle <= 0:
-        return None
-    return (
-        f"{idle} of this machine's {idle + local_size} GPUs {'is' if idle == 1 else 'are'} idle; "
-        f"{processes_option(idle + local_size)} uses all of them"
-    )
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    idle = count - local_size
+    are = "is" if idle == 1 else "are"
+    remark = f"{idle} of this machine's {count} GPUs {are} idle; {processes_option(count)} uses all of them"
+    return remark if idle > 0 else None
 
 
 def processes_option(count: int) -> str:

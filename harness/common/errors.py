@@ -82,6 +82,9 @@ def one_line_errors() -> Iterator[None]:
     Under torchrun all processes of a node fail on the same wrong file. The node's first process prints the error, and
     the others wait for torchrun to end them. If that takes SPEAKER_PATIENCE_SECONDS, they print the error themselves.
     """
+    # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
+    is_first = _launched("LOCAL_WORLD_SIZE", 1) < 2 or _launched("LOCAL_RANK", 0) == 0
+    end: UserError | RunError
     try:
         yield
         if _launched("WORLD_SIZE", 1) > 1:
@@ -90,24 +93,43 @@ def one_line_errors() -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+        return
     except (UserError, RunError) as error:
-        _leave(error)
+        end = error
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
+        end = RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}")
     except KeyboardInterrupt:  # not during training, which handles SIGINT itself
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
-        if _local_rank() == 0:
+        if is_first:
             say_last("stopped by SIGINT; to continue, run the same command again")
-        _leave(RunStopped(signal.SIGINT))
+        end = RunStopped(signal.SIGINT)
     except Exception:
         if "LOCAL_RANK" not in os.environ:
             raise
-        traceback.print_exc()  # a bug; exit at once, because with other ranks running a normal exit could hang
-        sys.stderr.flush()
-        _leave_to_torchrun(traceback.format_exc())
-        os._exit(1)
+        say_last(traceback.format_exc().rstrip())
+        os._exit(1)  # a bug; exit at once, because with other ranks running a normal exit could hang
+    if isinstance(end, PeerError):
+        EXIT.has_lost_peer = True
+    else:
+        EXIT.has_own_reason = True
+    if isinstance(end, PeerError) or (isinstance(end, UserError) and not is_first):
+        for number in STOPPING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        # torchrun, for example, sends SIGTERM once the other rank has printed its error and exited. Here the signal
+        # came before the default handlers were back, and so has not ended this process.
+        if EXIT.stop_signal:
+            end = RunStopped(EXIT.stop_signal)
+        else:
+            time.sleep(SPEAKER_PATIENCE_SECONDS)
+    if not isinstance(end, RunStopped) and not EXIT.is_explained:
+        say_last(f"error: {printable(str(end))}")
+    # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
+    if sys.stdout is not None:  # None if it was closed before Python started
+        with suppress(OSError):
+            sys.stdout.flush()
+    os._exit(end.exit_status)
 
 
 def _launched(name: str, default: int) -> int:
@@ -115,12 +137,6 @@ def _launched(name: str, default: int) -> int:
     wrong value is distributed/environment.py's."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
-
-
-def _local_rank() -> int:
-    """Return this process's number on its machine. A process without other ranks is 0 whatever LOCAL_RANK says, since
-    no other rank would print the error."""
-    return _launched("LOCAL_RANK", 0) if _launched("LOCAL_WORLD_SIZE", 1) > 1 else 0
 
 
 def place_of(error: OSError) -> str | None:
@@ -142,66 +158,28 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def tell(reason: str) -> None:
-    """Print on standard error, in one line, why this process ends."""
-    say_last(f"error: {printable(reason)}")
-
-
 def tell_soon(reason: str) -> None:
-    """Call `tell`, but return after TELLING_SECONDS even if the write still blocks (full pipe, paused terminal)."""
-
-    def say() -> None:
-        with suppress(OSError):
-            print(file=sys.stderr)  # ends the line of a progress bar
-        tell(reason)
-
-    telling = threading.Thread(target=say, daemon=True)
+    """Print on standard error, in one line, why this process ends. Returns after TELLING_SECONDS even if the write
+    still blocks (full pipe, paused terminal)."""
+    line = f"\nerror: {printable(reason)}"  # on a line of its own, not behind a progress bar
+    telling = threading.Thread(target=say_last, args=(line,), daemon=True)
     telling.start()
     telling.join(TELLING_SECONDS)
 
 
-def say_last(line: str) -> None:
-    """Print on standard error how this process ends, and have torchrun's report end with the same line. Does not fail
-    if standard error is closed."""
+def say_last(text: str) -> None:
+    """Print on standard error how this process ends, and have torchrun's report for this rank end with the same text.
+    Does not fail if standard error is closed."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-    _leave_to_torchrun(line)
-
-
-def _leave_to_torchrun(text: str) -> None:
-    """Write `text` into the error file that torchrun has named for this rank, so that the report that torchrun prints
-    for a failed rank ends with it. The file's format is that of torch.distributed.elastic.multiprocessing.errors."""
+        print(text, file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
-    # torchrun shows the rank with the earliest timestamp. Ranks that torchrun ends itself get one of the same second,
-    # so this one is a second earlier.
-    extra = {"py_callstack": f"\n\n{text}", "timestamp": str(int(time.time()) - 1)}
-    content = json.dumps({"message": {"message": text, "extraInfo": extra}})
+    # The file's format is that of torch.distributed.elastic.multiprocessing.errors. torchrun shows the rank with the
+    # earliest timestamp. Ranks that torchrun ends itself get one of the same second, so this one is a second earlier.
+    extra = {"py_callstack": f"\n\n{text.strip()}", "timestamp": str(int(time.time()) - 1)}
+    content = json.dumps({"message": {"message": text.strip(), "extraInfo": extra}})
     with suppress(OSError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
-
-
-def _leave(error: UserError | RunError) -> None:
-    if isinstance(error, PeerError):
-        EXIT.has_lost_peer = True
-    else:
-        EXIT.has_own_reason = True
-    if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
-        for number in STOPPING_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        # torchrun, for example, sends SIGTERM once the other rank has printed its error and exited. Here the signal
-        # came before the default handlers were back, and so has not ended this process.
-        if EXIT.stop_signal:
-            error = RunStopped(EXIT.stop_signal)
-        else:
-            time.sleep(SPEAKER_PATIENCE_SECONDS)
-    if not isinstance(error, RunStopped) and not EXIT.is_explained:
-        tell(str(error))
-    # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
-    if sys.stdout is not None:  # None if it was closed before Python started
-        with suppress(OSError):
-            sys.stdout.flush()
-    os._exit(error.exit_status)
 
 
 # Signals that ask to stop, and output that nobody reads any more ----------------------------------------------------

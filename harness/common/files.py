@@ -20,18 +20,14 @@ from pathlib import Path
 from harness.common.errors import RunError, UserError
 from harness.common.processes import ProcessName
 
-HASH_CHUNK_BYTES = 2**22
 LONGEST_NAME = 200  # file systems allow 255 bytes, and the names of drafts are longer than the final ones
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's contents as a hexadecimal string."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def version_of(status: os.stat_result) -> str:
@@ -89,20 +85,14 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """
     final = final.absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{final.name}.partial-"
-    _remove_abandoned(final.parent, prefix)
-    with draft_folder(final.with_name(f"{prefix}{os.getpid()}")) as draft:
-        yield draft
-        rename_whole(draft, lambda: final)
-
-
-def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove the drafts in `folder` whose processes have ended, among them an earlier process with this one's pid."""
-    own = ProcessName.own()
-    for path in folder.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)
+    prefix, own = f".{final.name}.partial-", ProcessName.own()
+    for path in final.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix)  # an earlier process may have had this one's
         if pid.isdecimal() and (int(pid) == own.pid or replace(own, pid=int(pid)).is_gone()):
             shutil.rmtree(path, ignore_errors=True)
+    with draft_folder(final.with_name(f"{prefix}{own.pid}")) as draft:
+        yield draft
+        rename_whole(draft, lambda: final)
 
 
 @contextmanager
@@ -139,7 +129,10 @@ def move(path: Path, target: Path) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            _copy(path, draft)
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, draft, symlinks=True)
+            else:
+                shutil.copy2(path, draft, follow_symlinks=False)
             draft.rename(target)
             path.rename(doomed)
             _remove(doomed)
@@ -147,13 +140,6 @@ def move(path: Path, target: Path) -> None:
         _remove(draft)
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise RunError(f"{path}: cannot be moved to {target}: {reason}") from None
-
-
-def _copy(path: Path, target: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.copytree(path, target, symlinks=True)
-    else:
-        shutil.copy2(path, target, follow_symlinks=False)
 
 
 def _remove(path: Path) -> None:

@@ -28,6 +28,7 @@ INFO_TIMEOUT_SECONDS = 30.0  # without a timeout huggingface_hub waits forever
 # Files of the repository that are about git or the download itself, not about the dataset.
 IGNORED_FILES = [".git*", ".cache/*"]
 CARD = "README.md"
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 
 Result = TypeVar("Result")
 
@@ -51,10 +52,6 @@ class HubWork:
         for secret in (token, repr(token)[1:-1]) if len(token) >= SHORTEST_TOKEN else ():
             line = line.replace(secret, "***")
         return UserError(line)
-
-    def failed_here(self, error: OSError) -> UserError:
-        """Return the one-line error for a full disk or for a folder that cannot be written to."""
-        return self.failed(*self._explain_local(error))
 
     def call(self, function: Callable[[], Result], *, retries: int = 1) -> Result:
         """Return the result of `function`, a call of huggingface_hub, which is retried if a retry can help. Raises
@@ -85,8 +82,8 @@ class HubWork:
                 return f"{problem} HF_HUB_OFFLINE is set", f"unset HF_HUB_OFFLINE, or {self.by_hand}", False
             if isinstance(cause, hub_errors.HFValidationError):
                 return "not a name the Hugging Face Hub can have", f"check {self.named_by}", False
-            if isinstance(cause, OSError) and (cause.filename or _is_full(cause)):
-                return *self._explain_local(cause), False
+            if isinstance(cause, OSError) and (cause.filename or cause.errno in FULL_DISK):
+                return *self.explain_local(cause), False
             error, cause = cause, cause.__cause__
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
         remedy = f"check the network and HF_ENDPOINT; {self.again}; or {self.by_hand}"
@@ -96,28 +93,24 @@ class HubWork:
         """Return problem, remedy and True if a retry can help, for an HTTP error status. Status 401 can mean a private
         repository or one that does not exist."""
         status = error.response.status_code
+        problem, remedy = f"the Hugging Face Hub answered with status {status}", f"try again later; {self.again}"
         if isinstance(error, hub_errors.GatedRepoError):
             problem = f"gated on the Hugging Face Hub (status {status})"
-            return problem, f"accept its conditions on its page there and set HF_TOKEN, or {self.by_hand}", False
-        if isinstance(error, hub_errors.RepositoryNotFoundError) or status == 404:
-            remedy = f"check {self.named_by}, set HF_TOKEN if the {self.kind} is private, or {self.by_hand}"
-            return f"not found on the Hugging Face Hub, or private (status {status})", remedy, False
-        if status in {401, 403}:
+            remedy = "accept its conditions on its page there and set HF_TOKEN"
+        elif isinstance(error, hub_errors.RepositoryNotFoundError) or status == 404:
+            problem = f"not found on the Hugging Face Hub, or private (status {status})"
+            remedy = f"check {self.named_by}, set HF_TOKEN if the {self.kind} is private"
+        elif status in {401, 403}:
             problem = f"access refused by the Hugging Face Hub (status {status})"
-            return problem, f"set HF_TOKEN to a token that may {self.verb} it, or {self.by_hand}", False
-        problem = f"the Hugging Face Hub answered with status {status}"
-        return problem, f"try again later; {self.again}; or {self.by_hand}", status >= 500
+            remedy = f"set HF_TOKEN to a token that may {self.verb} it"
+        return problem, f"{remedy}, or {self.by_hand}", status >= 500
 
-    def _explain_local(self, error: OSError) -> tuple[str, str]:
+    def explain_local(self, error: OSError) -> tuple[str, str]:
+        """Return problem and remedy for a full disk or for a folder that cannot be written to."""
         where = self.folder.parent
-        if _is_full(error):
+        if error.errno in FULL_DISK:
             return f"no space left for {where}", f"free some; {self.again}"
-        problem = f"{error.filename or where}: {error.strerror or error}"
-        return problem, f"check that {where} can be written to; {self.again}"
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in {errno.ENOSPC, errno.EDQUOT}
+        return f"{error.filename or where}: {error.strerror}", f"check that {where} can be written to; {self.again}"
 
 
 def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[RepoSibling]]:

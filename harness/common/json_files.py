@@ -26,6 +26,7 @@ Count = Annotated[int, Field(lt=2**63)]
 RecordedCount = Annotated[int, Field(ge=0, lt=2**62)]
 
 SCHEMA_KEY = "$schema"
+UNION_BRANCHES = {"bool", "int", "float", "dict"}
 
 
 class RunFile(BaseModel):
@@ -56,39 +57,46 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     except ValidationError as error:
         found = error.errors()
     # A misspelt key is also missing under its right name. Report only the misspelling.
-    unknown = [str(fault["loc"][0]) for fault in found if _is_unknown_key(fault)]
-    meant = {_unknown_key(key, kind)[0] for key in unknown[:SHOWN_FAULTS]}
-    if meant & set(_suggested(kind)[1]):
-        found = [fault for fault in found if fault["type"] != "missing"]
-    found = [fault for fault in found if fault["type"] != "missing" or fault["loc"][0] not in meant]
+    unknown = [str(fault["loc"][0]) for fault in found[:SHOWN_FAULTS] if _is_unknown_key(fault)]
+    meant = {_explain_unknown(key, kind)[0] for key in unknown}
+    replaces_a_field = not meant.isdisjoint(_suggested_others(kind))
+    found = [
+        fault for fault in found if fault["type"] != "missing" or not (replaces_a_field or fault["loc"][0] in meant)
+    ]
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
     raise UserError(f"{path}: " + "; ".join(faults))
 
 
-def _suggested(kind: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """Return the keys to suggest for a misspelt one: the fields, and the `other_keys` that are not deprecated."""
+def _is_unknown_key(fault: Any) -> bool:
+    """True if the fault is an unknown key at the top level of the file, not in a nested object."""
+    return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
+
+
+def _suggested_others(kind: type[BaseModel]) -> list[str]:
+    """Return the `other_keys` of a class that are not deprecated."""
     others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
-    return list(kind.model_fields), [key for key, schema in others.items() if not schema.get("deprecated")]
+    return [key for key, schema in others.items() if not schema.get("deprecated")]
 
 
-def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
+def _explain_unknown(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
     """Return the known key that the unknown `key` was probably meant to be, or None, and the error text for `key`."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return None, f"belongs in {other.model_config.get('title')}"
-    known = advice(key, kind.model_config.get("title") or "")
-    if known:
+    if known := advice(key, kind.model_config.get("title") or ""):
         return known
-    near = nearest(key, [*_suggested(kind)[0], *_suggested(kind)[1]])
+    near = nearest(key, [*kind.model_fields, *_suggested_others(kind)])
     return near, "unknown" + (f'; did you mean "{near}"?' if near else "")
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    key = quoted(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
+    # Pydantic's location also names the members of a union that it tried: types, which are no keys of the file.
+    parts = [str(part) for part in fault["loc"]]
+    key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and not part.startswith("literal[")))
     if _is_unknown_key(fault):
-        return f"key {key}: {_unknown_key(str(fault['loc'][0]), kind)[1]}"
+        return f"key {key}: {_explain_unknown(parts[0], kind)[1]}"
     if fault["type"] == "extra_forbidden":
         return f"key {key}: unknown; remove it"
     if fault["type"] == "missing":
@@ -100,17 +108,6 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
         message = "must be an object, { ... }"
     none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
     return f"key {key}: {message}{none}, not {quoted(fault['input'])}"
-
-
-def _is_unknown_key(fault: Any) -> bool:
-    """True if the fault is an unknown key at the top level of the file, not in a nested object."""
-    return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
-
-
-def _is_union_branch(part: int | str) -> bool:
-    """True if this part of a fault's location is no key of the file but a type, a member of a union that pydantic
-    tried."""
-    return isinstance(part, str) and (part in {"bool", "int", "float", "dict"} or part.startswith("literal["))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -128,50 +125,44 @@ def read_json(path: Path) -> Any:
     Raises UserError with the file and, where the text does not parse, the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        fault = ": no such file"
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    try:
-        return strict_json(text)
+        fault = f": {error.strerror}"
+    except UnicodeDecodeError as error:
+        fault = f": not UTF-8 text (byte {error.start})"
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+        fault = f":{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply") from None
+        fault = ": nested too deeply"
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+        fault = f": {error}"
+    raise UserError(f"{path}{fault}")
 
 
 def strict_json(text: str) -> Any:
     """Parse JSON text. Raises ValueError for repeated keys, NaN, Infinity and numbers that are too long, its subclass
     json.JSONDecodeError for text that is not JSON, and RecursionError for text that is nested too deeply."""
-    return json.loads(
-        text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole_number
-    )
 
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if not is_unicode(key):
+                raise ValueError(f"key {quoted(key)}: half of a surrogate pair is not a character")
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"key {quoted(max(keys, key=keys.count))}: given twice")
+        return dict(pairs)
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {quoted(key)}: given twice")
-        if not is_unicode(key):
-            raise ValueError(f"key {quoted(key)}: half of a surrogate pair is not a character")
-        result[key] = value
-    return result
+    def whole_number(digits: str) -> int:
+        if len(digits) > LARGEST_DIGITS:
+            raise ValueError(f"a whole number of {len(digits):,} digits is too large")
+        return int(digits)
 
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a JSON number")
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > LARGEST_DIGITS:
-        raise ValueError(f"a whole number of {len(digits):,} digits is too large")
-    return int(digits)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    return json.loads(text, object_pairs_hook=as_object, parse_constant=refuse_constant, parse_int=whole_number)
 
 
 def finite(value: Any) -> Any:

@@ -20,23 +20,20 @@ MOST_COMPILERS = 32  # on each rank; the maximum of torch's own default
 
 
 def configure_libraries() -> None:
-    """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them."""
+    """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
+
+    The processes that compile kernels share the usable cores with the other ranks of this machine.
+    """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compilers_per_rank()))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = usable_cores() // max(1, int(ranks) if ranks.isdigit() else 1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_COMPILERS, share))))
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on, or of all cores if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def compilers_per_rank() -> int:
-    """Return the number of processes that compile kernels on each rank: the usable cores divided by this machine's
-    ranks, between 1 and MOST_COMPILERS."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cores = usable_cores()
-    return max(1, min(MOST_COMPILERS, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores))
 
 
 def load(*modules: str) -> None:

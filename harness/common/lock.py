@@ -44,15 +44,6 @@ class Owner:
         """True if this process can see whether the owner is alive."""
         return self.process.is_neighbour_of(ProcessName.own())
 
-    def is_leaving(self) -> bool:
-        """True if the owner's launcher ran on this machine and has ended, so that the owner will end soon."""
-        return self.is_here() and has_ended(self.torchrun)
-
-    def had_begun_here(self) -> bool:
-        """True if the owner was started by this process's launcher and had begun to train. This process is then a
-        worker that the launcher has restarted."""
-        return self.is_here() and self.began and self.torchrun == launcher_name() != ""
-
 
 @dataclass
 class RunLock:
@@ -78,20 +69,25 @@ class RunLock:
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                owner, remedy = Owner.read(descriptor), ""
             except BlockingIOError:
-                owner = Owner.read(descriptor)
-                if not (owner and owner.is_leaving()) or time.monotonic() > deadline:
-                    raise _refusal(path, use, owner, "wait for it, or stop it") from None
-                time.sleep(0.1)
+                owner, remedy = Owner.read(descriptor), "wait for it, or stop it"
+                # If the owner's launcher was killed, the owner ends soon.
+                if owner and owner.is_here() and has_ended(owner.torchrun) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
             except OSError:  # a file system without locks: refuse if the recorded owner may be alive
                 owner = Owner.read(descriptor)
-                if owner and not (owner.is_here() and owner.process.is_gone()):
-                    raise _refusal(path, use, owner, f"if it is dead, delete {path}") from None
-                break
-        owner = Owner.read(descriptor)
-        lock = cls(path, descriptor, began_before=owner is not None and owner.had_begun_here())
-        lock._write(began=lock.began_before)
+                is_alive = owner is not None and not (owner.is_here() and owner.process.is_gone())
+                remedy = f"if it is dead, delete {path}" if is_alive else ""
+            break
+        if remedy:
+            who = f" ({owner.process}, since {owner.since})" if owner else ""
+            raise UserError(f"{path.parent}: is being {use} by another process{who}; {remedy}")
+        # This process is a restarted worker if its own launcher had started the owner, and the owner had begun.
+        is_restart = bool(owner and owner.is_here() and owner.began and owner.torchrun == launcher_name() != "")
+        lock = cls(path, descriptor, is_restart)
+        lock._write(began=is_restart)
         return lock
 
     def note_begun(self) -> None:
@@ -122,11 +118,9 @@ def is_held(path: Path) -> bool | None:
         return False
     try:
         owner = Owner.read(descriptor)
-        if owner is None:
-            return False
-        if not owner.is_here():
+        if owner is not None and not owner.is_here():
             return None
-        if owner.process.is_gone():
+        if owner is None or owner.process.is_gone():
             return False
         with suppress(OSError):  # raised if another process holds the lock, or by a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -134,11 +128,6 @@ def is_held(path: Path) -> bool | None:
         return True
     finally:
         os.close(descriptor)
-
-
-def _refusal(path: Path, use: str, owner: Owner | None, remedy: str) -> UserError:
-    who = f" ({owner.process}, since {owner.since})" if owner else ""
-    return UserError(f"{path.parent}: is being {use} by another process{who}; {remedy}")
 
 
 def _not_written(path: Path, error: OSError) -> RunError:

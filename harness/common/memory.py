@@ -26,26 +26,24 @@ LARGEST_LIMIT = 2**62
 CUDA_RESERVE_BYTES = 3 * 2**28
 # About what a process holds on its GPU once it has initialized CUDA and connected to the other ranks.
 OWN_CUDA_BYTES = 2**31
-# With less than this free, CUDA itself and the communication buffers find no room.
-LEAST_CUDA_BYTES = 2**30
-# The only message of oneDNN's bf16 kernels on a CPU when an allocation fails. With the word "descriptor" the message
-# means that the kernel is not supported.
-ONEDNN_FAILURE = re.compile(r"could not (create|execute) a primitive(?! descriptor)")
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
-OUT_OF_MEMORY_TEXTS = (
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "out of memory",  # also CUDA, Triton and NCCL
-    "bad_alloc",
-    "can't start new thread",  # a thread's stack is writable memory, too
-    "failed to map segment",  # of a library that is imported late
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "No valid execution plans",  # cuDNN's attention, if it cannot allocate the workspace of any plan
+OUT_OF_MEMORY = re.compile(
+    "|".join(
+        (
+            "(can't|Cannot) allocate memory",
+            "out of memory",  # also CUDA, Triton and NCCL
+            "bad_alloc",
+            "can't start new thread",  # a thread's stack is writable memory, too
+            "failed to map segment",  # of a library that is imported late
+            "CU(BLAS|DNN)_STATUS_ALLOC_FAILED",
+            "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
+            "No valid execution plans",  # cuDNN's attention, if it cannot allocate the workspace of any plan
+            r"Cuda failure 2\b",  # cudaErrorMemoryAllocation, as NCCL reports it
+            # oneDNN's bf16 kernels on a CPU. With the word "descriptor" it means that the kernel is not supported.
+            "could not (create|execute) a primitive(?! descriptor)",
+        )
+    )
 )
-OUT_OF_MEMORY_NUMBER = re.compile(r"Cuda failure 2\b")  # cudaErrorMemoryAllocation, as NCCL reports it
 
 
 @dataclass(frozen=True)
@@ -69,15 +67,21 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
     the operating system is not Linux.
     """
     if device.type == "cuda":
-        return _limit_cuda_memory(device, limit_gib)
-    if sys.platform != "linux":
+        total = float(torch.cuda.mem_get_info(device)[1])
+        limit = total if limit_gib is None else min(limit_gib * GIB, total)
+        used, reserve, how = _outside_allocator(device), CUDA_RESERVE_BYTES, "taken outside torch"
+        usable = max(0.0, limit - used - reserve)
+        torch.cuda.set_per_process_memory_fraction(usable / total, device)
+    elif sys.platform == "linux":
+        used, reserve, how = _status_bytes("VmData"), HEADROOM_BYTES, "the program's own"
+        limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
+        usable = max(0.0, limit - reserve)
+    else:
         raise UserError("-f on a CPU needs Linux: no other system limits a process's writable memory (RLIMIT_DATA)")
-    used = _status_bytes("VmData")
-    limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
-    note = f"{used / GIB:.2f} GiB are the program's own and {HEADROOM_BYTES / GIB:.2f} GiB left as a reserve"
-    return MemoryLimit(limit / GIB, max(0.0, limit - HEADROOM_BYTES), note, limit_gib)
+    note = f"{used / GIB:.2f} GiB are {how} and {reserve / GIB:.2f} GiB left as a reserve"
+    return MemoryLimit(limit / GIB, usable, note, limit_gib)
 
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:
@@ -87,37 +91,10 @@ def limit_cpu_memory(limit: MemoryLimit) -> None:
     give_back_under_a_limit()
 
 
-def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryLimit:
-    _, total = torch.cuda.mem_get_info(device)
-    limit = total if limit_gib is None else min(limit_gib * GIB, total)
-    outside = outside_allocator_bytes(device)
-    usable = max(0.0, limit - outside - CUDA_RESERVE_BYTES)
-    torch.cuda.set_per_process_memory_fraction(usable / total, device)
-    note = f"{outside / GIB:.2f} GiB are taken outside torch and {CUDA_RESERVE_BYTES / GIB:.2f} GiB left as a reserve"
-    return MemoryLimit(limit / GIB, usable, note, limit_gib)
-
-
-def outside_allocator_bytes(device: torch.device) -> int:
+def _outside_allocator(device: torch.device) -> int:
     """Return the bytes of a CUDA device that this and other processes use outside this process's torch allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
-
-
-def refuse_full_device(device: torch.device) -> None:
-    """Raise UserError if a CUDA device has too little free memory to start at all."""
-    if device.type != "cuda":
-        return
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        free, total = 0, torch.cuda.get_device_properties(device).total_memory
-    if free < LEAST_CUDA_BYTES:
-        raise UserError(
-            f"GPU {device.index}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free; another process holds the rest: "
-            "end it (`nvidia-smi` shows it), or leave this GPU out of CUDA_VISIBLE_DEVICES"
-        )
 
 
 def taken_by_others(device: torch.device) -> str | None:
@@ -125,13 +102,9 @@ def taken_by_others(device: torch.device) -> str | None:
     put anything on the device."""
     if device.type != "cuda":
         return None
-    outside, (_, total) = outside_allocator_bytes(device), torch.cuda.mem_get_info(device)
-    if outside <= OWN_CUDA_BYTES:
-        return None
-    return (
-        f"another process holds about {outside / GIB:.1f} of the {total / GIB:.1f} GiB of GPU {device.index}; "
-        "`nvidia-smi` shows which"
-    )
+    outside, (_, total) = _outside_allocator(device), torch.cuda.mem_get_info(device)
+    held = f"{outside / GIB:.1f} of the {total / GIB:.1f} GiB of GPU {device.index}"
+    return f"another process holds about {held}; `nvidia-smi` shows which" if outside > OWN_CUDA_BYTES else None
 
 
 def free_memory() -> int:
@@ -149,15 +122,9 @@ def free_memory() -> int:
     return available if maximum == "max" else min(available, int(maximum) - current)
 
 
-def begin_peak(device: torch.device) -> None:
-    """Begin an attempt: reset the peak that `peak_under_limit` returns on CUDA."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_under_limit(device: torch.device) -> int:
     """Return the peak of the memory that a limit counts, in bytes: on CUDA the memory reserved by the allocator since
-    `begin_peak`, on the CPU this process's writable memory since its start.
+    its statistics were reset, on the CPU this process's writable memory since its start.
 
     Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The difference between
     the two is constant, so the function subtracts the present difference from VmPeak.
@@ -186,15 +153,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True if an exception means that memory ran out, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    kinds = (RuntimeError, OSError, ImportError, RunError)
-    return isinstance(error, kinds) and says_out_of_memory(str(error))
+    return isinstance(error, (RuntimeError, OSError, ImportError, RunError)) and says_out_of_memory(str(error))
 
 
 def says_out_of_memory(text: str) -> bool:
     """True if the text contains a message of a library or the system about a failed allocation."""
-    return any(words in text for words in OUT_OF_MEMORY_TEXTS) or any(
-        pattern.search(text) for pattern in (OUT_OF_MEMORY_NUMBER, ONEDNN_FAILURE)
-    )
+    return OUT_OF_MEMORY.search(text) is not None
 
 
 def _status_bytes(field: str) -> int:
@@ -223,29 +187,14 @@ AMPLE = 2
 
 
 def give_back_under_a_limit() -> None:
-    """Return freed blocks to the system at once if this process's writable memory is limited (`ulimit -d`).
+    """If this process's writable memory is limited (`ulimit -d`), have the C library give every large block its own
+    mapping, which returns to the system as soon as the block is freed. For small blocks the heap allocates
+    CUSHION_BYTES now and keeps them.
 
     The microbatch search runs with this setting, so training needs it, too, for the size that the search found to fit.
     """
-    if _is_limited():
-        give_back_at_once()
-
-
-def keep_if_ample(free_bytes: int) -> None:
-    """Have the C library keep freed blocks from now on if enough memory is free: AMPLE times this process's peak.
-
-    So much is needed because gaps between kept blocks can raise memory use by half, and because the optimizer's state
-    may still have to be allocated. Does nothing if this process's writable memory is limited.
-    """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if not _is_limited() and free_bytes >= AMPLE * peak:
-        _mallopt(M_MMAP_MAX, 0)  # no block gets its own mapping, which would be returned when it is freed
-        _mallopt(M_TRIM_THRESHOLD, NEVER)
-
-
-def give_back_at_once() -> None:
-    """Have the C library give every large block its own mapping, which returns to the system as soon as the block is
-    freed. For small blocks the heap allocates CUSHION_BYTES now and keeps them."""
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
+        return
     _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
     _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
@@ -254,8 +203,17 @@ def give_back_at_once() -> None:
     del blocks
 
 
-def _is_limited() -> bool:
-    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+def keep_if_ample(free_bytes: int) -> None:
+    """Have the C library keep freed blocks from now on if enough memory is free: AMPLE times this process's peak.
+
+    So much is needed because gaps between kept blocks can raise memory use by half, and because the optimizer's state
+    may still have to be allocated. Does nothing if this process's writable memory is limited.
+    """
+    is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if not is_limited and free_bytes >= AMPLE * peak:
+        _mallopt(M_MMAP_MAX, 0)  # no block gets its own mapping, which would be returned when it is freed
+        _mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 def _mallopt(parameter: int, value: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from harness.common.errors import EXIT, tell_soon
 
-ENDED_STATES = "ZX"  # zombie, dead
+ENDED_STATES = (["Z"], ["X"])  # zombie, dead
 # Environment variable with the pid of the ddp_train.py that has started this rank (distributed/environment.py).
 PARENT = "DDP_TRAIN_PARENT"
 POLL_SECONDS = 0.5
@@ -67,9 +67,7 @@ class ProcessName:
             return True
         except PermissionError:  # it is alive and another user's
             return False
-        with suppress(OSError, IndexError):
-            return _stat(self.pid)[0] in ENDED_STATES
-        return False
+        return _stat(self.pid)[:1] in ENDED_STATES
 
     def __str__(self) -> str:
         return f"{self.host}, pid {self.pid}"
@@ -78,16 +76,16 @@ class ProcessName:
 def start_time(pid: int) -> str:
     """Return the start time of the process in clock ticks, which distinguishes it from a later process with the same
     pid; empty if the process has ended or cannot be seen."""
-    with suppress(OSError, IndexError):
-        fields = _stat(pid)
-        return "" if fields[0] in ENDED_STATES else fields[19]
-    return ""
+    fields = _stat(pid)
+    return "" if not fields or fields[:1] in ENDED_STATES else fields[19]
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third, the state, on (proc(5)). The text is cut at its last bracket,
-    because the name in the second field can hold any characters, brackets too."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    """Return the fields of /proc/PID/stat from the third, the state, on (proc(5)); none if it cannot be read. The text
+    is cut at its last bracket, because the name in the second field can hold any characters, brackets too."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
 # The launcher -----------------------------------------------------------------------------------------------------
@@ -143,9 +141,9 @@ def on_launcher_death(ask: Callable[[], None]) -> None:
 def _look_after_launcher() -> None:
     # Check again after a pause: the store of a launcher that is being killed can answer after its children have left.
     time.sleep(POLL_SECONDS)
-    was_orphan = _is_orphan()
-    while not (was_orphan or is_launcher_gone()):
-        time.sleep(POLL_SECONDS)
+    if not _is_orphan():
+        while not is_launcher_gone():
+            time.sleep(POLL_SECONDS)
     if _ask_to_stop is None:
         _leave("")
     else:
@@ -170,16 +168,16 @@ def _is_orphan() -> bool:
     refuses connections once it has ended. False on machines other than the store's, where this cannot be known."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
-    if os.environ.get("GROUP_RANK") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    try:
-        # The address is bytes because Python would import a codec for a str, and wait for the main thread's imports.
-        address = os.environb[b"MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with socket.socket() as store:
-            store.settimeout(ENDING_SECONDS / 2)
-            store.connect(address)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, KeyError, ValueError):  # reported elsewhere
-        return False
+    if os.environ.get("GROUP_RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            # The address is bytes because Python would import a codec for a str, and wait for the main thread's
+            # imports.
+            address = os.environb[b"MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            with socket.socket() as store:
+                store.settimeout(ENDING_SECONDS / 2)
+                store.connect(address)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, KeyError, ValueError):  # reported elsewhere
+            pass
     return False

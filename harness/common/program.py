@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from functools import cache
@@ -63,12 +64,10 @@ def gpu_names() -> list[str]:
     """Return the names of this machine's NVIDIA GPUs; none if CUDA_VISIBLE_DEVICES hides them or there is no driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
-    return [name for path in sorted(DRIVER_FILES.glob("*/information")) if (name := _gpu_model(path))]
-
-
-def _gpu_model(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return dict(line.partition(":")[::2] for line in lines).get("Model", "").strip()
+    names = []
+    for path in sorted(DRIVER_FILES.glob("*/information")):
+        with suppress(OSError):
+            names += re.findall(
+                r"^Model:[ \t]*(.*\S)", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+            )
+    return names

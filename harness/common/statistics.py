@@ -1,8 +1,7 @@
-"""Means with bootstrap intervals, and least-squares lines."""
+"""Means with bootstrap intervals."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,12 +49,3 @@ def estimate(value: float, resampled: Sequence[float] | np.ndarray) -> Estimate:
     outside = (100 - INTERVAL_PERCENT) / 2
     low, high = np.percentile(resampled, [outside, 100 - outside])
     return Estimate(float(value), float(low), float(high))
-
-
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return slope and intercept of the least-squares line through (x, y) points; None for fewer than two different
-    x."""
-    if len({x for x, _ in points}) < 2:
-        return None
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    return slope, intercept

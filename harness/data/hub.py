@@ -55,7 +55,7 @@ def download_dataset(name: str, folder: Path) -> None:
             else:  # another process has downloaded the dataset in the meantime
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise work.failed_here(error) from None
+        raise work.failed(*work.explain_local(error)) from None
 
 
 def _fetch(work: HubWork, partial: Path) -> None:

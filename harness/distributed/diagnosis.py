@@ -92,10 +92,6 @@ class Heartbeats:
         machine's terminal; each machine has a terminal of its own."""
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbours())
 
-    def is_anyone_stopping(self) -> bool:
-        """Return True if a signal has asked any rank to stop."""
-        return any(last.heartbeat.stopping for last in self.last)
-
     def neighbours(self) -> list[int]:
         """Return the ranks of this machine, including this one."""
         return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbour_of(self.process)]
@@ -139,25 +135,19 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
         seconds = max(now - last[rank].at for rank in quiet)
         names = _names(heartbeats, quiet)
         return Fault(f"{names} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off", quiet)
-    return _find_stuck(heartbeats, now, stuck)
-
-
-def _find_stuck(heartbeats: Heartbeats, now: float, timeout: float) -> Fault | None:
-    """Return the fault of the ranks that are behind all others, if they stand still inside `Watchdog.guard`; else
-    None."""
-    if now < heartbeats.frozen_until or any(now - last.at > timeout / 2 for last in heartbeats.last):
+    # The ranks that are behind all others are stuck if they stand still inside `Watchdog.guard`.
+    if now < heartbeats.frozen_until or any(now - each.at > stuck / 2 for each in last):
         return None  # a heartbeat is old: its rank soon sends another one or counts as silent
-    beats: list[Heartbeat] = [last.heartbeat for last in heartbeats.last]
     _, behind = heartbeats.last_of_all()
-    stalled = [beats[rank].stalled for rank in behind]
-    if None in stalled or any(heartbeats.last[rank].to_confirm for rank in behind):
+    stalled = [last[rank].heartbeat.stalled for rank in behind]
+    if None in stalled or any(last[rank].to_confirm for rank in behind):
         return None
     # Counted from when the last of them arrived, because until then the others rightly waited for it.
     seconds = min(each or 0.0 for each in stalled)
-    if seconds <= timeout:
+    if seconds <= stuck:
         return None
-    place = beats[behind[0]].place
-    if len(behind) == len(beats):
+    place = last[behind[0]].heartbeat.place
+    if len(behind) == len(last):
         return Fault(f"no rank got beyond {place} for {seconds:.0f} s: a device or the network does not answer", [])
     return Fault(f"{_names(heartbeats, behind)} stuck for {seconds:.0f} s in {place}", behind)
 

@@ -50,28 +50,24 @@ def read_ranking() -> Ranking:
     if not given:
         return Ranking()
     needed = [*COUNTS, *(RENDEZVOUS_ADDRESS if os.environ.get("WORLD_SIZE") != "1" else ())]
-    for name in needed:
-        text = os.environ.get(name)
+    texts, fault = {name: os.environ.get(name, "") for name in needed}, ""
+    for name, text in texts.items():
         if not text:
-            raise _stray(f"{given[0]} is set, but {name} is not")
-        if name != "MASTER_ADDR" and not re.fullmatch(r"[0-9]{1,9}", text):
-            raise _stray(f"{name} is {quoted(text)}, which is not a whole number")
-    numbers = {name: int(os.environ[name]) for name in needed if name != "MASTER_ADDR"}
-    found = Ranking(*(numbers[name] for name in COUNTS))
-    if not (
-        found.local_rank <= found.rank < found.world_size
-        and found.local_rank < found.local_world_size <= found.world_size
-        and 1 <= numbers.get("MASTER_PORT", 1) <= LARGEST_PORT
-    ):
-        raise _stray(f"{' '.join(f'{name}={number}' for name, number in numbers.items())} is impossible")
-    return found
-
-
-def _stray(fault: str) -> UserError:
-    given = " ".join(name for name in COUNTS if name in os.environ)
-    return UserError(
-        f"environment: {fault}; start all ranks with --processes or torchrun, or for a single process `unset {given}`"
-    )
+            fault = fault or f"{given[0]} is set, but {name} is not"
+        elif name != "MASTER_ADDR" and not re.fullmatch(r"[0-9]{1,9}", text):
+            fault = fault or f"{name} is {quoted(text)}, which is not a whole number"
+    if not fault:
+        numbers = {name: int(text) for name, text in texts.items() if name != "MASTER_ADDR"}
+        found = Ranking(*(numbers[name] for name in COUNTS))
+        if (
+            found.local_rank <= found.rank < found.world_size
+            and found.local_rank < found.local_world_size <= found.world_size
+            and 1 <= numbers.get("MASTER_PORT", 1) <= LARGEST_PORT
+        ):
+            return found
+        fault = f"{' '.join(f'{name}={number}' for name, number in numbers.items())} is impossible"
+    remedy = f"start all ranks with --processes or torchrun, or for a single process `unset {' '.join(given)}`"
+    raise UserError(f"environment: {fault}; {remedy}")
 
 
 def ranks_to_start(processes: int | None) -> int:
@@ -110,8 +106,17 @@ def run_ranks(count: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING_SIGNALS)
     handle_stopping_signals(pass_on)
     with socket.create_server(("127.0.0.1", 0)) as store:
+        host, port = store.getsockname()
+        shared = {PARENT: os.getpid(), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        shared |= {"MASTER_ADDR": host, "MASTER_PORT": port}
         for rank in range(count):
-            ranks.append(_start_rank(rank, count, store))
+            variables = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+            if rank == 0:  # inherits the open socket, so that no other process can take the port before it is used
+                variables[STORE_DESCRIPTOR] = store.fileno()
+            environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+            inherited = [store.fileno()] if rank == 0 else []
+            command = [sys.executable, *sys.argv]
+            ranks.append(subprocess.Popen(command, env=environment, pass_fds=inherited, start_new_session=True))
     unblock_stopping_signals()
     failed = _wait(ranks, asked)
     if asked and (ranks[0].returncode or 0) < 0:  # rank 0 was ended before it could print this
@@ -122,20 +127,6 @@ def run_ranks(count: int) -> NoReturn:
         tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
     status = failed.returncode if failed else 0
     raise SystemExit(status if status >= 0 else 128 - status)
-
-
-def _start_rank(rank: int, count: int, store: socket.socket) -> subprocess.Popen[bytes]:
-    host, port = store.getsockname()
-    shared = {PARENT: os.getpid(), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank}
-    variables = {**shared, "MASTER_ADDR": host, "MASTER_PORT": port}
-    if rank == 0:  # Rank 0 inherits the open socket, so that no other process can take the port before rank 0 uses it.
-        variables[STORE_DESCRIPTOR] = store.fileno()
-    return subprocess.Popen(
-        [sys.executable, *sys.argv],
-        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-        pass_fds=[store.fileno()] if rank == 0 else [],
-        start_new_session=True,
-    )
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:

@@ -64,10 +64,22 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     # Chosen by the device, because torch.accelerator reports cuda on any CUDA build, even without a GPU.
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
+    # With variables left over from another job, this rank would wait silently for hours.
+    text = (
+        f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
+        "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
+    )
+    timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if not is_launched():  # not needed with a launcher, which starts all ranks
+        timer.start()
     with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
-        with _long_wait_told(here):
+        try:
             store = _open_store(timeout)
             restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
+        finally:
+            timer.cancel()
         dist.init_process_group(
             backend,
             store=PrefixStore(restart_id, store),
@@ -77,19 +89,17 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
             device_id=device if device.type == "cuda" else None,
         )
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    return control, PrefixStore(restart_id, TCPStore(*_address(), is_master=False, wait_for_workers=False))
-
-
-def _address() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
 
 
 def _open_store(timeout: timedelta) -> Any:
     """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has. If `run_ranks` started
     rank 0, it opens the store on a socket that it inherited open. Raises RunError if the port is taken."""
     if STORE_DESCRIPTOR in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket_number = int(os.environ[STORE_DESCRIPTOR])
-        return TCPStore(*_address(), None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
+        return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
     try:
         return next(rendezvous("env://", timeout=timeout))[0]
     except dist.DistNetworkError as error:
@@ -107,62 +117,27 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
     Raises RunError naming a rank that has not joined in time.
     """
     deadline = time.monotonic() + timeout_seconds
-    if rank == 0:
-        return _hand_out_restart_id(store, size, deadline)
-    request = secrets.token_hex(8)
-    store.set(f"requests/{rank}", request)
-    _await(store, f"answers/{request}", 0, deadline)
-    restart_id = store.get(f"answers/{request}").decode()
-    store.set(f"{restart_id}/received/{rank}", "")
-    return restart_id
 
-
-def _hand_out_restart_id(store: Any, size: int, deadline: float) -> str:
-    """Answer every request for the id, including those of earlier starts, until every rank confirms that it has
-    received it."""
-    restart_id, answered = secrets.token_hex(8), set()
-    for rank in range(1, size):
-        while not store.check([f"{restart_id}/received/{rank}"]):
-            _await(store, f"requests/{rank}", rank, deadline)
-            request = store.get(f"requests/{rank}").decode()
-            if request not in answered:
-                store.set(f"answers/{request}", restart_id)
-                answered.add(request)
-            elif time.monotonic() > deadline:
-                raise _absence(rank)
-            else:
-                time.sleep(POLL_SECONDS)
-    return restart_id
-
-
-def _await(store: Any, key: str, rank: int, deadline: float) -> None:
-    while not store.check([key]):
+    def wait_a_moment(absent: int) -> None:
         if time.monotonic() > deadline:
-            raise _absence(rank)
+            raise RunError(f"rank {absent} has not joined the others in time; look for its own error, or its machine's")
         time.sleep(POLL_SECONDS)
 
-
-def _absence(rank: int) -> RunError:
-    return RunError(f"rank {rank} has not joined the others in time; look for its own error, or its machine's")
-
-
-@contextmanager
-def _long_wait_told(here: Ranking) -> Iterator[None]:
-    """Print which ranks this one waits for, if the body takes long. With variables left over from another job, it would
-    otherwise wait silently for hours."""
-    text = (
-        f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
-        "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
-    )
-    timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
-    timer.daemon = True
-    if not is_launched():  # not needed with a launcher, which starts all ranks
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    if rank != 0:
+        request = secrets.token_hex(8)
+        store.set(f"requests/{rank}", request)
+        while not store.check([f"answers/{request}"]):
+            wait_a_moment(0)
+        restart_id = store.get(f"answers/{request}").decode()
+        store.set(f"{restart_id}/received/{rank}", "")
+        return restart_id
+    restart_id = secrets.token_hex(8)
+    for other in range(1, size):
+        while not store.check([f"{restart_id}/received/{other}"]):
+            if store.check([f"requests/{other}"]):  # perhaps of an earlier start; then a newer one follows
+                store.set(f"answers/{store.get(f'requests/{other}').decode()}", restart_id)
+            wait_a_moment(other)
+    return restart_id
 
 
 # Errors of gloo and nccl about failed connections ------------------------------------------------------------------

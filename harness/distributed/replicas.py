@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 PIECE = 2**22  # elements summed at a time, because torch converts a whole operand to int64 before it sums
 
@@ -14,12 +14,11 @@ PIECE = 2**22  # elements summed at a time, because torch converts a whole opera
 @torch.no_grad()
 def weight_checksums(model: nn.Module) -> list[int]:
     """Return the sum of the bit patterns of each parameter (fp32), in order. Waits for the device."""
-    return torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    pieces = tensor.detach().reshape(-1).view(torch.int32).split(PIECE)
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
+    sums = []
+    for parameter in model.parameters():
+        pieces = parameter.detach().reshape(-1).view(torch.int32).split(PIECE)
+        sums.append(torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum())
+    return torch.stack(sums).tolist()
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:

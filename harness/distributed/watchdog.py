@@ -166,6 +166,7 @@ class Watchdog:
         `progress` is that of the rank's device. None: the main thread itself computes."""
         self.rank = rank
         self.timeout = timeout_seconds
+        self._pause = min(POLL_SECONDS, timeout_seconds / POLLS_IN_TIMEOUT)
         self.heartbeats = Heartbeats(ProcessName.own(), time.monotonic())
         self._is_stopping = is_stopping
         self._progress = progress or Progress()
@@ -214,21 +215,17 @@ class Watchdog:
 
     def is_anyone_stopping(self) -> bool:
         """Return True if a signal has asked any rank to stop, according to the heartbeats received so far."""
-        return self.heartbeats.is_anyone_stopping()
+        return any(last.heartbeat.stopping for last in self.heartbeats.last)
 
     def stop(self) -> None:
         """Stop sending and judging heartbeats. A heartbeat that is being sent or judged may still be finished."""
         self._ended.set()
 
     def _heartbeat(self, number: int) -> Heartbeat:
-        own, standing = self.heartbeats.process, self._progress.standing()
+        standing = vars(self._progress.standing())
         return Heartbeat(
-            number, own, standing.place, standing.progress, standing.stalled, self._is_stopping(), self._leaving
+            number, self.heartbeats.process, **standing, stopping=self._is_stopping(), leaving=self._leaving
         )
-
-    @property
-    def _pause(self) -> float:
-        return min(POLL_SECONDS, self.timeout / POLLS_IN_TIMEOUT)
 
     def _exchange(self, store: Any, keys: list[str]) -> None:
         """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped."""
@@ -270,16 +267,17 @@ class Watchdog:
         else:
             # The launcher ends all ranks once one has left, so wait until the other rank has printed the line.
             time.sleep(SILENT_EXIT_SECONDS)
-        # In its own thread, because a store behind a cut network does not answer. Ranks of this machine that receive
-        # this heartbeat end without printing anything.
+
+        def announce() -> None:
+            """Tell the other ranks of this machine, which then end without printing anything."""
+            with suppress(RuntimeError):  # the store itself may be gone
+                self._send(self._heartbeat(IDLE))
+
         self._leaving = True
-        threading.Thread(target=self._announce, daemon=True).start()
+        # In its own thread, because a store behind a cut network does not answer.
+        threading.Thread(target=announce, daemon=True).start()
         time.sleep(self._pause + 0.2)
         os._exit(1)
-
-    def _announce(self) -> None:
-        with suppress(RuntimeError):  # the store itself may be gone
-            self._send(self._heartbeat(IDLE))
 
 
 def collective_timeout_seconds() -> float:

@@ -16,24 +16,15 @@ import torch.distributed as dist
 from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
 from harness.common.libraries import usable_cores
-from harness.common.memory import give_back_under_a_limit, refuse_full_device
+from harness.common.memory import give_back_under_a_limit
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.watchdog import Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
-Leaf = TypeVar("Leaf")
 
 LEAVING_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class TensorSlot:
-    """Placeholder for a tensor in a tree of dicts, lists and tuples that is sent pickled."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,6 @@ class World:
         """
         here = read_ranking()
         device = choose_device(here.local_rank, here.local_world_size)
-        refuse_full_device(device)
         if device.type == "cpu":
             give_back_under_a_limit()
         if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
@@ -99,11 +89,6 @@ class World:
         """True on the rank that does the work of the whole job: checkpoints, charts, progress, unshared validation."""
         return self.rank == 0
 
-    @property
-    def is_local_main(self) -> bool:
-        """True on the rank that does the work of its node: directories, downloads."""
-        return self.local_rank == 0
-
     def barrier(self) -> None:
         """Wait for all ranks, however long they take."""
         self.gather(None)
@@ -116,10 +101,6 @@ class World:
         with leaving_with_peers():
             dist.all_gather_object(values, value, group=self.control)
         return values
-
-    def all_true(self, value: bool) -> bool:
-        """Return True if `value` is true on every rank."""
-        return all(self.gather(value))
 
     def exchange_once(self, count: int) -> None:
         """All-reduce `count` bytes as gradients are all-reduced, and wait for the result, so that all buffers that an
@@ -168,26 +149,26 @@ class World:
         """
         tensors: list[torch.Tensor] = []
 
-        def take_out(tensor: torch.Tensor) -> TensorSlot:
+        def take_out(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(tensor.cpu())
-            return TensorSlot(tuple(tensor.shape), tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-        outline = self.on_rank0(lambda: replace_leaves(work(), torch.Tensor, take_out))
+        outline = self.on_rank0(lambda: replace_tensors(work(), take_out))
         own = iter(tensors)  # in the order of the tree; empty except on rank 0
 
-        def send_or_receive(slot: TensorSlot) -> torch.Tensor:
-            tensor = next(own) if self.is_main else torch.empty(slot.shape, dtype=slot.dtype)
+        def send_or_receive(shape: torch.Tensor) -> torch.Tensor:
+            tensor = next(own) if self.is_main else torch.empty(shape.shape, dtype=shape.dtype)
             if self.size > 1:
                 with leaving_with_peers():  # a tensor that is not contiguous is sent as a copy
                     dist.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src=0, group=self.control)
             return tensor
 
-        return replace_leaves(outline, TensorSlot, send_or_receive)
+        return replace_tensors(outline, send_or_receive)
 
     def on_each_node(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first process of each node while the others wait. Returns on every rank the result of its
-        own node."""
-        return self._on_some(work, mine=self.is_local_main)[self.rank - self.local_rank]
+        """Run `work`, such as a download, on the first process of each node while the others wait. Returns on every
+        rank the result of its own node."""
+        return self._on_some(work, mine=self.local_rank == 0)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
         """Run `work` on the ranks where `mine` is true. Returns the results of all ranks, by rank (None where `mine` is
@@ -210,14 +191,14 @@ class World:
         return [each for each, _ in results]
 
 
-def replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
-    """Return a new tree with `function(leaf)` in place of each leaf of type `kind`, called in the order of the tree."""
-    if isinstance(tree, kind):
+def replace_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a new tree with `function(tensor)` in place of each tensor, called in the order of the tree."""
+    if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: replace_leaves(value, kind, function) for key, value in tree.items()}
+        return {key: replace_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(replace_leaves(value, kind, function) for value in tree)
+        return type(tree)(replace_tensors(value, function) for value in tree)
     return tree
 
 

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import re
+import statistics
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import click
@@ -30,14 +31,12 @@ from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.memory import (
     MemoryLimit,
-    begin_peak,
     is_out_of_memory,
     limit_cpu_memory,
     limit_memory,
     peak_under_limit,
     release_memory,
 )
-from harness.common.statistics import fit_line
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
@@ -82,15 +81,30 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     found = search.find(ceiling)
     if world.is_main:
         search.report(found, is_all_data=found == ceiling)
-    sizes = usable_sizes(experiment, found, world.size)
-    if error := validation_error(experiment, sizes[0], world.size, dataset):
+
+    def validation_error(size: int) -> str | None:
+        """Return the error of training if the validation split is too short for a microbatch of `size`, else None."""
+        changed = replace(experiment, config=config.model_copy(update={"microbatch_size": size}))
+        try:
+            changed.check_validation_slice(changed.layout(world.size), dataset)
+        except UserError as error:
+            return str(error)
+        return None
+
+    # Training needs a size that divides each rank's part of every global batch that train.json sets.
+    batches = config.global_batches
+    sizes = [size for size in range(found, 0, -1) if all(each % (size * world.size) == 0 for each in batches)]
+    if error := validation_error(sizes[0]):
         say(world, f"note: with a microbatch of {sizes[0]}, {error}")
     if write:
-        size = next((size for size in sizes if not validation_error(experiment, size, world.size, dataset)), None)
+        size = next((size for size in sizes if not validation_error(size)), None)
         if size is None:
             raise UserError(f"{experiment.run.train_json}: not changed, because training refuses every microbatch")
         world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))
-        say(world, f"{experiment.run.train_json}: microbatch_size is now {size}{changed_batch(experiment, size)}")
+        times = size / config.microbatch_size
+        change = f", and the global batch {times:.4g} times as large; global_batch_size keeps it"
+        unchanged = batches or size == config.microbatch_size
+        say(world, f"{experiment.run.train_json}: microbatch_size is now {size}{'' if unchanged else change}")
     world.leave()
 
 
@@ -103,10 +117,9 @@ class MicrobatchSearcher:
         self.tokens = dataset.split("train")
         self.compiles = should_compile(config.compile, world.device)
         self.accumulation_steps = 2 if config.sequences is not None else config.gradient_accumulation_steps
-        self.peaks: list[tuple[float, float]] = []  # (sequences, peak bytes) of each size that fits
-        self.smallest_failed: int | None = None
+        self.peaks: dict[int, int] = {}  # peak bytes of each size that fits, in the order of the search
+        self.failed: list[int] = []  # sizes that do not fit
         self.remark = ""
-        self._tried = 0
         self._began = time.monotonic()
         self._step: OptimizerStep | None = None
 
@@ -128,32 +141,41 @@ class MicrobatchSearcher:
         """Return True if `microbatch_size` fits on every rank. On a CPU, return False without trying it if
         SEARCH_SECONDS are over and a size has already fitted. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
-        if not self.world.all_true(not (is_late and self.peaks)):
+        if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
             return False
         say(self.world, f"trying {microbatch_size} ...")
         own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
         # Not in `_try`, where the traceback still refers to the tensors that did not fit.
         release_memory(self.world.device)
-        fits, self._tried = self.world.all_true(own is not None), self._tried + 1
+        fits = all(self.world.gather(own is not None))
         if fits and own is not None:
-            self.peaks.append((microbatch_size, own))
+            self.peaks[microbatch_size] = own
         else:
-            self.smallest_failed = min(self.smallest_failed or microbatch_size, microbatch_size)
+            self.failed.append(microbatch_size)
         say(self.world, f"microbatch {microbatch_size}: {'fits' if fits else 'out of memory'}")
         return fits
 
     def guess(self) -> int | None:
         """Return an estimate of the largest size that fits on every rank, from a line through the peaks, or None.
         Collective."""
-        line = fit_line(self.peaks)
-        own = (self.limit.usable_bytes - line[1]) / line[0] if line and line[0] > 0 else 0.0
+        line = self.line()
+        own = (self.limit.usable_bytes - line[1]) / line[0] if line else 0.0
         return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
+
+    def line(self) -> tuple[float, float] | None:
+        """Return bytes per sequence and fixed bytes, from a least-squares line through the peaks; None if it cannot be
+        drawn, or does not rise."""
+        if len(self.peaks) < 2:
+            return None
+        slope, intercept = statistics.linear_regression(list(self.peaks), list(self.peaks.values()))
+        return (slope, intercept) if slope > 0 else None
 
     def _try(self, microbatch_size: int) -> int | None:
         """Return the peak bytes of this rank's memory when it trains with this size, or None if the size does not
         fit."""
-        begin_peak(self.world.device)
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
         try:
             self._train(microbatch_size)
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
@@ -228,35 +250,40 @@ class MicrobatchSearcher:
         killed."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=self._answer, args=(microbatch_size, sender), daemon=True)
+
+        def answer() -> None:
+            """Run `_try` in the child process, and send the parent its result or its error."""
+            threading.Thread(target=end_with_parent, daemon=True).start()
+            silence = os.open(os.devnull, os.O_WRONLY)  # hides what libraries print when memory runs out
+            for stream in (1, 2):
+                os.dup2(silence, stream)
+            limit_cpu_memory(self.limit)
+            try:
+                sender.send(self._try(microbatch_size))
+            except (UserError, RunError) as error:
+                sender.send(error)
+            except Exception:
+                sender.send(RuntimeError(traceback.format_exc()))
+
+        def end_with_parent() -> None:
+            parent = multiprocessing.parent_process()
+            assert parent is not None
+            wait([parent.sentinel])
+            os._exit(1)
+
+        child = context.Process(target=answer, daemon=True)
         child.start()
         sender.close()
         try:
-            answer = receiver.recv()
+            found = receiver.recv()
         except EOFError:  # a library that got no memory, or the system's out-of-memory killer, ended the child
-            answer = None
+            found = None
         finally:
             child.kill()
             child.join()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _answer(self, microbatch_size: int, sender: Connection) -> None:
-        """Run `_try` in the child process, and send the parent its result or its error."""
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-        silence = os.open(os.devnull, os.O_WRONLY)  # hides what libraries print when memory runs out
-        for stream in (1, 2):
-            os.dup2(silence, stream)
-        limit_cpu_memory(self.limit)
-        try:
-            sender.send(self._try(microbatch_size))
-        except (UserError, RunError) as error:
-            sender.send(error)
-        except Exception:
-            sender.send(RuntimeError(traceback.format_exc()))
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def report(self, found: int, *, is_all_data: bool) -> None:
         """Print the answer and the memory behind it, and write the search into the run's folder. Rank 0 only."""
@@ -265,14 +292,15 @@ class MicrobatchSearcher:
             print(self.remark)
         if self.experiment.config.benchmark_tasks is not None:
             print("Not counted: the memory of benchmarks while training")
-        line = fit_line(self.peaks)
-        fit = "too few sizes to tell"
-        if line and line[0] > 0:
+        line, fit = self.line(), "too few sizes to tell"
+        if line:
             fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
         data = ", limited by the data or the global batch" if is_all_data else ""
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
-        print(f"Search: {self._tried} sizes, {time.monotonic() - self._began:,.0f} s", flush=True)
+        print(
+            f"Search: {len(self.peaks) + len(self.failed)} sizes, {time.monotonic() - self._began:,.0f} s", flush=True
+        )
         train = self.experiment.config.model_dump(mode="json")
         search = MicrobatchSearch(
             date=now(),
@@ -283,21 +311,15 @@ class MicrobatchSearcher:
             limit_gib=self.limit.gib,
             usable_gib=self.limit.usable_bytes / GIB,
             largest=found,
-            smallest_failed=self.smallest_failed,
+            smallest_failed=min(self.failed, default=None),
             is_all_data=is_all_data,
-            tried=[TriedMicrobatch(microbatch_size=int(size), gib=peak / GIB) for size, peak in self.peaks],
+            tried=[TriedMicrobatch(microbatch_size=size, gib=peak / GIB) for size, peak in self.peaks.items()],
             accumulation_steps=self.accumulation_steps,
             compiled=self.compiles,
             model=self.experiment.model.model_dump(mode="json"),
             train={key: train[key] for key in KERNEL_KEYS},
         )
         keep_search(self.experiment, search)
-
-
-def _end_with(sentinel: int) -> None:
-    """End this process as soon as the process with this sentinel (the parent) has ended."""
-    wait([sentinel])
-    os._exit(1)
 
 
 def largest_that_fits(
@@ -364,32 +386,6 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
             f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
-
-
-def usable_sizes(experiment: Experiment, found: int, world_size: int) -> list[int]:
-    """Return the microbatch sizes of at most `found` that divide each rank's part of every global batch that train.json
-    sets, the largest first."""
-    batches = experiment.config.global_batches
-    return [size for size in range(found, 0, -1) if all(each % (size * world_size) == 0 for each in batches)]
-
-
-def validation_error(experiment: Experiment, microbatch_size: int, world_size: int, dataset: Dataset) -> str | None:
-    """Return the error of training if the validation split is too short for this microbatch, else None."""
-    config = experiment.config.model_copy(update={"microbatch_size": microbatch_size})
-    changed = replace(experiment, config=config)
-    try:
-        changed.check_validation_slice(changed.layout(world_size), dataset)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def changed_batch(experiment: Experiment, size: int) -> str:
-    """Return the change of the global batch by a microbatch of `size` sequences, for a message; "" if it is fixed."""
-    config = experiment.config
-    if config.global_batches or size == config.microbatch_size:
-        return ""
-    return f", and the global batch {size / config.microbatch_size:.4g} times as large; global_batch_size keeps it"
 
 
 def write_microbatch_size(path: Path, size: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.common.units import GIB
-from harness.distributed.world import replace_leaves
+from harness.distributed.world import replace_tensors
 
 
 class SyncWriter:
@@ -88,9 +88,9 @@ class HostCopies:
         step, and can be read after `wait`. With `keep`, a later call overwrites the copies of an earlier one.
         """
         tensors: list[Tensor] = []
-        replace_leaves(tree, Tensor, tensors.append)
+        replace_tensors(tree, tensors.append)
         places = iter(self._places(tensors))
-        copied = replace_leaves(tree, Tensor, lambda tensor: next(places).copy_(tensor, non_blocking=True))
+        copied = replace_tensors(tree, lambda tensor: next(places).copy_(tensor, non_blocking=True))
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of polling
             self._copied.record()

@@ -42,27 +42,19 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *index: (79 * 2**30, 80 * 2**30))
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch, gpus: int) -> None:
-    set_gpus(machine, gpus)
-    found = [device.choose_device(rank, gpus) for rank in range(gpus)]
-    assert found == [torch.device("cuda", rank) for rank in range(gpus)]
-    assert device.idle_gpus(found[0], gpus) is None
-
-
-def test_too_many_ranks(machine: pytest.MonkeyPatch) -> None:
-    set_gpus(machine, 1)
-    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --processes 1, or "):
-        device.choose_device(1, 2)
-
-
-def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) -> None:
-    """A run that leaves GPUs idle prints a remark. Without --processes only one of eight GPUs is used, and the user
-    pays for all."""
-    set_gpus(machine, 8)
+def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch) -> None:
+    """More ranks than GPUs are refused. A run that leaves GPUs idle prints a remark, because the user pays for all."""
+    for gpus in (1, 2, 8):
+        set_gpus(machine, gpus)
+        found = [device.choose_device(rank, gpus) for rank in range(gpus)]
+        assert found == [torch.device("cuda", rank) for rank in range(gpus)]
+        assert device.idle_gpus(found[0], gpus) is None
     remark = device.idle_gpus(device.choose_device(0, 1), 1)
     assert remark == "7 of this machine's 8 GPUs are idle; --processes 8 uses all of them"
     assert device.idle_gpus(CPU, 1) is None
+    set_gpus(machine, 1)
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --processes 1, or "):
+        device.choose_device(1, 2)
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
@@ -71,12 +63,12 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     """A driver too old for this torch is refused, instead of training on the CPU. Training uses the CPU if the user
     hides the GPUs or has a torch built for CPUs."""
     (tmp_path / "nvidia0").touch()
+    machine.setattr(torch.version, "cuda", "13.2")
 
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nPlease update.")
 
     machine.setattr(torch.cuda, "init", init)
-    machine.setattr(torch.version, "cuda", "13.2")
     with pytest.raises(UserError, match=r"nvidia0: this machine has GPUs, but torch .*: The NVIDIA driver"):
         device.choose_device(0, 8)
     machine.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -86,24 +78,20 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     assert device.choose_device(0, 8) == CPU
 
 
-def shown_commands() -> list[str]:
-    """Return the command lines of README and of the other pages that train with several processes, in this order."""
-    pages = [ROOT / "README.md", ROOT / "docs" / "configuration.md", ROOT / "docs" / "continuing.md"]
-    text = "\n".join(page.read_text() for page in pages)
-    return re.findall(r"^    (.*torchrun .*ddp_train\.py \w+ datasets|.*ddp_train\.py .*--processes \d+)", text, re.M)
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
-def test_the_commands_that_documents_show_fit_their_machines(machine: pytest.MonkeyPatch, gpus: int) -> None:
+def test_the_commands_that_documents_show_fit_their_machines(machine: pytest.MonkeyPatch) -> None:
     """The first command in README works with any number of GPUs. Those for the runs on eight GPUs start eight
     processes."""
-    first, *others = shown_commands()
+    pages = [ROOT / "README.md", ROOT / "docs" / "configuration.md", ROOT / "docs" / "continuing.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    pattern = r"^    (.*torchrun .*ddp_train\.py \w+ datasets|.*ddp_train\.py .*--processes \d+)"
+    first, *others = re.findall(pattern, text, re.MULTILINE)
     words = shlex.split(first.rpartition("&& ")[2])
     processes = int(words[words.index("--processes") + 1])
     assert "quickstart" in words
-    set_gpus(machine, 0 if "CUDA_VISIBLE_DEVICES=" in words[: words.index("ddp_train.py")] else gpus)
-    for rank in range(processes):
-        device.choose_device(rank, processes)
+    for gpus in (0, 1, 2, 8):
+        set_gpus(machine, 0 if "CUDA_VISIBLE_DEVICES=" in words[: words.index("ddp_train.py")] else gpus)
+        for rank in range(processes):
+            device.choose_device(rank, processes)
     others = [command for command in others if "8xa100m40" in command]
     assert len(others) >= 6
     for command in others:
@@ -142,9 +130,7 @@ def test_tf32_is_allowed_only_for_fp32_on_cuda() -> None:
 
 
 def test_compile_auto_steps_down_where_a_compiler_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("CXX", raising=False)
+    no_compiler(monkeypatch)
     assert not kernels.should_compile("auto", CUDA)
     remark = kernels.not_compiled("auto", CUDA)
     assert remark is not None
@@ -155,9 +141,6 @@ def test_compile_auto_steps_down_where_a_compiler_is_missing(monkeypatch: pytest
         kernels.should_compile(True, CPU)
     assert not kernels.should_compile("auto", CPU)
     assert kernels.not_compiled("auto", CPU) is kernels.not_compiled(False, CUDA) is None
-
-
-def test_compile_needs_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert "Python.h" in str(kernels.missing_tool(CUDA))
@@ -237,9 +220,6 @@ def test_a_residual_stream_in_bf16_halves_what_blocks_pass_on() -> None:
         found.append(loss.item())
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] != found[1]
-
-
-def test_a_residual_stream_in_bf16_needs_bf16() -> None:
     assert Precision("bf16", "cuda").residual_dtype("bf16") == torch.bfloat16
     assert Precision("fp16", "cuda").residual_dtype("fp32") is None
     with pytest.raises(UserError, match=r'"residual_precision": "bf16" needs matrix products in bf16, .* run in fp32'):
@@ -253,6 +233,11 @@ def no_compiler(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("PATH", "/nonexistent")
     patch.delenv("CC", raising=False)
     patch.delenv("CXX", raising=False)
+
+
+def filled(patch: pytest.MonkeyPatch) -> None:
+    set_gpus(patch, 1)
+    patch.setattr(torch.cuda, "mem_get_info", lambda *index: (2**29, 80 * 2**30))
 
 
 def busy(patch: pytest.MonkeyPatch) -> None:
@@ -275,12 +260,13 @@ def other_workspace(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 
 
+HELD = "another process may hold this GPU: end it (`nvidia-smi` shows it)"
 MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {
     "a GPU of another process": (
-        busy,
-        {},
-        "cuda:0: CUDA error: CUDA-capable device(s) is/are busy or unavailable; another process may hold this GPU: ",
+        *(busy, {}),
+        f"cuda:0: CUDA error: CUDA-capable device(s) is/are busy or unavailable; {HELD}, or leave this GPU out of ",
     ),
+    "a GPU without room to begin with": (filled, {}, f"cuda:0: 0.5 of 80.0 GiB are free; {HELD}"),
     "no bf16": (old_gpu, {"precision": "bf16"}, 'train.json: key "precision": Tesla T4 does'),
     "no compiler": (no_compiler, {"compile": True}, 'train.json: "compile": true needs a C++ compiler'),
     "cuBLAS's workspace": (other_workspace, {"deterministic": True}, "CUBLAS_WORKSPACE_CONFIG=:0:0: with"),

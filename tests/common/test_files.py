@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.common.files import atomic_file, atomic_folder, draft_folder, rename_whole, replace_text
+from harness.common.files import atomic_file, atomic_folder, replace_text
 from tests.support.isolation import ROOT
 
 # Writes a file into the draft of a folder and then sleeps, so that the folder is never completed.
@@ -29,31 +29,16 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def start_writer(final: Path) -> subprocess.Popen[bytes]:
-    """Start WRITER for the folder `final`, and return its process once it has written into its draft."""
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT)
-    while not (final.with_name(f".{final.name}.partial-{process.pid}") / "part").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    return process
-
-
 def test_a_folder_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
     final = tmp_path / "made" / "for" / "it"
+    final.mkdir(parents=True)  # an empty folder gives way
     with atomic_folder(final) as draft:
         (draft / "below").mkdir()
         (draft / "below" / "file").write_text("text")
         assert draft.parent == final.parent
-        assert not final.exists()
+        assert names(final) == []
     assert (final / "below" / "file").read_text() == "text"
     assert names(final.parent) == ["it"]
-
-
-def test_an_empty_folder_gives_way(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    with atomic_folder(tmp_path / "x") as draft:
-        (draft / "file").touch()
-    assert names(tmp_path / "x") == ["file"]
 
 
 @pytest.mark.parametrize("there", ["folder", "file", "link"])
@@ -93,26 +78,21 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcept
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """The draft of a living writer is left to it; that of a killed one is removed."""
     final = tmp_path / "a[1]"  # glob would read this name as a pattern
-    process = start_writer(final)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert names(tmp_path) == [f".a[1].partial-{process.pid}"]
-    with atomic_folder(final) as draft:
-        (draft / "file").touch()
-    assert names(tmp_path) == ["a[1]"]
-
-
-def test_the_draft_of_a_writer_that_lives_is_left_to_it(tmp_path: Path) -> None:
-    final = tmp_path / "x"
-    process = start_writer(final)
-    try:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT)
+    partial = tmp_path / f".a[1].partial-{process.pid}"
+    while not (partial / "part").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    for lives in (True, False):
+        if not lives:
+            process.kill()
+            process.wait()
+            shutil.rmtree(final)
         with atomic_folder(final) as draft:
             (draft / "file").touch()
-        assert names(tmp_path) == [f".x.partial-{process.pid}", "x"]
-    finally:
-        process.kill()
-        process.wait()
+        assert names(tmp_path) == [partial.name, "a[1]"][1 - lives :]
 
 
 def test_a_link_in_the_place_of_a_draft_leads_nothing_elsewhere(tmp_path: Path) -> None:
@@ -126,14 +106,6 @@ def test_a_link_in_the_place_of_a_draft_leads_nothing_elsewhere(tmp_path: Path) 
     assert (tmp_path / "theirs" / "file").read_text() == "theirs"
     assert (tmp_path / "y").read_text() == "ours"
     assert not (tmp_path / "y").is_symlink()
-
-
-def test_a_name_may_be_chosen_when_all_is_written(tmp_path: Path) -> None:
-    with draft_folder(tmp_path / ".draft") as draft:
-        (draft / "7").touch()
-        final = rename_whole(draft, lambda: tmp_path / f"has-{names(draft)[0]}")
-    assert final == tmp_path / "has-7"
-    assert names(tmp_path) == ["has-7"]
 
 
 def test_text_is_replaced_behind_a_link(tmp_path: Path) -> None:

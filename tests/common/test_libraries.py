@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -69,21 +70,14 @@ def test_garbage_collection_is_paused_while_a_library_is_loaded(
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "given", "expected"),
-    [(None, None, "12"), ("1", None, "12"), ("8", None, "1"), ("100", None, "1"), ("2", "3", "3"), ("0", None, "12")],
-)
-def test_compilers_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, ranks: str | None, given: str | None, expected: str
-) -> None:
+def test_compilers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """TORCHINDUCTOR_COMPILE_THREADS divides the cores among the ranks of this machine. A value that the user has set is
     kept."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
-    for name, value in (("LOCAL_WORLD_SIZE", ranks), ("TORCHINDUCTOR_COMPILE_THREADS", given)):
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    configure_libraries()
-    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
+    cases = [(None, None, "12"), ("1", None, "12"), ("8", None, "1"), ("100", None, "1"), ("2", "3", "3")]
+    for ranks, given, expected in [*cases, ("0", None, "12")]:
+        values = {"LOCAL_WORLD_SIZE": ranks, "TORCHINDUCTOR_COMPILE_THREADS": given}
+        environment = {name: value for name, value in values.items() if value is not None}
+        with mock.patch.dict(os.environ, environment, clear=True):
+            configure_libraries()
+            assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected

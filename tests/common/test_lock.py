@@ -5,35 +5,30 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.isolation import ROOT
-
-# Takes the lock, prints whether an earlier process of the same torchrun had begun to train, and notes that this one
-# has.
-WORKER = """
-import sys
-from pathlib import Path
 from harness.common.lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]), "trained")
-print(lock.began_before)
-lock.note_begun()
-"""
 
 
 def work(path: Path, *, under_torchrun: bool = True) -> bool:
-    """Run a worker whose launcher is this process. Return True if an earlier worker of it had begun to train."""
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
-    if not under_torchrun:
-        del environment["TORCHELASTIC_RUN_ID"]
-    command = [sys.executable, "-c", WORKER, str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout == "True\n"
+    """Take the lock in a forked worker whose launcher is this process, and note that it has begun to train. Return True
+    if an earlier worker of the same launcher had begun."""
+    child = os.fork()
+    if not child:
+        status = 70
+        try:
+            os.environ.update({"TORCHELASTIC_RUN_ID": "x"} if under_torchrun else {})
+            lock = RunLock.take(path, "trained")
+            lock.note_begun()
+            status = int(lock.began_before)
+        finally:
+            os._exit(status)  # the fork must never return and run tests
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 1)
+    return status == 1
 
 
 def test_only_a_restarted_worker_takes_over_what_was_begun(tmp_path: Path) -> None:

@@ -6,13 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.common.errors import RunError, UserError
-from harness.common.memory import (
-    is_out_of_memory,
-    limit_memory,
-    refuse_full_device,
-    taken_by_others,
-)
+from harness.common.errors import RunError
+from harness.common.memory import is_out_of_memory, limit_memory, taken_by_others
 
 GIB = 2**30
 CUDA = torch.device("cuda", 3)
@@ -88,9 +83,6 @@ def test_a_limit_leaves_out_what_torch_does_not_hold_and_a_reserve(
     assert limit.usable_bytes == pytest.approx((whole - 1.5 - 0.75) * GIB)
     assert gpu.fraction * 80 * GIB == pytest.approx(limit.usable_bytes)
     assert limit.note == "1.50 GiB are taken outside torch and 0.75 GiB left as a reserve"
-
-
-def test_a_limit_below_what_is_taken_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = PretendedGpu(monkeypatch, total=80.0, held=0.0, outside=1.5)
     assert limit_memory(CUDA, 1.0, local_size=1).usable_bytes == 0.0
     assert gpu.fraction == 0.0
@@ -98,33 +90,8 @@ def test_a_limit_below_what_is_taken_leaves_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_another_process_on_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     PretendedGpu(monkeypatch, total=79.2, held=0.0, outside=35.25)
-    assert taken_by_others(CUDA) == (
-        "another process holds about 35.2 of the 79.2 GiB of GPU 3; `nvidia-smi` shows which"
-    )
-    refuse_full_device(CUDA)
-
-
-def test_what_every_process_takes_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    PretendedGpu(monkeypatch, total=79.2, held=0.5, outside=1.5)
+    remark = "another process holds about 35.2 of the 79.2 GiB of GPU 3; `nvidia-smi` shows which"
+    assert taken_by_others(CUDA) == remark
+    PretendedGpu(monkeypatch, total=79.2, held=0.5, outside=1.5)  # what every process takes
     assert taken_by_others(CUDA) is None
     assert taken_by_others(torch.device("cpu")) is None
-    refuse_full_device(torch.device("cpu"))
-
-
-def test_a_gpu_without_room_to_begin_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    PretendedGpu(monkeypatch, total=79.2, held=0.0, outside=78.8)
-    with pytest.raises(UserError, match=r"^GPU 3: 0\.4 of 79\.2 GiB are free; another process holds the rest: end it"):
-        refuse_full_device(CUDA)
-
-
-def test_a_gpu_that_cannot_even_be_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    class Properties:
-        total_memory = 80 * GIB
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    with pytest.raises(UserError, match=r"^GPU 3: 0\.0 of 80\.0 GiB are free"):
-        refuse_full_device(CUDA)

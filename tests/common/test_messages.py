@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from harness.common.messages import (
     SHOWN_CHARACTERS,
     abbreviated,
@@ -49,29 +47,16 @@ def test_values_are_quoted_as_json_has_them_and_fit_a_line() -> None:
     assert quoted(deep) == "something deeply nested"
 
 
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [([], ""), (["a", "b"], "a, b"), (list("abcde"), "a, b, c, d, e"), (["a"] * 1005, "a, a, a, a, a and 1,000 more")],
-)
-def test_long_lists_are_abbreviated(names: list[str], shown: str) -> None:
-    assert abbreviated(names) == shown
-
-
-@pytest.mark.parametrize(
-    ("documents", "shown"), [(0, "a part of a document"), (1, "1 document"), (1234, "1,234 documents")]
-)
-def test_documents_are_counted(documents: int, shown: str) -> None:
-    assert document_count(documents) == shown
-
-
-@pytest.mark.parametrize(
-    ("name", "is_one"), [("a/b", True), ("a-1/b.c_d", True), ("a", False), ("a/b/c", False), ("a/ b", False)]
-)
-def test_names_of_the_hub(name: str, is_one: bool) -> None:
-    assert is_hub_name(name) == is_one
-
-
-def test_what_no_file_can_take() -> None:
+def test_texts_of_lists_numbers_and_names() -> None:
+    shown = [abbreviated(names) for names in ([], ["a", "b"], list("abcde"), ["a"] * 1005)]
+    assert shown == ["", "a, b", "a, b, c, d, e", "a, a, a, a, a and 1,000 more"]
+    assert [document_count(count) for count in (0, 1, 1234)] == [
+        "a part of a document",
+        "1 document",
+        "1,234 documents",
+    ]
+    names = ("a/b", "a-1/b.c_d", "a", "a/b/c", "a/ b")
+    assert [is_hub_name(name) for name in names] == [True, True, False, False, False]
     assert is_unicode("naïve")
     assert not is_unicode("\udce9")
     assert as_unicode("caf\udce9") == "caf?"

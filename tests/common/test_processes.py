@@ -80,16 +80,13 @@ def test_a_process_that_has_ended_is_gone_before_its_parent_asks() -> None:
     assert process(child.pid).is_gone()
 
 
-@pytest.mark.parametrize("pid", [2**22 + 1, 2**70], ids=["beyond the system's largest", "beyond any number of a pid"])
-def test_a_number_that_no_process_has(pid: int) -> None:
-    assert process(pid).is_gone()
-    assert start_time(pid) == ""
-
-
 def test_this_process() -> None:
     own = ProcessName.own()
     assert not own.is_gone()
     assert start_time(own.pid) == start_time(own.pid) != ""
+    for beyond in (2**22 + 1, 2**70):  # the system's largest, and any number of a pid
+        assert process(beyond).is_gone()
+        assert start_time(beyond) == ""
     assert own.is_neighbour_of(replace(own, pid=1))
     assert not own.is_neighbour_of(replace(own, host=f"{own.host}x"))
     assert not own.is_neighbour_of(replace(own, namespace=f"{own.namespace}x"))
@@ -116,13 +113,8 @@ class Job:
         environment["MASTER_PORT"] = str(free_port())
         self.processes.append(subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, start_new_session=True))
 
-    @property
-    def mark(self) -> Path:
-        return self.folder / "mark"
-
-    @property
-    def started(self) -> Path:
-        return self.folder / "started"
+    def __post_init__(self) -> None:
+        self.mark, self.started = self.folder / "mark", self.folder / "started"
 
     def running(self, script: str) -> list[int]:
         """Return the pids of the Python processes that run `script`, "torchrun" or "worker.py"."""
@@ -137,11 +129,6 @@ class Job:
     def kill_launcher(self) -> None:
         (pid,) = self.running("torchrun")
         os.kill(pid, signal.SIGKILL)
-
-    def assert_goes_on(self) -> None:
-        await_file(self.mark)
-        time.sleep(0.5)
-        assert self.running("worker.py")
 
     def assert_gone_soon(self) -> None:
         deadline = time.monotonic() + SOON
@@ -170,9 +157,14 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
         process.communicate()
 
 
-def test_a_worker_ends_with_its_launcher(job: Job) -> None:
-    job.start()
-    job.assert_goes_on()
+@pytest.mark.parametrize("after", ["", "while True: print('x' * 9999, file=sys.stderr)"], ids=["waits", "writes"])
+def test_a_worker_ends_with_its_launcher(job: Job, after: str) -> None:
+    """A worker ends with its launcher even while its main thread waits to write to stderr, whose pipe is full because
+    nothing reads it, as with a pager."""
+    job.start(after=after)
+    await_file(job.mark)
+    time.sleep(0.5)
+    assert job.running("worker.py"), "the worker ends with its launcher, and not before"
     job.kill_launcher()
     job.assert_gone_soon()
 
@@ -190,30 +182,15 @@ def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> No
     assert not job.mark.exists()
 
 
-def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
-    """A worker ends with its launcher even while its main thread waits to write to stderr, whose pipe is full because
-    nothing reads it, as with a pager."""
-    job.start(after="while True: print('x' * 9999, file=sys.stderr)")
-    job.assert_goes_on()
-    job.kill_launcher()
-    job.assert_gone_soon()
-
-
-def run_alone(folder: Path, variables: dict[str, str]) -> None:
-    """Run a worker without a launcher script, and check that it runs until it exits by itself."""
-    program = WORKER.format(root=str(ROOT), before="", after="time.sleep(0.3); sys.exit(7)", mark=str(folder / "mark"))
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", **variables}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False)
-    assert done.returncode == 7
-    assert (folder / "mark").exists()
-
-
-def test_a_torchrun_that_is_not_to_be_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_store", [True, False], ids=["a torchrun that is not seen", "a leftover of torchrun"])
+def test_a_worker_alone(tmp_path: Path, has_store: bool) -> None:
     """A worker whose torchrun is not visible, for example outside its container, keeps running if torchrun's store
-    answers."""
+    answers. So does one whose variables were left over."""
     with closing(socket.create_server(("127.0.0.1", 0))) as store:
-        run_alone(tmp_path, STORE | {"MASTER_PORT": str(store.getsockname()[1])})
-
-
-def test_a_leftover_of_torchrun_in_the_environment(tmp_path: Path) -> None:
-    run_alone(tmp_path, {})
+        variables = STORE | {"MASTER_PORT": str(store.getsockname()[1])} if has_store else {}
+        program = WORKER.format(
+            root=str(ROOT), before="", after="time.sleep(0.3); sys.exit(7)", mark=str(tmp_path / "mark")
+        )
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", **variables}
+        assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60).returncode == 7
+        assert (tmp_path / "mark").exists()

@@ -1,4 +1,4 @@
-"""Means, bootstrap resamples, intervals and the least-squares line equal closed forms and scipy's results."""
+"""Means, bootstrap resamples and intervals equal closed forms."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 import pytest
-import scipy
 
-from harness.common.statistics import RESAMPLES, estimate, fit_line, question_means, resampled_means
+from harness.common.statistics import RESAMPLES, estimate, question_means, resampled_means
 
 
 def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
@@ -32,10 +31,3 @@ def test_means_of_resamples_have_their_exact_distribution() -> None:
 def test_an_interval_holds_the_middle_of_the_resamples() -> None:
     interval = estimate(3, np.arange(1001.0))
     assert (interval.value, interval.low, interval.high) == pytest.approx((3, 25, 975))
-
-
-def test_the_line_is_that_of_scipy() -> None:
-    points = [(1.0, 2.0), (2.0, 5.0), (4.0, 4.0), (7.0, 11.0)]
-    theirs = scipy.stats.linregress(*np.transpose(points))
-    assert fit_line(points) == pytest.approx((theirs.slope, theirs.intercept))
-    assert fit_line([(2.0, 1.0), (2.0, 3.0)]) is None

@@ -3,10 +3,6 @@ progress, never one that waits for another rank or is working."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -66,73 +62,66 @@ def test_who_is_stuck(ranks: list[Heartbeat], stuck: list[int] | None) -> None:
         assert "stuck for 11 s in place" in found.text
 
 
-NO_ANSWER = "a device or the network does not answer"
+def last(at: float, heartbeat: Heartbeat | None = None, gone_since: float | None = None) -> LastHeartbeat:
+    """Return a heartbeat, by default of an idle rank, that was received at `at` seconds."""
+    return LastHeartbeat(heartbeat or idle(4), at, gone_since)
+
+
+def case(
+    ranks: Sequence[Heartbeat | LastHeartbeat], until: tuple[float, float], now: float, fault: Fault | None = None
+) -> tuple[Heartbeats, float, Fault | None]:
+    """Return rank 0's record of the ranks, with the seconds of the last contact with the store and of the end of this
+    process's own freeze; the time; and the fault found at that time."""
+    return known(ranks, contact=until[0], frozen_until=until[1]), now, fault
+
+
 SILENT = "frozen, gone, or its machine is cut off"
-FROZEN = LastHeartbeat(at(4, 1, 1), 2.0)  # in the same exchange as rank 0
-# Name of the case -> heartbeats, time, and the fault found at that time.
+ONE, TWO = at(4, 1, 11), at(4, 0, 11)  # rank 0 waits in an exchange that rank 1 has not reached
+HOME = near(idle(4))
 CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
     # Rank 1 has waited for rank 0, which is within its timeout.
-    "all in one exchange within their time": (known([at(4, 1, 9), at(4, 1, 12)]), 0.0, None),
-    "all in one exchange is nobody's fault": (
-        known([at(4, 1, 11), at(4, 1, 12)]),
-        0.0,
-        Fault(f"no rank got beyond place 4 for 11 s: {NO_ANSWER}", []),
+    "all in one exchange within their time": case([at(4, 1, 9), at(4, 1, 12)], (0, 0), 0),
+    "all in one exchange is nobody's fault": case(
+        [ONE, at(4, 1, 12)],
+        (0, 0),
+        0,
+        Fault("no rank got beyond place 4 for 11 s: a device or the network does not answer", []),
     ),
-    "silent for a while": (known([LastHeartbeat(idle(4), 9.0), idle(4)], contact=9.0), 9.0, None),
-    "silent for too long": (
-        known([LastHeartbeat(idle(4), 11.0), idle(4)], contact=11.0),
-        11.0,
-        Fault(f"rank 1 (another, pid 1) gave no sign for 11 s: {SILENT}", [1]),
+    "silent for a while": case([last(9), idle(4)], (9, 0), 9),
+    "silent for too long": case(
+        [last(11), idle(4)], (11, 0), 11, Fault(f"rank 1 (another, pid 1) gave no sign for 11 s: {SILENT}", [1])
     ),
-    "two silent for too long": (
-        known([LastHeartbeat(idle(4), 13.0), idle(4), LastHeartbeat(idle(4), 2.0)], contact=13.0),
-        13.0,
+    "two silent for too long": case(
+        [last(13), idle(4), last(2)],
+        (13, 0),
+        13,
         Fault(f"rank 1 (another, pid 1) and rank 2 (another, pid 1) gave no sign for 13 s: {SILENT}", [1, 2]),
     ),
-    "silent, when no peer is known to be lost": (known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0), 6.0, None),
-    "not judged by what it said long ago": (
-        known([LastHeartbeat(at(4, 1, 11), 11.0), FROZEN], contact=11.0),
-        11.0,
-        None,
-    ),
-    "found silent soon after": (
-        known([LastHeartbeat(at(4, 1, 11), 12.5), FROZEN], contact=12.5),
+    "silent, when no peer is known to be lost": case([last(6), idle(4)], (6, 0), 6),
+    "not judged by what it said long ago": case([last(11, ONE), last(2, at(4, 1, 1))], (11, 0), 11),
+    "found silent soon after": case(
+        [last(12.5, ONE), last(2, at(4, 1, 1))],
+        (12.5, 0),
         12.5,
         Fault(f"rank 1 (another, pid 1) gave no sign for 10 s: {SILENT}", [1]),
     ),
-    "no contact to anybody": (
-        known([idle(4), idle(4)]),
-        11.0,
-        Fault("no connection to rank 0's machine (another) for 11 s", [0]),
+    "no contact to anybody": case(
+        [idle(4), idle(4)], (0, 0), 11, Fault("no connection to rank 0's machine (another) for 11 s", [0])
     ),
-    "no contact to the neighbour that has the store": (
-        known([near(idle(4)), near(idle(4))]),
-        11.0,
-        Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0]),
+    "no contact to the neighbour that has the store": case(
+        [HOME, HOME], (0, 0), 11, Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0])
     ),
     # Ranks whose last heartbeats are little older than the last contact with the store are not called silent.
-    "without contact nobody else is to blame": (known([idle(4), idle(4)], contact=0.5), 10.2, None),
-    "no contact to rank 0, which is gone": (known([LastHeartbeat(idle(4), 0.0, 8.0), idle(4)]), 11.0, None),
-    "ended a moment ago": (known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]), 1.0, None),
-    "ended some seconds ago": (
-        known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]),
-        6.0,
-        Fault(f"rank 1 ({HERE}) ended suddenly", [1]),
+    "without contact nobody else is to blame": case([idle(4), idle(4)], (0.5, 0), 10.2),
+    "no contact to rank 0, which is gone": case([last(0, gone_since=8), idle(4)], (0, 0), 11),
+    "ended a moment ago": case([idle(4), last(0, HOME, 1)], (0, 0), 1),
+    "ended some seconds ago": case(
+        [idle(4), last(0, HOME, 1)], (0, 0), 6, Fault(f"rank 1 ({HERE}) ended suddenly", [1])
     ),
-    "ended, before it could be called silent": (
-        known([LastHeartbeat(idle(4), 11.0), LastHeartbeat(near(idle(4)), 0.0, 9.0)], contact=11.0),
-        11.0,
-        None,
-    ),
-    "stuck by heartbeats from before this one's freeze": (
-        known([at(4, 1, 11), at(4, 0, 11)], frozen_until=5.0),
-        4.0,
-        None,
-    ),
-    "stuck by heartbeats from after this one's freeze": (
-        known([at(4, 1, 11), at(4, 0, 11)], frozen_until=5.0),
-        5.0,
-        Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1]),
+    "ended, before it could be called silent": case([last(11), last(0, HOME, 9)], (11, 0), 11),
+    "stuck by heartbeats from before this one's freeze": case([ONE, TWO], (0, 5), 4),
+    "stuck by heartbeats from after this one's freeze": case(
+        [ONE, TWO], (0, 5), 5, Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1])
     ),
 }
 
@@ -143,22 +132,13 @@ def test_the_fault_found_in_each_case(known: Heartbeats, now: float, fault: Faul
 
 
 def test_silence_counts_sooner_when_a_peer_is_known_to_be_lost() -> None:
-    heartbeats = known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0)
+    heartbeats = known([last(6), idle(4)], contact=6.0)
     fault = Fault(f"rank 1 (another, pid 1) gave no sign for 6 s: {SILENT}", [1])
     assert diagnose(heartbeats, 6.0, **TIMEOUTS | {"silent": 5.0}) == fault
 
 
-def heard(*heartbeats: Heartbeat) -> Heartbeats:
-    return known(heartbeats)
-
-
-def test_a_heartbeat_is_read_as_it_was_written() -> None:
-    for heartbeat in (FIRST, replace(FIRST, stalled=None, stopping=True, leaving=True, process=HERE)):
-        assert Heartbeat.decode(heartbeat.encode().encode()) == heartbeat
-
-
 def test_only_a_new_heartbeat_counts() -> None:
-    heartbeats = heard(FIRST, FIRST)
+    heartbeats = known([FIRST, FIRST])
     second = replace(FIRST, number=2)
     heartbeats.receive([second, FIRST], 7.0)
     assert heartbeats.last == [LastHeartbeat(second, 7.0), LastHeartbeat(FIRST, 0.0)]
@@ -170,7 +150,7 @@ def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
     heartbeat is from before that."""
     timeouts = {"stuck": 10.0, "silent": 20.0, "gone": 5.0}
     saving = replace(FIRST, place="global step 3", progress=[3, IDLE], stalled=None)
-    heartbeats = heard(saving, replace(FIRST, stalled=12.0))
+    heartbeats = known([saving, replace(FIRST, stalled=12.0)])
     assert diagnose(heartbeats, 0.0, **timeouts) is None
 
     def receive(second: int, other: Heartbeat) -> bool:
@@ -188,48 +168,30 @@ def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
 
 def test_a_fault_counts_as_reported_if_a_leaving_rank_is_on_this_machine() -> None:
     leaving = replace(FIRST, leaving=True)
-    assert not heard(FIRST, FIRST).is_fault_told()
-    assert not heard(FIRST, leaving).is_fault_told()
-    assert heard(FIRST, replace(leaving, process=HERE)).is_fault_told()
-
-
-def test_a_rank_that_was_asked_to_stop() -> None:
-    assert not heard(FIRST, FIRST).is_anyone_stopping()
-    assert heard(FIRST, replace(FIRST, stopping=True)).is_anyone_stopping()
+    assert not known([FIRST, FIRST]).is_fault_told()
+    assert not known([FIRST, leaving]).is_fault_told()
+    assert known([FIRST, replace(leaving, process=HERE)]).is_fault_told()
 
 
 def test_neighbours_are_the_ranks_of_this_machine() -> None:
-    assert heard(FIRST, replace(FIRST, process=HERE), replace(FIRST, process=replace(HERE, pid=1))).neighbours() == [
-        1,
-        2,
-    ]
+    heartbeats = known([FIRST, replace(FIRST, process=HERE), replace(FIRST, process=replace(HERE, pid=1))])
+    assert heartbeats.neighbours() == [1, 2]
 
 
 def test_nobodys_silence_counts_after_a_freeze() -> None:
-    heartbeats = heard(FIRST, FIRST)
+    heartbeats = known([FIRST, FIRST])
     heartbeats.forgive_freeze(20.0, grace_seconds=5.0)
     assert (heartbeats.contact, heartbeats.frozen_until) == (20.0, 25.0)
     assert [last.at for last in heartbeats.last] == [20.0, 20.0]
 
 
 def test_a_process_of_this_machine_that_ended() -> None:
-    """An ended process of this machine is found by its pid, before the timeout for silence, even while its parent has
-    not read its exit status."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    name = replace(HERE, pid=child.pid)
-    while not name.is_gone():
-        time.sleep(0.01)
-    assert child.returncode is None
-    idle = replace(FIRST, stalled=None)
-    heartbeats = heard(idle, replace(idle, process=name), replace(idle, process=HERE))
-    heartbeats.find_gone(1.0)
-    assert [last.gone_since for last in heartbeats.last] == [None, 1.0, None], "only this machine's pids are checked"
-    assert diagnose(heartbeats, 1.0, **TIMEOUTS) is None
-    heartbeats.find_gone(6.0)
-    found = diagnose(heartbeats, 6.0, **TIMEOUTS)
-    assert found is not None
-    assert found.ranks == [1]
-    assert "ended suddenly" in found.text
-    child.wait()
-    assert name.is_gone()
-    assert not replace(name, pid=os.getpid()).is_gone()
+    """An ended process of this machine is found by its pid, before the timeout for silence."""
+    ended = replace(HERE, pid=2**22 + 1)  # beyond the system's largest
+    heartbeats = known([idle(4), replace(idle(4), process=ended), near(idle(4))])
+    for now, fault in ((1.0, None), (6.0, Fault(f"rank 1 ({ended}) ended suddenly", [1]))):
+        heartbeats.find_gone(now)
+        assert [each.gone_since for each in heartbeats.last] == [None, 1.0, None], (
+            "only this machine's pids are checked"
+        )
+        assert diagnose(heartbeats, now, **TIMEOUTS) == fault

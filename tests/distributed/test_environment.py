@@ -30,24 +30,19 @@ def without(*names: str, **changes: str) -> dict[str, str]:
     return {name: value for name, value in (WHOLE | changes).items() if name not in names}
 
 
-def test_without_a_launcher_this_is_the_only_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {})
-    assert environment.read_ranking() == environment.Ranking(0, 0, 1, 1)
+ALONE = (0, 0, 1, 1)
+ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # needs no place to meet
 
 
-def test_a_master_address_alone_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {"MASTER_ADDR": "node-0", "MASTER_PORT": "x"})
-    assert environment.read_ranking().world_size == 1
-
-
-def test_a_rank_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, WHOLE)
-    assert environment.read_ranking() == environment.Ranking(9, 1, 16, 8)
-
-
-def test_a_world_of_one_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
-    assert environment.read_ranking() == environment.Ranking()
+@pytest.mark.parametrize(
+    ("variables", "ranking"),
+    [({}, ALONE), ({"MASTER_ADDR": "node-0", "MASTER_PORT": "x"}, ALONE), (ONE, ALONE), (WHOLE, (9, 1, 16, 8))],
+)
+def test_the_place_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ranking: tuple[int, ...]
+) -> None:
+    set_all(monkeypatch, variables)
+    assert environment.read_ranking() == ranking
 
 
 def test_which_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,8 @@ with one_line_errors():
     asked = []
     world = World.join(lambda: bool(asked))
     rank = world.rank
-    found = {"who": [rank, world.size, world.local_rank, world.is_main, world.is_local_main, world.is_one_machine]}
+    found = {"who": [rank, world.size, world.local_rank, world.is_main, world.is_one_machine]}
     found["gather"] = world.gather({"rank": rank})
-    found["all_true"] = [world.all_true(True), world.all_true(rank == 0), world.all_true(False)]
     pending = world.async_max(rank, 7 - rank, 5)
     second = world.async_max(-rank)
     found["async_max"] = [second(), pending()]
@@ -93,12 +92,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     command = [str(shop.path / "worker.py"), str(shop.path)]
     processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
     finish(processes, expect=0, timeout=120)
-    return [read(shop.path / f"{rank}.pt") for rank in range(size)]
-
-
-def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(path, weights_only=True)
-    return found
+    return [torch.load(shop.path / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
 def everywhere(ranks: list[dict[str, Any]], name: str) -> Any:
@@ -107,32 +101,23 @@ def everywhere(ranks: list[dict[str, Any]], name: str) -> Any:
     return ranks[0][name]
 
 
-def test_every_rank_knows_its_place(ranks: list[dict[str, Any]]) -> None:
+def test_every_rank_has_the_results_of_all(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
     for rank, found in enumerate(ranks):
-        assert found["who"] == [rank, len(ranks), rank, rank == 0, rank == 0, True]
-
-
-def test_values_are_gathered_by_rank(ranks: list[dict[str, Any]]) -> None:
-    assert everywhere(ranks, "gather") == [{"rank": rank} for rank in range(len(ranks))]
-    assert everywhere(ranks, "after_errors") == list(range(len(ranks))), "collective calls must still work after errors"
-
-
-def test_true_is_what_is_true_on_every_rank(ranks: list[dict[str, Any]]) -> None:
-    assert everywhere(ranks, "all_true") == [True, len(ranks) == 1, False]
-
-
-def test_the_largest_of_each_number(ranks: list[dict[str, Any]]) -> None:
-    """`async_max` returns the largest value of each number over all ranks, also with two calls pending at once."""
-    assert everywhere(ranks, "async_max") == [[0], [len(ranks) - 1, 7, 5]]
-
-
-def test_exchange_once_exchanges_the_given_number_of_bytes(ranks: list[dict[str, Any]]) -> None:
-    assert everywhere(ranks, "exchange_once") == ([2**20] if len(ranks) > 1 else [])
-
-
-def test_one_rank_works_for_all(ranks: list[dict[str, Any]]) -> None:
-    assert everywhere(ranks, "on_rank0") == "of rank 0"
-    assert everywhere(ranks, "on_each_node") == "of rank 0"
+        assert found["who"] == [rank, size, rank, rank == 0, True]
+    assert everywhere(ranks, "gather") == [{"rank": rank} for rank in range(size)]
+    assert everywhere(ranks, "after_errors") == list(range(size)), "collective calls must still work after errors"
+    assert everywhere(ranks, "async_max") == [[0], [size - 1, 7, 5]], (
+        "the largest of each number, with two calls pending"
+    )
+    assert everywhere(ranks, "exchange_once") == ([2**20] if size > 1 else []), "bytes"
+    assert everywhere(ranks, "on_rank0") == everywhere(ranks, "on_each_node") == "of rank 0"
+    assert everywhere(ranks, "stopping") == (size > 1), "a signal to one rank is known to all"
+    own_error = ("UserError: a wrong file", "RunError: a full disk", "ValueError: a defect", "RunError: a loss of nan")
+    peers_error = ("a wrong file", "a full disk", "ValueError('a defect')", "a loss of nan")
+    names = ("UserError", "RunError", "defect", "collective_error")
+    for name, own, peers in zip(names, own_error, peers_error, strict=True):
+        assert [found[name] for found in ranks] == [own] + [f"PeerError: {peers}"] * (size - 1)
 
 
 def test_a_tree_of_tensors_reaches_every_rank(ranks: list[dict[str, Any]]) -> None:
@@ -153,23 +138,6 @@ def test_a_tree_of_tensors_reaches_every_rank(ranks: list[dict[str, Any]]) -> No
         ]
         for tensor, each in zip(tensors, wanted, strict=True):
             torch.testing.assert_close(tensor, each, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "own", "peers"),
-    [
-        ("UserError", "UserError: a wrong file", "PeerError: a wrong file"),
-        ("RunError", "RunError: a full disk", "PeerError: a full disk"),
-        ("defect", "ValueError: a defect", "PeerError: ValueError('a defect')"),
-        ("collective_error", "RunError: a loss of nan", "PeerError: a loss of nan"),
-    ],
-)
-def test_an_error_is_told_by_the_rank_that_has_it(ranks: list[dict[str, Any]], name: str, own: str, peers: str) -> None:
-    assert [found[name] for found in ranks] == [own] + [peers] * (len(ranks) - 1)
-
-
-def test_a_signal_to_one_rank_is_known_to_all(ranks: list[dict[str, Any]]) -> None:
-    assert everywhere(ranks, "stopping") == (len(ranks) > 1)
 
 
 LEAVES_NEVER = (

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import pytest
@@ -25,17 +26,16 @@ from torch.nn import functional
 import gpt
 from harness.common.errors import UserError
 from harness.common.memory import MemoryLimit
-from harness.common.statistics import fit_line
 from harness.data.dataset import Dataset
 from harness.distributed.world import World
 from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
 from harness.runs.results import MicrobatchSearch, read_results
 from harness.runs.train_config import load_train_config
-from harness.training import batch_size_finder, startup
+from harness.training import batch_size_finder
 from harness.training.batch_size_finder import MicrobatchSearcher, largest_that_fits
 from tests.model.test_levers import ALL
-from tests.support.isolation import on_path
+from tests.support.in_process import InProcess
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, free_port
 
 # This model needs little arithmetic and much memory: with dropout the CPU stores the T x T attention weights of each
@@ -44,7 +44,7 @@ HUNGRY: dict[str, Any] = {"context_length": 1024, "emb_dim": 16, "n_heads": 4, "
 GIB = 2**30
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 LEVERS = {**ALL, "qkv_bias": False, "n_heads": 4, "head_dim": 6, "n_layers": 2}
-ROOM, MORE_ROOM = 0.3, 0.4  # GiB above base_gib, enough for a few sequences
+ROOM = 0.3  # GiB above base_gib, enough for a few sequences
 
 
 class Sizes:
@@ -63,8 +63,10 @@ class Sizes:
         return size <= self.largest
 
     def guess(self) -> int | None:
-        line = fit_line(self.peaks)
-        return int((self.limit - line[1]) / line[0]) if line and line[0] > 1e-6 else None
+        if len(self.peaks) < 2:
+            return None
+        slope, intercept = linear_regression(*zip(*self.peaks, strict=True))
+        return int((self.limit - intercept) / slope) if slope > 1e-6 else None
 
 
 @given(st.integers(0, 5000), st.integers(0, 3000), st.lists(st.none() | st.integers(0, 6000), max_size=30))
@@ -114,26 +116,23 @@ def test_sizes_are_few_where_each_is_compiled(answer: int, slope: float, fixed: 
     assert len(sizes.asked) <= 9
 
 
-@pytest.mark.parametrize("answer", [129, 175, 236, 253])
-def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
+def test_a_right_guess_ends_the_search_and_a_refuted_one_costs_nothing() -> None:
     """A guess of 260, made from sizes up to 128, costs no extra try if 256 does not fit."""
-    sizes = Sizes(answer)
-    assert largest_that_fits(sizes.fits, 10_000, lambda: 260) == answer
-    assert sizes.asked[:9] == [2**n for n in range(9)]
-    assert len(sizes.asked[9:]) == 7, "after 256 failed, the search did not only bisect"
-
-
-def test_a_right_guess_ends_the_search_soon() -> None:
     sizes = Sizes(37)
     assert largest_that_fits(sizes.fits, 10_000, lambda: 37 if len(sizes.asked) > 1 else None) == 37
     assert sizes.asked == [1, 2, 4, 8, 16, 32, 37, 38]
+    for answer in (129, 175, 236, 253):
+        sizes = Sizes(answer)
+        assert largest_that_fits(sizes.fits, 10_000, lambda: 260) == answer
+        assert sizes.asked[:9] == [2**n for n in range(9)]
+        assert len(sizes.asked[9:]) == 7, "after 256 failed, the search did not only bisect"
 
 
 @pytest.fixture(scope="module")
 def base_gib(workshop: Workshop) -> float:
     """GiB of the smallest useful limit: the program's own memory before it builds a model, read from the error message,
     and the reserve."""
-    result = run_cold(workshop, "r", "-f", "--memory-limit-gib", "0.1", expect=1)
+    result = cold(workshop, "r", "-f", "--memory-limit-gib", "0.1", expect=1)
     assert len(result.error_lines) == 1
     found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
     assert found, result.stderr
@@ -170,16 +169,13 @@ def answer(result: Result) -> int:
     return number
 
 
+VERDICTS = ("fits", "out of memory")
+
+
 def probes(result: Result) -> dict[int, str]:
     found = re.findall(r"^microbatch (\d+): (fits|out of memory)$", result.stdout, re.MULTILINE)
     assert len(found) == len({size for size, _ in found}), "a size was tried more than once"
     return {int(size): verdict for size, verdict in found}
-
-
-def fitted_line(result: Result) -> tuple[float, float]:
-    match = re.search(r"^Memory: ([\d.]+) GiB per sequence \+ ([\d.]+) GiB fixed", result.stdout, re.MULTILINE)
-    assert match, result.stdout
-    return float(match[1]), float(match[2])
 
 
 @pytest.fixture(scope="module")
@@ -188,28 +184,50 @@ def first(workshop: Workshop, base_gib: float) -> tuple[int, Result]:
     return answer(result), result
 
 
-def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], base_gib: float) -> None:
+def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
+    """Users predict memory from the printed line, so under this limit it must predict the answer, or at most one
+    sequence more. Without --write the search leaves train.json unchanged and writes a result, from which the line can
+    be computed again."""
     number, result = first
     assert number >= 2
-    per_sequence, fixed = fitted_line(result)
+    match = re.search(r"^Memory: ([\d.]+) GiB per sequence \+ ([\d.]+) GiB fixed", result.stdout, re.MULTILINE)
+    assert match, result.stdout
+    per_sequence, fixed = float(match[1]), float(match[2])
     # Attention weights of all four heads. A forward pass keeps several tensors of this size and computes others.
     weights = 4 * 1024 * 1024 * 4 / GIB
     assert weights < per_sequence < 8 * weights
     assert fixed < base_gib + 0.2
-    # Users predict memory from the line. Under this limit it must predict the answer, or at most one sequence more.
+    limit = pytest.approx(base_gib + ROOM, abs=0.001)
     assert fixed + per_sequence * number <= base_gib + ROOM
     assert fixed + per_sequence * (number + 2) > base_gib + ROOM, "the line predicts two sequences more than fit"
 
+    run = RunDirectory(workshop.runs / "r")
+    assert json.loads(run.train_json.read_text())["microbatch_size"] == 2
+    assert {path.name for path in run.path.iterdir()} == {"model.json", "train.json", "results"}
+    results = read_results(run)
+    assert results.problems == []
+    kept = next(each for each in results.of(MicrobatchSearch) if each.asked_gib == limit)
+    sizes = {verdict: {size for size, found in probes(result).items() if found == verdict} for verdict in VERDICTS}
+    assert (kept.largest, kept.world_size, kept.compiled, kept.is_all_data) == (number, 1, False, False)
+    assert kept.smallest_failed == min(sizes["out of memory"])
+    assert kept.limit_gib == limit
+    assert kept.usable_gib == pytest.approx(kept.limit_gib - 1 / 16)
+    assert {each.microbatch_size for each in kept.tried} == sizes["fits"]
+    line = linear_regression([each.microbatch_size for each in kept.tried], [each.gib for each in kept.tried])
+    assert tuple(line) == pytest.approx((per_sequence, fixed), abs=0.0006)
 
-@pytest.mark.parametrize(("global_batch", "found", "written"), [(12, 5, 3), (8, 4, 4)])
-def test_write_changes_one_number_and_nothing_else(tmp_path: Path, global_batch: int, found: int, written: int) -> None:
+
+@pytest.mark.parametrize(("ranks", "global_batch", "found", "written"), [(2, 12, 5, 3), (1, 4, 4, 4)])
+def test_write_changes_one_number_and_nothing_else(
+    tmp_path: Path, ranks: int, global_batch: int, found: int, written: int
+) -> None:
     """--write replaces only the number after "microbatch_size". A sample prompt before the key contains the same text.
 
-    The data allows 5 sequences on each of 2 ranks. A global batch of 12 sequences then allows a microbatch of 3, and
-    one of 8 a microbatch of 4.
+    The data allows 5 sequences on each rank. A global batch of 12 sequences on 2 ranks then allows a microbatch of 3,
+    and one of 4 on 1 rank a microbatch of 4.
     """
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
-    shop.add_dataset(tokens=100 + 16 * 10 + 1)
+    shop = InProcess(tmp_path)
+    shop.add_dataset(tokens=100 + 16 * 5 * ranks + 1)
     run = shop.add_run()
     odd = (
         '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
@@ -218,13 +236,13 @@ def test_write_changes_one_number_and_nothing_else(tmp_path: Path, global_batch:
     odd += f'"global_batch_size": {global_batch}}}'
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()
-    result = search(shop, "--write", limit=None, ranks=2)
+    result = shop.attempt("-f", "--write") if ranks == 1 else search(shop, "--write", limit=None, ranks=ranks)
     assert answer(result) == found
     assert "limited by the data" in result.stdout
     assert f"microbatch_size is now {written}" in result.stdout
     text = (run / "train.json").read_text(encoding="utf-8")
     assert text == odd.replace('"microbatch_size"  :   1 ', f'"microbatch_size"  :   {written} ')
-    assert load_train_config(run / "train.json").accumulation_steps(2) == global_batch // (2 * written)
+    assert load_train_config(run / "train.json").accumulation_steps(ranks) == global_batch // (ranks * written)
     assert (run / "model.json").read_bytes() == model
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
@@ -267,30 +285,14 @@ def test_a_search_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path:
     assert most[0] == most[1] > 0
 
 
-def test_without_write_only_what_was_measured_is_written(
-    first: tuple[int, Result], workshop: Workshop, base_gib: float
+def test_a_hard_limit_of_the_system_below_the_option(
+    workshop: Workshop, first: tuple[int, Result], base_gib: float
 ) -> None:
-    """Without --write the search leaves train.json unchanged and writes a result, from which the line that it printed
-    can be computed again."""
-    number, result = first
-    run = RunDirectory(workshop.runs / "r")
-    assert json.loads(run.train_json.read_text())["microbatch_size"] == 2
-    assert {path.name for path in run.path.iterdir()} == {"model.json", "train.json", "results"}
-    results = read_results(run)
-    assert results.problems == []
-    kept = next(
-        each for each in results.of(MicrobatchSearch) if each.asked_gib == pytest.approx(base_gib + ROOM, abs=0.001)
-    )
-    tried = probes(result)
-    assert (kept.largest, kept.world_size, kept.compiled, kept.is_all_data) == (number, 1, False, False)
-    assert kept.smallest_failed == min(size for size, verdict in tried.items() if verdict != "fits")
-    assert kept.limit_gib == pytest.approx(base_gib + ROOM, abs=0.001)
-    assert kept.usable_gib == pytest.approx(kept.limit_gib - 1 / 16)
-    assert {each.microbatch_size for each in kept.tried} <= {
-        size for size, verdict in tried.items() if verdict == "fits"
-    }
-    line = fit_line([(each.microbatch_size, each.gib) for each in kept.tried])
-    assert line == pytest.approx(fitted_line(result), abs=0.0006)
+    """The search stays within `ulimit -d` if that is below --memory-limit-gib. Here it is 0.1 GiB, two sequences, below
+    the limit of `first`."""
+    hard = int((base_gib + ROOM - 0.1) * GIB)
+    bound = f"import resource\nresource.setrlimit(resource.RLIMIT_DATA, ({hard}, {hard}))\n"
+    assert first[0] - 3 <= answer(search(workshop, limit=64, prelude=bound)) <= first[0] - 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -312,7 +314,7 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
     limits = [base_gib + step / 100 for step in (range(-3, 25) if exhaustive else (2,))]
     for limit in limits:
-        result = run_cold(shop, "r", "-f", "--memory-limit-gib", f"{limit:.2f}", expect=None)
+        result = cold(shop, "r", "-f", "--memory-limit-gib", f"{limit:.2f}", expect=None)
         if result.status == 0:
             answer(result)
             continue
@@ -320,128 +322,72 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
         assert result.stderr.startswith("error: not even a microbatch of 1 fits in ")
 
 
-def test_a_hard_limit_of_the_system_below_the_option(
-    workshop: Workshop, first: tuple[int, Result], base_gib: float
-) -> None:
-    """The search stays within `ulimit -d` if that is below --memory-limit-gib."""
-    hard = int((base_gib + ROOM) * GIB)
-    bound = f"import resource\nresource.setrlimit(resource.RLIMIT_DATA, ({hard}, {hard}))\n"
-    assert abs(answer(search(workshop, limit=64, prelude=bound)) - first[0]) <= 1
-
-
-BALLAST = "import mmap, os\nif os.environ.get('RANK') == '1':\n    ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)\n"
-
-
-def search_on_two_ranks(shop: Workshop, limit: float) -> int:
-    outputs = on_two_ranks(shop, "r", "-f", "--memory-limit-gib", f"{limit:.3f}")
-    assert "microbatch" not in outputs[1][0], "rank 0 alone prints"
-    return answer(Result(0, *outputs[0]))
-
-
-def on_two_ranks(shop: Workshop, *arguments: str, limits: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Run ddp_train.py in two new processes and return the stdout and stderr of each. Forked processes would also hold
-    memory of their parent."""
-    command = cold_command(shop, *arguments, limits=limits)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    processes = [shop.spawn(command, shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-    try:
-        outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return outputs
-
-
-def cold_command(shop: Workshop, name: str, *arguments: str, limits: Sequence[str] = ()) -> list[str]:
-    command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), name, str(shop.datasets)]
-    return [*command, *arguments, "--runs-dir", str(shop.runs)]
-
-
-def run_cold(shop: Workshop, *arguments: str, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
-    """Run ddp_train.py in a new process. A forked process would also hold memory of its parent."""
-    process = shop.spawn(cold_command(shop, *arguments, limits=limits), {})
-    return finish([process], expect=expect, timeout=PATIENCE_SECONDS)
-
-
-def limits_of(gib: float) -> list[str]:
-    return ["prlimit", f"--data={int(gib * GIB)}"]
-
-
-def add_training(shop: Workshop, size: int, ranks: int = 1) -> Path:
-    """Add a run of four steps with the searched model and the given microbatch, with validations, checkpoints and
-    charts, and return its directory."""
-    settings = {"gradient_accumulation_steps": None, "validation_interval": 2, "validation_batches": 1}
-    run = shop.add_run(f"{ranks}x{size}", model=HUNGRY, microbatch_size=size, **settings)
-    train = json.loads((run / "train.json").read_text())
-    (run / "train.json").write_text(json.dumps(train | {"min_train_tokens": size * 1024 * ranks * 4}))
-    return run
-
-
-def assert_trained(run: Path) -> None:
-    assert (run / "summary.json").is_file()
-    assert (run / "training-run-chart.png").is_file()
-    assert len(list((run / "checkpoints").glob("*-iteration-*"))) == 3
-
-
-@pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Workshop whose validation split is long enough for each microbatch."""
-    shop = Workshop(tmp_path_factory.mktemp("roomy"), {"CUDA_VISIBLE_DEVICES": ""})
-    folder = shop.add_dataset(tokens=400_000)
-    shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
-    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None, validation_batches=1)
-    return shop
+def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
+    """Run ddp_train.py in new processes. Forked processes would also hold memory of their parent."""
+    command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), arguments[0], str(shop.datasets)]
+    command += [*arguments[1:], "--runs-dir", str(shop.runs)]
+    if ranks == 1:
+        return finish([shop.spawn(command, {})], expect=expect, timeout=PATIENCE_SECONDS)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [shop.spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    return finish(processes, expect=expect, timeout=PATIENCE_SECONDS)
 
 
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     """A note is printed if the found microbatch is too large for the validation split, because training would refuse
     it. --write writes one that training accepts, and says what becomes of the global batch."""
-    shop = Workshop(tmp_path)
+    shop = InProcess(tmp_path)
     shop.add_dataset(tokens=400)
     run = shop.add_run(gradient_accumulation_steps=None, min_train_tokens=-1)
-    result = search(shop, "--write", limit=None)
+    result = shop.attempt("-f", "--write")
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
     assert note.startswith(f"note: with a microbatch of {answer(result)}, the validation split of local/letters is too")
     assert "start_val_token + validation_batches x microbatch" in note
     written = json.loads((run / "train.json").read_text())["microbatch_size"]
     assert written < answer(result)
     assert f"microbatch_size is now {written}, and the global batch {written / 2:.4g} times as large" in result.stdout
-    shop.train("r", "--plan", ranks=1)
+    assert shop.attempt("--plan").status == 0
+
+
+BALLAST = """
+import mmap, os
+if os.environ["RANK"] == "1":
+    ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)
+"""
+
+
+def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, first: tuple[int, Result]) -> None:
+    """If rank 1 runs out of memory first, its smaller answer is printed, by rank 0 alone, which does not wait for it
+    forever. The limit holds for each process separately."""
+    result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=BALLAST.format(bytes=int(0.2 * GIB)))
+    assert 1 <= answer(result) <= first[0] - 2
 
 
 @pytest.mark.slow
-def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
-    """Training with the found microbatch succeeds in a process that can allocate no more than the limit, and training
-    with three sequences more runs out of memory."""
-    limit = round(base_gib + MORE_ROOM, 3)
-    result = run_cold(roomy, "r", "-f", "--memory-limit-gib", str(limit))
+def test_the_answer_trains_under_the_same_limit(base_gib: float, tmp_path: Path) -> None:
+    """Training with the found microbatch succeeds on two ranks that can each allocate no more than the limit, with
+    validations, checkpoints and charts. Training with three sequences more runs out of memory."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    folder = shop.add_dataset(tokens=400_000)
+    shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")  # enough for each microbatch
+    settings: dict[str, Any] = {"gradient_accumulation_steps": None, "validation_interval": 1, "validation_batches": 1}
+    shop.add_run(model=HUNGRY, **settings)
+    limit = round(base_gib + ROOM, 3)
+    result = cold(shop, "r", "-f", "--memory-limit-gib", str(limit), ranks=2)
     number = answer(result)
     assert "trying 1 ...\n" in result.stdout
     assert re.search(rf"limit {limit:.2f} GiB, of which [\d.]+ .* own and 0\.06 GiB left as a reserve\)", result.stdout)
-    run = add_training(roomy, number)
-    run_cold(roomy, run.name, limits=limits_of(limit))
-    assert_trained(run)
-    # One or two more sequences of this model could fit into the reserve.
-    more = add_training(roomy, number + 3)
-    failed = run_cold(roomy, more.name, limits=limits_of(limit), expect=1)
+    limits = ["prlimit", f"--data={int(limit * GIB)}"]
+    settings |= {"model": HUNGRY, "min_train_tokens": None, "train_steps": 2}
+    run = shop.add_run("fits", microbatch_size=number, **settings)
+    cold(shop, "fits", ranks=2, limits=limits)
+    assert (run / "summary.json").is_file()
+    assert (run / "training-run-chart.png").is_file()
+    assert len(list((run / "checkpoints").glob("*-iteration-*"))) == 2
+    shop.add_run("more", microbatch_size=number + 3, **settings)  # one or two more could fit into the reserve
+    failed = cold(shop, "more", limits=limits, expect=1)
     assert "error: out of memory with microbatch_size" in failed.stderr
-
-
-@pytest.mark.slow
-def test_two_ranks_agree_on_the_smaller_answer_and_train_with_it(
-    roomy: Workshop, base_gib: float, tmp_path: Path
-) -> None:
-    """If rank 1 runs out of memory first, its smaller answer is printed, and rank 0 does not wait for it forever. The
-    limit holds for each process separately."""
-    limit = round(base_gib + MORE_ROOM, 3)
-    alike = search_on_two_ranks(roomy, limit)
-    (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.2 * GIB)))
-    uneven = Workshop(roomy.path, roomy.environment | on_path(tmp_path))
-    assert 1 <= search_on_two_ranks(uneven, limit) < alike
-    run = add_training(roomy, alike, ranks=2)
-    on_two_ranks(roomy, run.name, limits=limits_of(limit))
-    assert_trained(run)
 
 
 # All sizes are tried in this process, as on a GPU. The device's memory is simulated.
@@ -554,13 +500,3 @@ def test_a_gpu_has_its_exchange_buffers_before_its_memory_is_looked_at(
         with pytest.raises(InterruptedError):
             batch_size_finder.report_max_microbatch(experiment, None, write=False)
         assert done == wanted
-
-
-def test_another_process_on_a_gpu_is_told_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shop = Workshop(tmp_path)
-    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
-    monkeypatch.setattr(startup, "taken_by_others", lambda device: "another process holds about 35.2 GiB of GPU 3")
-    startup.remark_on_machine(experiment, ALONE)
-    assert capsys.readouterr().out == "note: another process holds about 35.2 GiB of GPU 3\n"
