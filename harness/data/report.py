@@ -71,14 +71,14 @@ def verify(dataset: Dataset) -> list[str]:
     if tokenizer_hash is not None and isinstance(tokenizer.place, Path) and sha256(tokenizer.place) != tokenizer_hash:
         wrong.append(f"{tokenizer.place.name}: its SHA-256 is not the one in meta.json")
     for split in SPLITS:
-        said = meta.splits.get(split)
+        meant = meta.splits.get(split)
         if not dataset.has_split(split):
-            wrong += [f"{split}.safetensors: missing, though meta.json counts it"] if said else []
+            wrong += [f"{split}.safetensors: missing, though meta.json counts it"] if meant else []
             continue
         tokens, faults = dataset.split(split), []
-        if said is None and meta.splits:
+        if meant is None and meta.splits:
             faults.append("is not in meta.json")
-        if said and said.sha256 and sha256(tokens.path) != said.sha256:
+        if meant and meant.sha256 and sha256(tokens.path) != meant.sha256:
             faults.append("its SHA-256 is not the one in meta.json")
         if meta.token_dtype not in {None, tokens.dtype}:
             faults.append(f"holds {tokens.dtype}, but meta.json says {quoted(meta.token_dtype)}")
@@ -87,12 +87,12 @@ def verify(dataset: Dataset) -> list[str]:
             faults.append(f"token id {facts.largest} is beyond the tokenizer's {tokenizer.vocab_size:,}")
         else:
             for what in ("tokens", "documents", "bytes"):
-                number, meant = getattr(facts, what), getattr(said, what, None)
-                if meant not in {None, number}:
-                    faults.append(f"{number:,} {what}, but meta.json says {meant:,}")
+                number, expected = getattr(facts, what), getattr(meant, what, None)
+                if expected not in {None, number}:
+                    faults.append(f"{number:,} {what}, but meta.json says {expected:,}")
         wrong += [f"{tokens.path.name}: {fault}" for fault in faults]
         if not faults:
-            compared = "as meta.json says" if said else "but meta.json has no counts of them"
+            compared = "as meta.json says" if meant else "but meta.json has no counts of them"
             right.append(f"{split}: {len(tokens):,} tokens, {compared}")
     if not right and not wrong:
         wrong.append("no train, test or validation split")

@@ -157,7 +157,7 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
         held = list(shares.values())
         wanted = [size.tokens - round(sum(held[at:]) * size.tokens) for at in range(len(held))]
         bounds = [0, *(_next_line(stream, at, tokenizer) for at in wanted), size.tokens]
-        splits = [_counted(stream, name, *bounds[at : at + 2], tokenizer) for at, name in enumerate(names)]
+        splits = [_counted(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
     for split in splits:
         if not split.bytes:
             raise UserError(
