@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,17 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     """
     with one_line_errors():
         check_options(inputs, output_dir, options)
+        if output_dir:
+            for line in make(inputs, output_dir, options):
+                click.echo(line)
         from harness.data.dataset import Dataset
 
         folder = output_dir or options["verify"] or options["describe"]
-        if inputs and output_dir:
-            lines: Iterable[str] = make(inputs, output_dir, options)
-        else:
+        if not output_dir:
             from harness.data.report import describe, verify
 
-            lines = (verify if options["verify"] else describe)(Dataset.at(folder))
-        for line in lines:
-            click.echo(line)
+            for line in (verify if options["verify"] else describe)(Dataset.at(folder)):
+                click.echo(line)
         if options["push_to_hub"]:
             from harness.data.hub import upload_dataset
 

@@ -180,7 +180,10 @@ def test_a_mended_file_goes_on_after_the_others(begun: Preparer) -> None:
     write_json_lines(begun.path / "texts" / "b.jsonl", DOCUMENTS[1000:1100])
     begun.run(*BEGIN)
     assert sorted(held_documents(begun.path / "out")) == sorted(DOCUMENTS[:1100])
-    begun.run(*BEGIN[:1], "again", *BEGIN[2:], "--shuffle-seed", "1", "--restart")
+    (begun.path / ".again.partial" / "journal.json").write_text("[]")
+    again = ["texts", "again", *BEGIN[2:], "--shuffle-seed", "1"]
+    assert "journal.json: damaged; begin again with --restart" in begun.run(*again, status=2)
+    begun.run(*again, "--restart")
     assert sorted(held_documents(begun.path / "again")) == sorted(DOCUMENTS[:1100])
 
 

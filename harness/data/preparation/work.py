@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import TypeAdapter, ValidationError
 
 from harness.common.errors import UserError
 from harness.common.files import check_name, rename_whole, replace_text
@@ -84,14 +83,24 @@ class Journal:
     splits: list[Split] = field(default_factory=list)
 
 
-def _read(kind: Any, path: Path) -> Any:
-    """Return the contents of a JSON file as type `kind`, or None if there is no file. Raises UserError if the file is
-    damaged."""
+def _journal(content: dict[str, Any]) -> Journal:
+    """Return the journal from the contents of its file. Journals of earlier versions have no pool."""
+    marks = {
+        key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
+        for key, mark in content.items()
+        if key in ("here", "file_start")
+    }
+    return Journal(**content | marks | {"splits": [Split(**each) for each in content["splits"]]})
+
+
+def _read(path: Path, make: Callable[[Any], Any]) -> Any:
+    """Return what `make` makes of the contents of a JSON file, or None if there is no file. Raises UserError if the
+    file is damaged. Not by pydantic, which would take 5 MiB."""
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        return make(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except ValidationError:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: damaged; begin again with --restart") from None
 
 
@@ -167,7 +176,7 @@ class WorkFolder:
         if restart:
             self._clear()
         known_files = self.path / "files.json"
-        journal, known = _read(Journal, self.journal_path), _read(list[list[str]], known_files)
+        journal, known = _read(self.journal_path, _journal), _read(known_files, list)
         is_same = journal is not None and journal.options == options and known in (None, files)
         if journal is None or not (journal.here.total.tokens or is_same):
             self._clear()
@@ -203,7 +212,7 @@ class WorkFolder:
 
     def leave(self) -> None:
         """Delete the folder if no tokens have been written, and then the empty parent folders that `open` created."""
-        journal = _read(Journal, self.journal_path)
+        journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
                 self._remove()
