@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -75,7 +76,7 @@ class Downloader:
         """Download in the test's own process, without pauses before retries. Return what was printed on standard error,
         and the error."""
         environment = {**self.hub.environment(self.home / "hf"), **self.environment}
-        settings = {
+        settings: dict[str, Any] = {
             "ENDPOINT": environment["HF_ENDPOINT"],
             "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE") == "1",
             "HF_HUB_DISABLE_XET": True,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +127,10 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         if journal.phase == "reading":
             pieces = source.read(form, journal.here.file, journal.here.documents)
             in_batches = batches(pieces, journal.here.file, journal.here.documents)
-            encoder = partial(pool.submit, encode_texts, tokenizer if workers == 1 else place)
+            known = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
+            encoded = encode_batches(in_batches, lambda texts: pool.submit(encode_texts, known, texts), workers)
             with reading_progress(source.files) as show:
-                _tokenize(encode_batches(in_batches, encoder, workers), text, drawn, rules, work, show)
+                _tokenize(encoded, text, drawn, rules, work, show)
     empty = journal.here.empty
     if not journal.here.total.documents:
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
