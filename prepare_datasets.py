@@ -13,7 +13,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -21,9 +21,6 @@ from click.core import ParameterSource
 from harness.common.errors import UserError, one_line_errors, printable
 from harness.common.messages import abbreviated, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
-
-if TYPE_CHECKING:
-    from harness.data.preparation.splits import Split
 
 GO_WITH = {  # option: the other options that can be combined with it
     "verify": {"push_to_hub", "public"},
@@ -90,21 +87,16 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     """
     with one_line_errors():
         check_options(inputs, output_dir, options)
-        if inputs and output_dir:
-            make(inputs, output_dir, options)
+        if output_dir:
+            for line in make(inputs, output_dir, options):
+                click.echo(line)
         from harness.data.dataset import Dataset
 
         folder = output_dir or options["verify"] or options["describe"]
-        if options["verify"]:
-            from harness.data.report import verify
+        if not output_dir:
+            from harness.data.report import describe, verify
 
-            for line in verify(Dataset.at(folder)):
-                click.echo(line)
-            click.echo(f"{folder} is whole")
-        if options["describe"]:
-            from harness.data.report import describe
-
-            for line in describe(Dataset.at(folder)):
+            for line in (verify if options["verify"] else describe)(Dataset.at(folder)):
                 click.echo(line)
         if options["push_to_hub"]:
             from harness.data.hub import upload_dataset
@@ -142,43 +134,37 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         )
 
 
-def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
-    """Make the dataset, or resume its interrupted preparation; print its splits and the commands to train on it."""
+def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:
+    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and the commands to train
+    on it.
+
+    There is a remark if one document dominates training, and for each held-out split that has few documents or a share
+    of the text that differs by more than a tenth from the requested one.
+    """
     from harness.data.preparation.command import make_dataset
 
     if ".." in output_dir.parts:  # resolve the path, so that its last two parts are owner/name
         output_dir = Path(os.path.realpath(output_dir))
     splits, vocab_size = make_dataset(inputs, output_dir, options)
     for split in splits:
-        click.echo(
-            f"{split.name}: {split.tokens:,} tokens, {document_count(split.documents)}, {split.bytes:,} bytes of text"
-        )
-    if not options["from_bin"]:
-        for line in remarks(splits, options):
-            click.echo(line)
-    click.echo(f"{output_dir} is whole, with a vocabulary of {vocab_size:,} tokens")
-    click.echo("Next:")
-    for line in next_steps(output_dir):
-        click.echo(f"  {line}")
-
-
-def remarks(splits: Sequence[Split], options: dict[str, Any]) -> Iterator[str]:
-    """Yield a line if one document dominates training, and a line for each held-out split that has few documents or a
-    share of the text that differs by more than a tenth from the requested one."""
-    total = sum(split.bytes for split in splits)
-    longest, tokens = splits[0].longest_document, splits[0].tokens
+        documents = document_count(split.documents)
+        yield f"{split.name}: {split.tokens:,} tokens, {documents}, {split.bytes:,} bytes of text"
+    longest, tokens = splits[0].longest_document, splits[0].tokens  # 0 if unknown
     if longest > tokens / 10:
         yield (
             f"one document has {longest / tokens:.0%} of train's tokens; training reads it in one stretch, so the loss "
             "will follow its contents; --document-separator cuts files into documents"
         )
-    for split in splits:
-        asked, share = options.get(f"{split.name}_fraction"), split.bytes / total
+    for split in splits if not options["from_bin"] else ():
+        asked, share = options.get(f"{split.name}_fraction"), split.bytes / sum(each.bytes for each in splits)
         if asked and (split.documents < FEW_DOCUMENTS or abs(share - asked) > asked / 10):
             yield (
                 f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
                 f"for); its loss may not hold for other texts; --{split.name}-fraction changes the share"
             )
+    yield f"{output_dir} is whole, with a vocabulary of {vocab_size:,} tokens"
+    yield "Next:"
+    yield from (f"  {line}" for line in next_steps(output_dir))
 
 
 def next_steps(folder: Path) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import NoReturn
 
 import huggingface_hub
 from filelock import FileLock, Timeout
-from huggingface_hub.hf_api import RepoSibling
 
 from harness.common.errors import UserError
 from harness.common.files import rename_whole
@@ -61,35 +60,24 @@ def download_dataset(name: str, folder: Path) -> None:
 def _fetch(work: HubWork, partial: Path) -> None:
     hide_bars_from_files()
     revision, files = list_files(work)
-    _clear_leftovers(partial, {partial / file.rfilename for file in files})
-    _check_space(work, partial, files)
+    wanted = {partial / file.rfilename: file.size or 0 for file in files}
+    # Delete what an interrupted download left and this one cannot use. huggingface_hub writes each file under a new
+    # temporary name until it is complete, and never reuses such a file. No download makes links, and writing or
+    # deleting through a link would change other folders.
+    for path in [path for path in partial.rglob("*") if path.is_symlink() or not path.is_dir()]:
+        is_other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
+        if path.is_symlink() or path.suffix == ".incomplete" or is_other_version:
+            path.unlink()
+    needed = sum(size for path, size in wanted.items() if not path.is_file() or path.stat().st_size != size)
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        problem = f"{needed / GIB:.2f} GiB to download, but only {free / GIB:.2f} GiB free for {work.folder}"
+        raise work.failed(problem, "free some space, or use a datasets directory on a larger disk")
     # Small files first. All files are of one commit, so that a push during the download does not mix versions.
     for file in sorted(files, key=lambda file: file.size or 0):
         download(work, file, revision, partial)
     shutil.rmtree(partial / ".cache")
     rename_whole(partial, lambda: work.folder)
-
-
-def _clear_leftovers(partial: Path, wanted: set[Path]) -> None:
-    """Delete files that an interrupted download left in the folder and that this download cannot use.
-
-    huggingface_hub writes each file under a new temporary name until it is complete, and never reuses such a file.
-    """
-    for path in [path for path in partial.rglob("*") if path.is_symlink()]:
-        path.unlink()  # no download makes links, and writing or deleting through a link would change other folders
-    for path in [path for path in partial.rglob("*") if not path.is_dir()]:
-        other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
-        if path.suffix == ".incomplete" or other_version:
-            path.unlink()
-
-
-def _check_space(work: HubWork, partial: Path, files: list[RepoSibling]) -> None:
-    places = ((partial / file.rfilename, file.size or 0) for file in files)
-    needed = sum(size for path, size in places if not path.is_file() or path.stat().st_size != size)
-    free = shutil.disk_usage(partial).free
-    if needed > free:
-        problem = f"{needed / GIB:.2f} GiB to download, but only {free / GIB:.2f} GiB free for {work.folder}"
-        raise work.failed(problem, "free some space, or use a datasets directory on a larger disk")
 
 
 @contextmanager

@@ -53,53 +53,52 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
 
 
 def verify(dataset: Dataset) -> list[str]:
-    """Compare every split with meta.json: hash, dtype, range of token ids, and counts. Return a line for each correct
-    split. Raises RunError with everything that is wrong, UserError if a file cannot be read at all."""
-    tokenizer = load_tokenizer(dataset.tokenizer)
+    """Compare the tokenizer and every split with meta.json: hash, dtype, range of token ids, and counts. Return a line
+    for each split, and one for the whole.
+
+    Raises RunError with everything that is wrong, UserError if a file cannot be read at all.
+    """
+    meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)
     right: list[str] = []
-    wrong = list(_tokenizer_faults(dataset, tokenizer))
+    wrong: list[str] = []
+    for key, said, found in (
+        ("vocab_size", meta.vocab_size, tokenizer.vocab_size),
+        ("eot_token", meta.eot_token, tokenizer.eot_token),
+    ):
+        if said not in {None, found}:
+            wrong.append(f"meta.json: {key} is {said}, but the tokenizer has {found:,}")
+    tokenizer_hash = (meta.model_extra or {}).get("tokenizer_sha256")
+    if tokenizer_hash is not None and isinstance(tokenizer.place, Path) and sha256(tokenizer.place) != tokenizer_hash:
+        wrong.append(f"{tokenizer.place.name}: its SHA-256 is not the one in meta.json")
     for split in SPLITS:
-        if dataset.has_split(split):
-            faults = list(_faults(dataset, split, tokenizer))
-            wrong += [f"{dataset.split_path(split).name}: {fault}" for fault in faults]
-            compared = "as meta.json says" if split in dataset.meta.splits else "but meta.json has no counts of them"
-            right += [f"{split}: {len(dataset.split(split)):,} tokens, {compared}"] if not faults else []
-        elif split in dataset.meta.splits:
-            wrong.append(f"{split}.safetensors: missing, though meta.json counts it")
+        meant = meta.splits.get(split)
+        if not dataset.has_split(split):
+            wrong += [f"{split}.safetensors: missing, though meta.json counts it"] if meant else []
+            continue
+        tokens, faults = dataset.split(split), []
+        if meant is None and meta.splits:
+            faults.append("is not in meta.json")
+        if meant and meant.sha256 and sha256(tokens.path) != meant.sha256:
+            faults.append("its SHA-256 is not the one in meta.json")
+        if meta.token_dtype not in {None, tokens.dtype}:
+            faults.append(f"holds {tokens.dtype}, but meta.json says {quoted(meta.token_dtype)}")
+        facts = survey(tokens, tokenizer)
+        if facts.largest >= tokenizer.vocab_size:
+            faults.append(f"token id {facts.largest} is beyond the tokenizer's {tokenizer.vocab_size:,}")
+        else:
+            for what in ("tokens", "documents", "bytes"):
+                number, expected = getattr(facts, what), getattr(meant, what, None)
+                if expected not in {None, number}:
+                    faults.append(f"{number:,} {what}, but meta.json says {expected:,}")
+        wrong += [f"{tokens.path.name}: {fault}" for fault in faults]
+        if not faults:
+            compared = "as meta.json says" if meant else "but meta.json has no counts of them"
+            right.append(f"{split}: {len(tokens):,} tokens, {compared}")
     if not right and not wrong:
         wrong.append("no train, test or validation split")
     if wrong:
         raise RunError(f"{dataset.folder}: {'; '.join(wrong)}; make or download the dataset again")
-    return right
-
-
-def _tokenizer_faults(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
-    for key, found in (("vocab_size", tokenizer.vocab_size), ("eot_token", tokenizer.eot_token)):
-        said = getattr(dataset.meta, key, None)
-        if said is not None and said != found:
-            yield f"meta.json: {key} is {quoted(said)}, but the tokenizer has {found:,}"
-    said = (dataset.meta.model_extra or {}).get("tokenizer_sha256")
-    if isinstance(dataset.tokenizer, Path) and said is not None and sha256(dataset.tokenizer) != said:
-        yield f"{dataset.tokenizer.name}: its SHA-256 is not the one in meta.json"
-
-
-def _faults(dataset: Dataset, split: str, tokenizer: Tokenizer) -> Iterator[str]:
-    said, tokens = dataset.meta.splits.get(split), dataset.split(split)
-    if said is None and dataset.meta.splits:
-        yield "is not in meta.json"
-    if said and said.sha256 and sha256(tokens.path) != said.sha256:
-        yield "its SHA-256 is not the one in meta.json"
-    if dataset.meta.token_dtype not in {None, tokens.dtype}:
-        yield f"holds {tokens.dtype}, but meta.json says {quoted(dataset.meta.token_dtype)}"
-    facts = survey(tokens, tokenizer)
-    if facts.largest >= tokenizer.vocab_size:
-        yield f"token id {facts.largest} is beyond the tokenizer's {tokenizer.vocab_size:,}"
-        return
-    counted = {"tokens": facts.tokens, "documents": facts.documents, "bytes": facts.bytes}
-    for what, number in counted.items():
-        meant = getattr(said, what, None)
-        if meant is not None and meant != number:
-            yield f"{number:,} {what}, but meta.json says {meant:,}"
+    return [*right, f"{dataset.folder} is whole"]
 
 
 def describe(dataset: Dataset) -> Iterator[str]:

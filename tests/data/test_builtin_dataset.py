@@ -10,123 +10,77 @@ import signal
 import stat
 import sys
 import sysconfig
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from harness.common.errors import UserError
 from harness.common.files import umask
+from harness.data.fetch import ensure_dataset
 from harness.data.preparation import builtin
-from harness.data.preparation.builtin import BUILTIN_DATASETS, DEFAULT_VOCAB_SIZE, build_python_stdlib
+from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE, build_python_stdlib
 from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
-from tests.support.preparing import content_of
+from tests.support.preparing import content_of, documents_of, splits_of
 from tests.support.warm import ROOT, WarmProcess, warm_server
 
+NAME = "builtin/python-stdlib"
 SPLITS = ("train", "validation", "test")
 FILES = {"meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS)}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("datasets") / "builtin" / "python-stdlib"
-    BUILTIN_DATASETS["builtin/python-stdlib"](folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def meta(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return load_tokenizer(folder / "tokenizer.json")
-
-
-@pytest.fixture(scope="module")
-def documents(folder: Path, tokenizer: Tokenizer) -> dict[str, list[str]]:
-    """The text between end-of-text tokens, for each split."""
-    result = {}
-    for split in SPLITS:
-        tokens = load_file(folder / f"{split}.safetensors")["tokens"]
-        assert tokens[-1] == tokenizer.eot_token
-        ends = np.flatnonzero(tokens == tokenizer.eot_token)
-        result[split] = [tokenizer.decode(piece[piece != 0].tolist()) for piece in np.split(tokens, ends)[:-1]]
-    return result
-
-
-@cache
-def library_sources() -> dict[bytes, Path]:
-    """Return the path of each source file of the library, keyed by the file's content."""
-    paths = Path(sysconfig.get_path("stdlib")).rglob("*.py")
-    return {path.read_bytes(): path for path in paths if "site-packages" not in path.parts}
-
-
 @pytest.mark.slow
-def test_the_folder_holds_what_meta_says(folder: Path, meta: dict[str, Any]) -> None:
+def test_the_whole_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts and hashes in meta.json are those of the files. Each document is a file of the library, in one split;
+    a complete folder is left alone."""
+    ensure_dataset(tmp_path, NAME, [*SPLITS])
+    folder = tmp_path / NAME
     assert {path.name for path in folder.iterdir()} == FILES
+    assert not [path for path in folder.parent.iterdir() if path != folder]
+    meta, tokenizer = json.loads((folder / "meta.json").read_text()), load_tokenizer(folder / "tokenizer.json")
     assert set(meta["files"]) == FILES - {"meta.json"}
     assert (meta["token_dtype"], meta["tokenizer"], meta["eot_token"]) == ("uint16", "tokenizer.json", 0)
     assert meta["vocab_size"] == DEFAULT_VOCAB_SIZE
     assert meta["source"]["python"] == sys.version.split()[0]
-    assert not [path for path in folder.parent.iterdir() if path != folder]
-
-
-@pytest.mark.slow
-def test_counts_and_hashes_are_those_of_the_files(
-    folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, documents: dict[str, list[str]]
-) -> None:
+    documents, sizes = {}, {}
     for split in SPLITS:
-        path = folder / f"{split}.safetensors"
-        tokens = load_file(path)["tokens"]
+        tokens = splits_of(folder)[split]
         assert tokens.dtype == np.uint16
-        assert tokens.ndim == 1
         assert tokens.max() < DEFAULT_VOCAB_SIZE
+        documents[split] = documents_of(folder, split)
+        sizes[split] = sum(len(text.encode()) for text in documents[split])
+        path = folder / f"{split}.safetensors"
         assert meta["splits"][split] == {
             "documents": len(documents[split]),
             "tokens": len(tokens),
-            "bytes": sum(len(text.encode()) for text in documents[split]),
+            "bytes": sizes[split],
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
-        assert tokenizer.token_byte_lengths()[tokens].sum() == meta["splits"][split]["bytes"]
-
-
-@pytest.mark.slow
-def test_every_document_is_a_file_of_the_library_and_in_one_split(documents: dict[str, list[str]]) -> None:
+        assert tokenizer.token_byte_lengths()[tokens].sum() == sizes[split]
     library = Path(sysconfig.get_path("stdlib"))
+    places = {path.read_bytes(): path for path in library.rglob("*.py") if "site-packages" not in path.parts}
     everything = [text for split in SPLITS for text in documents[split]]
     assert len(set(everything)) == len(everything) > 300
-    assert {text.encode() for text in everything} <= library_sources().keys()
+    assert {text.encode() for text in everything} <= places.keys()
     for name in ("argparse.py", "asyncio/tasks.py", "json/decoder.py", "typing.py", "xml/dom/minidom.py"):
         assert (library / name).read_bytes().decode() in everything
     for name in ("encodings/cp037.py", "pydoc_data/topics.py"):
         assert (library / name).read_bytes().decode() not in everything
-    sizes = {split: sum(len(text.encode()) for text in documents[split]) for split in SPLITS}
     shares = {split: size / sum(sizes.values()) for split, size in sizes.items()}
     assert shares == pytest.approx({"train": 0.9, "validation": 0.05, "test": 0.05}, abs=0.01)
-    folders = {library_sources()[text.encode()].parent for text in documents["train"][:60]}
+    folders = {places[text.encode()].parent for text in documents["train"][:60]}
     assert len(folders) > 10, "the beginning of a split is a sample of the whole library"
-
-
-@pytest.mark.slow
-def test_a_whole_folder_is_left_alone(folder: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    build_python_stdlib(folder)
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert "Building" in capsys.readouterr().out
+    ensure_dataset(tmp_path, NAME, [*SPLITS])
+    assert not capsys.readouterr().out
 
 
 def test_an_incomplete_folder_is_not_overwritten(tmp_path: Path) -> None:
-    target = tmp_path / "python-stdlib"
-    target.mkdir()
-    (target / "meta.json").write_text("{}")
-    with pytest.raises(UserError, match="python-stdlib: incomplete; move it away"):
-        build_python_stdlib(target)
-    assert (target / "meta.json").read_text() == "{}"
+    (tmp_path / NAME).mkdir(parents=True)
+    (tmp_path / NAME / "meta.json").write_text("{}")
+    with pytest.raises(UserError, match=r"python-stdlib: incomplete: train.safetensors is missing"):
+        ensure_dataset(tmp_path, NAME, ["train"])
+    assert (tmp_path / NAME / "meta.json").read_text() == "{}"
 
 
 @pytest.fixture
@@ -213,17 +167,11 @@ def test_no_space_is_one_line_and_leaves_nothing(
     assert not list(target.parent.iterdir())
 
 
-def test_another_process_may_have_been_faster(
-    small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_may_have_been_faster(small_library: Path, tmp_path: Path) -> None:
+    """Its dataset, which appears during the build, is kept."""
     target = tmp_path / "datasets" / "python-stdlib"
     build_python_stdlib(target, 260)
     before = (target / "meta.json").stat().st_mtime_ns
-    answers = iter([False, True])
-    monkeypatch.setattr(builtin, "_is_whole", lambda folder: next(answers))
-    monkeypatch.setattr(
-        Path, "iterdir", lambda path: iter(()) if path == target else map(path.joinpath, os.listdir(path))
-    )
     build_python_stdlib(target, 260)
     assert (target / "meta.json").stat().st_mtime_ns == before
     assert os.listdir(target.parent) == [target.name]

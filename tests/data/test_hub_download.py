@@ -1,19 +1,25 @@
-"""Downloading a dataset: the real code in its own process, against a Hub that misbehaves.
+"""Downloading a dataset: the real code, against a Hub that misbehaves.
 
-Each download needs its own process because huggingface_hub reads HF_ENDPOINT and similar variables when it is imported.
+Downloads that are killed or stopped are processes of their own; the others run in the test's process.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from harness.common.errors import UserError
+from harness.data.fetch import ensure_dataset
 from tests.support.fake_hub import FakeDataset, FakeHub
 from tests.support.launch import Result, finish
 from tests.support.warm import WarmProcess, warm_server
@@ -66,14 +72,37 @@ class Downloader:
         assert done.status == status, done
         return done
 
-    def succeed(self, prelude: str = IMPATIENT, name: str = NAME) -> str:
-        return self.finish(self.start(prelude, name)).stderr
+    def here(self, name: str) -> tuple[str, UserError | None]:
+        """Download in the test's own process, without pauses before retries. Return what was printed on standard error,
+        and the error."""
+        environment = {**self.hub.environment(self.home / "hf"), **self.environment}
+        settings: dict[str, Any] = {
+            "ENDPOINT": environment["HF_ENDPOINT"],
+            "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE") == "1",
+            "HF_HUB_DISABLE_XET": True,
+        }
+        patches = mock.patch.multiple("huggingface_hub.constants", **settings), mock.patch.dict(os.environ, environment)
+        errors = io.StringIO()
+        with patches[0], patches[1], mock.patch("time.sleep"), redirect_stderr(errors):
+            try:
+                ensure_dataset(self.datasets, name, ["train"])
+            except UserError as error:
+                return errors.getvalue(), error
+        return errors.getvalue(), None
 
-    def fail(self, prelude: str = IMPATIENT, name: str = NAME) -> str:
-        """Expect a UserError, and return its line."""
-        text = self.finish(self.start(prelude, name), status=2).stderr
-        assert "Traceback" not in text
-        line = text.splitlines()[-1]
+    def succeed(self, name: str = NAME) -> str:
+        text, error = self.here(name)
+        assert error is None
+        return text
+
+    def fail(self, prelude: str | None = None, name: str = NAME) -> str:
+        """Expect a UserError, and return its line. With a prelude, a process of its own downloads."""
+        if prelude is None:
+            line = f"error: {self.here(name)[1]}"
+        else:
+            text = self.finish(self.start(IMPATIENT + prelude, name), status=2).stderr
+            assert "Traceback" not in text
+            line = text.splitlines()[-1]
         assert line.startswith(f'error: dataset "{name}": ')
         assert not self.folder.exists()
         return line
@@ -136,7 +165,7 @@ def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset
     """An empty folder is no obstacle, files have the umask's permissions, and the storage never receives the token."""
     downloader.folder.mkdir(parents=True)
     downloader.environment["HF_TOKEN"] = TOKEN
-    text = downloader.succeed(IMPATIENT + "import os; os.umask(0o027)")
+    text = downloader.finish(downloader.start("import os; os.umask(0o027)")).stderr
     assert text == ""  # no progress bars without a terminal
     downloader.assert_whole(dataset)
     assert (downloader.folder / "train.safetensors").stat().st_mode & 0o777 == 0o640
@@ -196,23 +225,22 @@ def test_two_processes_take_turns(downloader: Downloader, dataset: FakeDataset) 
 # Unreliable ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-def test_broken_connection_recovers(downloader: Downloader, dataset: FakeDataset, reset: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "ranges"),
+    [
+        ({"truncate_at": CHUNK + MIB}, [None, f"bytes={CHUNK}-"]),  # huggingface_hub itself resumes
+        ({"truncate_at": CHUNK + MIB, "reset": True}, [None, None]),  # this project downloads the file again
+        ({"resolve_status": 503, "faulty_downloads": 3}, [None]),
+    ],
+    ids=["closed", "reset", "status"],
+)
+def test_a_passing_failure_is_overcome(downloader: Downloader, dataset: FakeDataset, fault: dict, ranges: list) -> None:
     train = dataset.files["train.safetensors"]
     train.content = os.urandom(CHUNK + 2 * MIB)
-    train.truncate_at, train.reset, train.faulty_downloads = CHUNK + MIB, reset, 1
+    vars(train).update({"faulty_downloads": 1} | fault)
     downloader.succeed()
     downloader.assert_whole(dataset)
-    # huggingface_hub itself resumes after a closed connection; after a reset, this project downloads the file again.
-    ranges = [request.range for request in downloader.hub.seen("GET", "train.safetensors")]
-    assert ranges == [None, None if reset else f"bytes={CHUNK}-"]
-
-
-def test_passing_server_error_recovers(downloader: Downloader, dataset: FakeDataset) -> None:
-    train = dataset.files["train.safetensors"]
-    train.resolve_status, train.faulty_downloads = 503, 3
-    downloader.succeed()
-    downloader.assert_whole(dataset)
+    assert [request.range for request in downloader.hub.seen("GET", "train.safetensors")] == ranges
 
 
 @pytest.mark.parametrize("path", ["train.safetensors", "meta.json"])
@@ -252,8 +280,8 @@ def test_a_mistyped_dataset_leaves_nothing(downloader: Downloader) -> None:
 def test_a_file_in_the_place_of_the_owner(downloader: Downloader) -> None:
     downloader.datasets.mkdir()
     downloader.folder.parent.write_text("a file where a folder should be")
-    text = downloader.finish(downloader.start(), status=2).stderr
-    assert text.startswith(f"error: {downloader.folder.parent}: is a file, but must be a folder for datasets")
+    _, error = downloader.here(NAME)
+    assert str(error).startswith(f"{downloader.folder.parent}: is a file, but must be a folder for datasets")
 
 
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -300,29 +328,26 @@ library.http_get = http_get
 """
 
 
+LITTLE = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10, 10, 1000)\n"
+
+
 @pytest.mark.parametrize(
-    ("fault", "prelude", "message"),
+    ("fault", "prelude", "messages"),
     [
-        ({"resolve_status": 500}, "", f"{HUB} answered with status 500"),
-        ({"truncate_at": 1000}, "", "connection"),
-        ({}, FULL, "no space left"),
+        ({"resolve_status": 500}, "", [f"{HUB} answered with status 500", AGAIN]),
+        ({"truncate_at": 1000}, "", ["connection", AGAIN]),
+        ({}, FULL, ["no space left", AGAIN]),
+        ({}, LITTLE, ["0.00 GiB to download, but only 0.00 GiB free"]),
     ],
-    ids=["status", "connection", "disk"],
+    ids=["status", "connection", "disk", "little"],
 )
 def test_a_file_that_does_not_come(
-    downloader: Downloader, dataset: FakeDataset, fault: dict, prelude: str, message: str
+    downloader: Downloader, dataset: FakeDataset, fault: dict, prelude: str, messages: list[str]
 ) -> None:
-    for name, value in fault.items():
-        setattr(dataset.files["train.safetensors"], name, value)
-    line = downloader.fail(IMPATIENT + prelude)
-    assert message in line
-    assert AGAIN in line
+    vars(dataset.files["train.safetensors"]).update(fault)
+    line = downloader.fail(prelude or None)
+    assert all(message in line for message in messages), line
     if "truncate_at" in fault:
         assert (downloader.partial / "meta.json").read_bytes() == dataset.files["meta.json"].content
-
-
-def test_too_little_space_is_said_beforehand(downloader: Downloader, dataset: FakeDataset) -> None:
-    little = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10, 10, 1000)\n"
-    line = downloader.fail(little)
-    assert "0.00 GiB to download, but only 0.00 GiB free" in line
-    assert not downloader.hub.seen("HEAD", "/resolve/")
+    if prelude == LITTLE:
+        assert not downloader.hub.seen("HEAD", "/resolve/")

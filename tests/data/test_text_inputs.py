@@ -145,41 +145,43 @@ def test_a_separator_may_lie_across_blocks(
 
 
 TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+TABLES = {str(kind): pa.table({"text": pa.array(["a", None, "日"], kind)}) for kind in TEXT_TYPES}
+# Parquet counts each leaf of a structure as a column, which must not shift the text's column.
+TABLES["struct"] = pa.table({"meta": [{"a": 1, "b": {"text": 2}}] * 3, "text": ["a", "", "日"]})
 
 
-@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
-def test_every_text_type_of_parquet(tmp_path: Path, kind: pa.DataType) -> None:
-    column = pa.array(["a", None, "日"], kind)
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": column}), path)
-    assert read(path) == ["a", "", "日"]
-
-
-def test_a_column_of_structures_before_the_text(tmp_path: Path) -> None:
-    """Parquet counts each leaf of a structure as a column, which must not shift the text's column."""
-    path = tmp_path / "a.parquet"
-    pq.write_table(
-        pa.table({"meta": [{"a": 1, "b": {"text": 2}}] * 3, "text": ["x", "", "日"]}), path, row_group_size=2
-    )
-    assert read(path) == ["x", "", "日"]
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_text_type_of_parquet(tmp_path: Path, kind: str) -> None:
+    pq.write_table(TABLES[kind], tmp_path / "a.parquet", row_group_size=2)
+    assert read(tmp_path / "a.parquet") == ["a", "", "日"]
 
 
 # What is wrong ---------------------------------------------------------------------------------------------------
 
 
+TWICE = pa.Table.from_arrays([pa.array(["a"])] * 2, ["text"] * 2)
+
+
 @pytest.mark.parametrize(
-    ("table", "message"),
+    ("content", "message"),
     [
-        ({"id": [1], "content": ["a"]}, r'a.parquet: no column "text"; there is id, content: give --text-column NAME'),
-        ({"id": [1], "txt": ["a"]}, "give --text-column txt"),
+        ({"id": [1], "content": ["a"]}, 'no column "text"; there is id, content: give --text-column NAME'),
+        ({"id": [1], "txt": ["a"]}, 'no column "text"; there is id, txt: give --text-column txt'),
         ({"text": [1]}, 'column "text" holds int64, not text'),
-        (pa.Table.from_arrays([pa.array(["a"])] * 2, ["text"] * 2), 'two columns "text"'),
+        ({"text": [["a"]]}, 'column "text" holds list<'),
+        (TWICE, 'two columns "text"'),
+        (b"", "damaged parquet file after 0 documents"),
+        (b"not parquet at all, but long enough to have a footer PAR1", "damaged parquet file after 0 documents"),
     ],
 )
-def test_a_column_that_is_no_text(tmp_path: Path, table: Any, message: str) -> None:
-    pq.write_table(pa.table(table) if isinstance(table, dict) else table, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=message):
-        read(tmp_path / "a.parquet")
+def test_a_parquet_file_without_text(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "a.parquet"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        pq.write_table(pa.table(content) if isinstance(content, dict) else content, path)
+    with pytest.raises((RunError, UserError), match=f"a.parquet: {message}"):
+        read(path)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst"])
@@ -196,14 +198,6 @@ def test_a_damaged_file_is_named_with_how_far_it_got(tmp_path: Path, name: str, 
     (tmp_path / name).write_bytes(content[:at] + rest)
     with pytest.raises((RunError, UserError), match=rf"{name}: (damaged|line|not valid)"):
         read(tmp_path / name)
-
-
-@pytest.mark.parametrize("content", [b"", b"not parquet at all, but long enough to have a footer PAR1"])
-def test_a_file_that_is_no_parquet(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(content)
-    with pytest.raises(RunError, match=r"a.parquet: damaged parquet file after 0 documents"):
-        read(path)
 
 
 RAW = b"caf\xe9 ol\xc3\xa9"
@@ -245,7 +239,7 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
     write_json_lines(preparer.path / "texts" / "0.jsonl", texts(1000))  # enough for unfinished work to be kept
     tokenizer = preparer.prepare(preparer.path / "texts" / "0.jsonl", "for-its-tokenizer") / "tokenizer.json"
     (preparer.path / "texts" / "1.txt").write_bytes(b"\xe9t\xe9")
-    arguments = ["texts", "out", "--tokenizer", tokenizer, "--workers", 1]
+    arguments = ["texts", "out", "--tokenizer", tokenizer]
     assert "1.txt: not valid UTF-8 at byte 0" in preparer.run(*arguments, status=1)
     (preparer.path / "texts" / "2.jsonl").write_text("broken\n")
     assert "2.jsonl: line 1: not JSON" in preparer.run(*arguments, "--replace-invalid", status=1)

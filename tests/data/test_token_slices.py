@@ -42,37 +42,6 @@ def test_the_notebooks_token_counts(name: str) -> None:
     assert (position.total_steps * layout.global_tokens, position.total_steps) == NOTEBOOK[name]
 
 
-@given(
-    ranks=st.integers(1, 4),
-    accumulation=st.integers(1, 3),
-    microbatch=st.integers(1, 3),
-    context=st.integers(1, 5),
-    start=st.integers(0, 7),
-)
-def test_every_token_is_trained_on_once_and_in_order(
-    tmp_path_factory: pytest.TempPathFactory, ranks: int, accumulation: int, microbatch: int, context: int, start: int
-) -> None:
-    """The inputs of all steps, accumulation steps and ranks join to a slice, and the targets to the slice one later."""
-    path = tmp_path_factory.getbasetemp() / "counting.safetensors"
-    if not path.exists():
-        save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
-    layout = BatchLayout(ranks, accumulation, microbatch, context)
-    loader = TokenLoader(TokenFile(path), start, layout)
-    steps = 3
-    inputs, targets = [], []
-    for step in range(steps):
-        microbatches = [loader.microbatches(step, rank) for rank in range(ranks)]
-        for a in range(accumulation):
-            for rank in range(ranks):  # microbatch (step * A + a) * world_size + rank
-                x_BxT, y_BxT = microbatches[rank][a].to(torch.device("cpu"))
-                assert x_BxT.shape == y_BxT.shape == (microbatch, context)
-                inputs += x_BxT.flatten().tolist()
-                targets += y_BxT.flatten().tolist()
-    count = steps * layout.global_tokens
-    assert inputs == list(range(start, start + count))
-    assert targets == list(range(start + 1, start + count + 1))
-
-
 # Global batches that grow: BatchSchedule is checked against counting step by step. With an empty ramp, batches are
 # constant.
 
@@ -81,13 +50,13 @@ LAYOUT = BatchLayout(world_size=2, accumulation_steps=1, microbatch_size=1, cont
 RAMPS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=4)
 
 
-def layouts(ramp: list[tuple[int, int]]) -> list[tuple[int, BatchLayout]]:
+def layouts(ramp: list[tuple[int, int]], first: BatchLayout = LAYOUT) -> list[tuple[int, BatchLayout]]:
     """Return (first token, layout) of each stage. For each further stage `ramp` gives how many tokens later it begins
     and how many accumulation steps it adds."""
-    seen, steps, found = 0, 1, [(0, LAYOUT)]
+    seen, found = 0, [(0, first)]
     for gap, more in ramp:
-        seen, steps = seen + gap, steps + more
-        found.append((seen, replace(LAYOUT, accumulation_steps=steps)))
+        seen += gap
+        found.append((seen, replace(first, accumulation_steps=found[-1][1].accumulation_steps + more)))
     return found
 
 
@@ -137,19 +106,34 @@ def test_the_number_of_steps(ramp: list[tuple[int, BatchLayout]], wanted: int, a
         assert schedule.tokens_before(every) + 1 <= available <= schedule.tokens_before(every + 1)
 
 
-def test_a_ramp_reads_every_token_once_and_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "counting.safetensors"
-    save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
-    ramp = layouts([(20, 1), (1, 1), (50, 2)])
-    schedule = BatchSchedule.ramp(ramp, 0)
-    loader = TokenLoader(TokenFile(path), 5, ramp[-1][1], schedule)
-    read = []
-    for step in range(12):
-        ranks = [loader.microbatches(step, rank) for rank in range(2)]
-        assert [len(each) for each in ranks] == [schedule.at(step).accumulation_steps] * 2
-        for passes in zip(*ranks, strict=True):
-            read += [int(token) for microbatch in passes for token in microbatch.tokens[:-1]]
-    assert read == list(range(5, 5 + schedule.tokens_before(12)))
+@given(
+    first=st.builds(BatchLayout, *(st.integers(1, most) for most in (4, 3, 3, 5))),
+    ramp=RAMPS,
+    start=st.integers(0, 7),
+)
+def test_every_token_is_trained_on_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, first: BatchLayout, ramp: list[tuple[int, int]], start: int
+) -> None:
+    """The inputs of all steps, accumulation steps and ranks join to a slice, and the targets to the slice one later."""
+    path = tmp_path_factory.getbasetemp() / "counting.safetensors"
+    if not path.exists():
+        save_file({"tokens": np.arange(2**14, dtype=np.uint16)}, path)
+    stages = layouts(ramp, first)
+    schedule = BatchSchedule.ramp(stages, 0)
+    loader = TokenLoader(TokenFile(path), start, stages[-1][1], schedule)
+    inputs, targets, steps = [], [], 4
+    for step in range(steps):
+        of_ranks = [loader.microbatches(step, rank) for rank in range(first.world_size)]
+        assert [len(each) for each in of_ranks] == [schedule.at(step).accumulation_steps] * first.world_size
+        for pass_of_all in zip(*of_ranks, strict=True):  # microbatch (step * A + a) * world_size + rank
+            for microbatch in pass_of_all:
+                x_BxT, y_BxT = microbatch.to(torch.device("cpu"))
+                assert x_BxT.shape == y_BxT.shape == (first.microbatch_size, first.context_length)
+                inputs += x_BxT.flatten().tolist()
+                targets += y_BxT.flatten().tolist()
+    count = schedule.tokens_before(steps)
+    assert inputs == list(range(start, start + count))
+    assert targets == list(range(start + 1, start + count + 1))
 
 
 # Dataset folders ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
+from tests.support.in_process import call
 from tests.support.isolation import ROOT, on_path
 from tests.support.launch import PATIENCE_SECONDS, Result, finish
 from tests.support.warm import WarmProcess, warm_server
@@ -53,8 +54,11 @@ class Preparer:
         return warm_server().spawn([PREPARE, *map(str, arguments)], self.path, environment, TAKE_PATH + prelude)
 
     def result(self, *arguments: object, prelude: str = "") -> Result:
-        """Run the command to its end, and return its result, whatever its exit status."""
-        return finish([self.fork(*arguments, prelude=prelude)], expect=None, timeout=PATIENCE_SECONDS)
+        """Run the command to its end, and return its result, whatever its exit status. It runs in the test process if
+        that has the environment and needs no processes of its own."""
+        if prelude or self.environment or "--workers" in arguments:
+            return finish([self.fork(*arguments, prelude=prelude)], expect=None, timeout=PATIENCE_SECONDS)
+        return call("prepare_datasets.py", *arguments, folder=self.path)
 
     def run(self, *arguments: object, status: int = 0, prelude: str = "") -> str:
         """Run the command to its end and check its exit status. Return its output, or its error line if the status is

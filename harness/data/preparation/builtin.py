@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from harness.common.errors import UserError
 from harness.common.files import atomic_folder
 from harness.common.libraries import usable_cores
-from harness.data.preparation.encode import batches, encode_batches, encode_texts, token_dtype
-from harness.data.preparation.splits import SPLITS, by_documents, write_dataset_meta, write_splits
-from harness.data.preparation.stream import StreamSize, TokenStream
-from harness.data.preparation.text_input import Piece
+from harness.data.preparation.encode import encode_texts
+from harness.data.preparation.splits import SPLITS, Split, write_dataset_meta
+from harness.data.preparation.stream import token_file
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 
@@ -39,19 +40,17 @@ HELD_OUT_SHARES = {"test": 0.05, "validation": 0.05}
 def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:
     """Build the dataset in `folder`, which does not appear until it is complete. A complete folder is left unchanged.
 
-    The same Python gives byte-identical files. Raises UserError if the folder is incomplete or cannot be written, or if
-    this Python has no readable source files.
+    The same Python gives byte-identical files. Raises UserError if the folder cannot be written, or if this Python has
+    no readable source files.
     """
-    if _is_whole(folder):
-        return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder}: incomplete; move it away, and it is built again")
     splits = split_documents(read_documents())
     try:
         with atomic_folder(folder) as draft:
             _write_dataset(draft, splits, vocab_size)
     except OSError as error:
-        if not _is_whole(folder):  # another process may have built the same dataset in the meantime
+        # Another process may have built the same dataset in the meantime.
+        names = ("meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS))
+        if not all((folder / name).is_file() for name in names):
             raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
@@ -98,34 +97,22 @@ def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     return splits
 
 
-def _write_dataset(folder: Path, splits: dict[str, list[str]], vocab_size: int) -> None:
-    tokenizer_path = folder / "tokenizer.json"
-    train_bpe(iter(splits["train"]), vocab_size, tokenizer_path)
-    tokenizer = load_tokenizer(tokenizer_path)
-    stream = TokenStream(folder / "text.tokens", token_dtype(tokenizer.vocab_size))
-    stream.open_at(StreamSize())
-    pieces = (Piece(text, True, 0, 0) for split in SPLITS for text in splits[split])
+def _write_dataset(folder: Path, documents: dict[str, list[str]], vocab_size: int) -> None:
+    train_bpe(iter(documents["train"]), vocab_size, folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    splits = []
     with ThreadPoolExecutor(usable_cores()) as threads:
-        encoded = encode_batches(
-            batches(pieces), lambda texts: threads.submit(encode_texts, tokenizer, texts), usable_cores()
-        )
-        for batch in encoded:
-            stream.append(batch)
-    stream.close()
-    parts = by_documents(stream, {split: len(splits[split]) for split in SPLITS})
-    write_splits(stream, parts, folder)
-    stream.index_path.unlink()
+        for name, texts in documents.items():
+            counts = np.zeros(2, np.int64)  # tokens and bytes
+            with token_file(folder / f"{name}.safetensors", tokenizer.dtype) as file:
+                for tokens, sizes in threads.map(lambda text: encode_texts(tokenizer, [(text, True)]), texts):
+                    file.write(tokens.data)
+                    counts += sizes[0]
+            splits.append(Split(name, 0, int(counts[0]), len(texts), int(counts[1])))
     version = f"{platform.python_implementation()} {platform.python_version()}"
     description = (
         f"The standard library of {version}, one document a file, each followed by end-of-text; byte-level BPE trained "
         "on the train split."
     )
     source = {"python": platform.python_version(), "implementation": platform.python_implementation()}
-    write_dataset_meta(folder, parts, tokenizer, tokenizer_path.name, description=description, source=source)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Return True if the folder has all files of the dataset. A single rename puts them all there, but some could have
-    been removed since."""
-    names = ("meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS))
-    return all((folder / name).is_file() for name in names)
+    write_dataset_meta(folder, splits, tokenizer, description, source)

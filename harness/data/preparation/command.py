@@ -1,42 +1,66 @@
-"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py."""
+"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py. The work on
+text has steps that can be interrupted at any point and resumed.
+"""
 
 from __future__ import annotations
 
+import glob
 import io
 import itertools
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, is_hub_name
-from harness.data.preparation.encode import Encoded, encoder_processes
+from harness.data.preparation.encode import (
+    Encoded,
+    batches,
+    encode_batches,
+    encode_texts,
+    encoder_processes,
+)
 from harness.data.preparation.new_tokenizer import bring_tokenizer, check_tokenizer, sample_texts
-from harness.data.preparation.pipeline import Preparation, Recipe, Show
-from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
-from harness.data.preparation.stream import StreamSize
+from harness.data.preparation.splits import (
+    Split,
+    SplitRules,
+    assign_splits,
+    hold_out,
+    write_dataset_meta,
+    write_splits,
+)
+from harness.data.preparation.stream import StreamSize, TokenStream, shuffle
 from harness.data.preparation.text_input import TextFile, TextFormat, TextSource, find_text, short_name
 from harness.data.preparation.token_input import find_shards, import_shards
-from harness.data.preparation.work import WorkFolder, check_target
+from harness.data.preparation.work import Mark, Phase, WorkFolder, check_target
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
+COMMIT_TOKENS = 2**24  # between two saves of the journal; they take some seconds to encode
 SECONDS_BETWEEN_LINES = 10.0
 BYTES_PER_WORKER = 2**22  # of input; fewer bytes are encoded before another process has started
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
+# The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
+DECIDING = (
+    *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
+    *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
+)
 
-# The splits, the tokenizer, its name in meta.json, and "source" in meta.json: where the text or the tokens came from.
-Made = tuple[list[Split], Tokenizer, str, dict[str, Any]]
+# The splits, the tokenizer, and "source" in meta.json: where the text or the tokens came from.
+Made = tuple[list[Split], Tokenizer, dict[str, Any]]
+Show = Callable[[Encoded, StreamSize], None]
 
 
 def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]) -> tuple[list[Split], int]:
@@ -52,9 +76,10 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
     try:
         check_target(target, overwrite=options["overwrite"])
         make = _from_shards if options["from_bin"] else _from_text
-        splits, tokenizer, name, source = make(inputs, work, options)
-        description = options["description"] or f"Tokens of {short_name(inputs)}."
-        write_dataset_meta(work.dataset, splits, tokenizer, name, description=description, source=source)
+        splits, tokenizer, source = make(inputs, work, options)
+        named = "files named " if any(map(glob.has_magic, inputs)) else ""
+        description = options["description"] or f"Tokens of {named}{short_name(inputs)}."
+        write_dataset_meta(work.dataset, splits, tokenizer, description, source)
         work.put_in_place()
         return splits, tokenizer.vocab_size
     except UserError:
@@ -69,28 +94,15 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
 
 
 def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
-    form = TextFormat(
-        options["text_column"],
-        _unescaped(options["document_separator"] or "") or None,
-        "replace" if options["replace_invalid"] else "strict",
-    )
-    sizes = SplitSizes(options["validation_fraction"], options["test_fraction"], options["split_order"])
-    recipe = Recipe(form, sizes, options["shuffle_seed"])
+    separator = options["document_separator"] or ""
+    for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"), ("\0", "\\")):
+        separator = separator.replace(escape, character)  # most shells pass these unchanged
+    form = TextFormat(options["text_column"], separator or None, "replace" if options["replace_invalid"] else "strict")
+    shares = options["validation_fraction"], options["test_fraction"]
+    rules = SplitRules(*shares, options["split_order"], options["shuffle_seed"])
     source = _find_source(inputs, options, work.path)
-    if source.ignored:
-        names = printable(abbreviated(source.ignored))
-        print(
-            f"not read (not named as text, or links to folders; a glob takes any name): {names}",
-            file=sys.stderr,
-            flush=True,
-        )
     fingerprint = check_tokenizer(options["tokenizer"])
-    # The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
-    keys = [
-        *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
-        *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
-    ]
-    deciding = {key: options[key] for key in keys} | {"include": list(options["include"])}
+    deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"
     if options["split_order"] == "given":
@@ -98,23 +110,33 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
-    vocab_size = options["train_tokenizer"]
 
     def train(path: Path) -> None:
-        train_bpe(iter(sample_texts(source, recipe)), vocab_size, path)
+        train_bpe(iter(sample_texts(source, form, rules)), options["train_tokenizer"], path)
 
-    name = bring_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if vocab_size else None)
+    place = bring_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if options["train_tokenizer"] else None)
     size = sum(file.size for file in source.files)
-    place, workers = _place(name, work), options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
-    with encoder_processes(place, workers) as encoder, reading_progress(source.files) as show:
+    workers = options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
+    with encoder_processes(workers if journal.phase == "reading" else 1) as pool:
         try:
             tokenizer = load_tokenizer(place)
         except UserError as error:
-            hint = "; or give --train-tokenizer 4096, which needs no network" if name == "gpt2" else ""
+            hint = "; or give --train-tokenizer 4096, which needs no network" if place == "gpt2" else ""
             raise UserError(f"{error}{hint}") from None
-        splits = Preparation(work, source, recipe, journal).run(tokenizer, encoder, workers, show)
+        text, drawn = (TokenStream(work.path / f"{name}.tokens", tokenizer.dtype) for name in ("text", "pool"))
+        if journal.phase == "reading":
+            pieces = source.read(form, journal.here.file, journal.here.documents)
+            in_batches = batches(pieces, journal.here.file, journal.here.documents)
+            known = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
+            encoded = encode_batches(in_batches, lambda texts: pool.submit(encode_texts, known, texts), workers)
+            with reading_progress(source.files) as show:
+                _tokenize(encoded, text, drawn, rules, work, show)
     empty = journal.here.empty
-    return splits, tokenizer, name, {**source.origin, **deciding, "tokenizer": name, "empty_documents": empty}
+    if not journal.here.total.documents:
+        raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
+    _arrange(text, drawn, rules, tokenizer, work)
+    made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
+    return journal.splits, tokenizer, made_from
 
 
 def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) -> TextSource:
@@ -132,31 +154,91 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) 
     return find_text(inputs)
 
 
+def _tokenize(
+    batches: Iterator[Encoded], text: TokenStream, pool: TokenStream, rules: SplitRules, work: WorkFolder, show: Show
+) -> None:
+    """Write all documents to `text`, those that may be held out to `pool`, and call `show` after each batch. If that
+    fails, the work that is done is kept."""
+    journal = work.journal
+    text.open_at(journal.here.size)
+    pool.open_at(journal.here.pool)
+
+    def save(phase: Phase) -> None:
+        text.flush()
+        pool.flush()
+        work.save(phase)
+
+    total, committed, empty = journal.here.total, journal.here.total.tokens, journal.here.empty
+    try:
+        for encoded in batches:
+            batch = encoded.batch
+            numbers = np.cumsum(encoded.ends) - encoded.ends  # document number of each piece within the batch
+            in_pool = rules.in_pool(total.documents, len(numbers))[numbers]
+            text.append(encoded, ~in_pool)
+            pool.append(encoded, in_pool)
+            total = text.size + pool.size
+            empty += batch.empty
+            if not batch.pieces or batch.pieces[-1].ends:  # interrupted work can resume where a document ends
+                journal.here = Mark(batch.file, batch.documents, empty, text.size, pool.size)
+                if not batch.documents:
+                    journal.file_start = journal.here
+                if total.tokens - committed >= COMMIT_TOKENS:
+                    save("reading")
+                    committed = total.tokens
+            show(encoded, total)
+        save("read")
+    except (UserError, RunError, KeyboardInterrupt):
+        with suppress(OSError):
+            save("reading")
+        raise
+    finally:
+        text.close()
+        pool.close()
+
+
+def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
+    """Write the files of the splits from all tokens, by those steps that the journal does not yet have, and set
+    `journal.splits`."""
+    journal = work.journal
+    if journal.phase == "read":
+        pool.size = journal.here.pool
+        text.open_at(journal.here.size)
+        if rules.order == "seeded":
+            journal.splits = hold_out(pool, text, rules, work.dataset)
+        text.flush()
+        text.close()
+        journal.here = replace(journal.here, size=text.size, pool=StreamSize())
+        work.save("held out")
+        pool.delete()  # `delete` accepts missing files: work that an earlier version began has no pool
+    text.size = journal.here.size
+    if rules.shuffle_seed is not None:
+        shuffled = TokenStream(work.path / "shuffled.tokens", text.dtype)
+        if journal.phase == "held out":
+            shuffle(text, shuffled, rules.shuffle_seed)
+            work.save("shuffled")
+        text.delete()
+        text, shuffled.size = shuffled, text.size
+    if journal.phase != "shared out":
+        journal.splits = journal.splits or assign_splits(text, rules, tokenizer)
+        work.save("shared out")
+    write_splits(text, journal.splits, work.dataset)
+
+
 def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
-    keys, given = ("from_bin", "token_dtype", "tokenizer"), options["tokenizer"]
-    deciding = {key: options[key] for key in keys}
+    given = options["tokenizer"]
+    deciding = {key: options[key] for key in ("from_bin", "token_dtype", "tokenizer")}
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": check_tokenizer(given)}
     by_split = find_shards(inputs, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
     if untold := [shard for shard in shards if not shard.is_told]:
         names = printable(abbreviated([shard.path.name for shard in untold]))
-        what = f"{untold[0].dtype.name} tokens of {printable(options['tokenizer'] or 'GPT-2')}"
+        what = f"{untold[0].dtype.name} tokens of {printable(given or 'GPT-2')}"
         print(f"no header, read as {what} (--token-dtype, --tokenizer): {names}", file=sys.stderr, flush=True)
     files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
     work.resume_or_begin(begun_with, files, restart=options["restart"])
-    name = bring_tokenizer(given or "gpt2", work.dataset)
-    tokenizer = load_tokenizer(_place(name, work))
+    tokenizer = load_tokenizer(bring_tokenizer(given or "gpt2", work.dataset))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
-    return splits, tokenizer, name, {"shards": [shard.path.name for shard in shards]}
-
-
-def _place(tokenizer: str, work: WorkFolder) -> str | Path:
-    return tokenizer if tokenizer == "gpt2" else work.dataset / tokenizer
-
-
-def _unescaped(text: str) -> str:
-    r"""Replace \n, \r, \t and \\ by the characters that they stand for, because most shells pass them unchanged."""
-    return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")
+    return splits, tokenizer, {"shards": [shard.path.name for shard in shards]}
 
 
 @contextmanager

@@ -47,11 +47,6 @@ class Batch:
     empty: int  # documents without text in this batch
     position: int  # bytes of that file that have been read at the batch's end
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the batch ends at the end of a document. Interrupted work can resume there."""
-        return not self.pieces or self.pieces[-1].ends
-
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
     """Yield batches of about BATCH_CHARACTERS characters. Documents without any text are counted and left out.
@@ -116,7 +111,7 @@ def _cutting_place(text: str, start: int, end: int) -> int:
 
 
 Arrays = tuple[np.ndarray, np.ndarray]
-Encoder = Callable[[list[tuple[str, bool]]], Future[Arrays]]  # `encode_texts` in another process or thread
+Encoder = Callable[[list[tuple[str, bool]]], Future[Arrays]]  # runs `encode_texts` in another process or thread
 
 
 @dataclass(frozen=True)
@@ -127,11 +122,6 @@ class Encoded:
     tokens: np.ndarray  # (tokens,) of the dataset's dtype
     sizes: np.ndarray  # (pieces, 2) int64: tokens with end-of-text, UTF-8 bytes of text
     ends: np.ndarray  # (pieces,) bool: the document ends with the piece
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 if it holds every token id, otherwise uint32."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> Iterator[Encoded]:
@@ -170,42 +160,22 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
         raise failure
 
 
-def encode_texts(tokenizer: Tokenizer, texts: list[tuple[str, bool]]) -> Arrays:
-    """Return the fields `tokens` and `sizes` of `Encoded`. Each text is paired with True if a document ends with it."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    eot = np.array([tokenizer.eot_token], dtype)
-    parts: list[np.ndarray] = []
-    sizes = np.zeros((len(texts), 2), np.int64)
-    for row, (text, ends) in enumerate(texts):
-        tokens = tokenizer.encode_to_numpy(text)
-        sizes[row] = len(tokens) + ends, len(text if text.isascii() else text.encode())
-        parts += [tokens, eot] if ends else [tokens]
-    return np.concatenate(parts or [eot[:0]], dtype=dtype, casting="unsafe"), sizes
+def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]]) -> Arrays:
+    """Return the fields `tokens` and `sizes` of `Encoded`. Each text is paired with True if a document ends with it.
+    A tokenizer that is given by its name or file is loaded once in each process.
 
-
-# Processes ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def encoder_processes(name_or_file: str | Path, count: int) -> Iterator[Encoder]:
-    """Yield an encoder that runs in `count` processes, or in a thread if `count` is 1. The processes end with this
-    process, even if it is killed."""
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
-    pool: Executor = ThreadPoolExecutor(1) if count == 1 else ProcessPoolExecutor(count, context, _begin)
+    Raises only UserError and RunError, which can be sent to another process.
+    """
     try:
-        if count > 1:
-            with _without_interrupts():
-                for _ in range(count):
-                    pool.submit(os.getpid)  # makes the pool start a process
-        yield lambda texts: pool.submit(_encode, name_or_file, texts)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _encode(name_or_file: str | Path, texts: list[tuple[str, bool]]) -> Arrays:
-    """Run `encode_texts` in a worker. Raises only UserError and RunError, which can be sent to another process."""
-    try:
-        return encode_texts(_loaded(name_or_file), texts)
+        tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(tokenizer)
+        eot = np.array([tokenizer.eot_token], tokenizer.dtype)
+        parts: list[np.ndarray] = []
+        sizes = np.zeros((len(texts), 2), np.int64)
+        for row, (text, ends) in enumerate(texts):
+            tokens = tokenizer.encode_to_numpy(text)
+            sizes[row] = len(tokens) + ends, len(text if text.isascii() else text.encode())
+            parts += [tokens, eot] if ends else [tokens]
+        return np.concatenate(parts or [eot[:0]], dtype=eot.dtype, casting="unsafe"), sizes
     except UserError:
         raise
     except BaseException as error:  # a panic of a Rust library is not an Exception
@@ -218,18 +188,37 @@ def _encode(name_or_file: str | Path, texts: list[tuple[str, bool]]) -> Arrays:
 _loaded = cache(load_tokenizer)
 
 
+# Processes ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def encoder_processes(count: int) -> Iterator[Executor]:
+    """Yield an executor for `encode_texts`, which runs in `count` processes, or in a thread if `count` is 1. The
+    processes end with this process, even if it is killed."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
+    pool: Executor = ThreadPoolExecutor(1) if count == 1 else ProcessPoolExecutor(count, context, _begin)
+    try:
+        if count > 1:
+            with _without_interrupts():
+                for _ in range(count):
+                    pool.submit(os.getpid)  # makes the pool start a process
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _begin() -> None:
+    """Prepare a new process: end it when its parent ends. Otherwise it would wait forever for a killed parent, because
+    the pool's pipes are kept open by all its processes."""
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent process has ended. A worker of a killed parent would otherwise wait forever, because the
-    pool's pipes are kept open by all workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @contextmanager

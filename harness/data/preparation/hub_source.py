@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,15 @@ from huggingface_hub.hf_api import RepoSibling
 from harness.common.errors import UserError
 from harness.common.hub import HubWork, find_fault, list_files
 from harness.common.messages import abbreviated
-from harness.data.preparation.text_input import TextFile, TextSource, is_surely_text, text_suffix
+from harness.data.preparation.text_input import (
+    Piece,
+    TextFile,
+    TextFormat,
+    TextSource,
+    is_surely_text,
+    read_documents,
+    text_suffix,
+)
 
 AGAIN = "running the same command again resumes where it stopped"
 
@@ -32,12 +39,11 @@ class HubText(TextSource):
     described: list[RepoSibling]  # the Hub's descriptions of `files`, in the same order
     downloads: Path | None  # folder for each file while it is read; None: huggingface_hub's cache, which keeps it
 
-    @contextmanager
-    def at_hand(self, file: TextFile) -> Iterator[TextFile]:
-        """Download the file and yield it with its path. At the end, delete the file if `downloads` is a folder."""
+    def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
+        """Download the file, and yield its documents. At the end, delete the file if `downloads` is a folder."""
         path = download(self.work, self.described[file.number], self.commit, self.downloads)
         try:
-            yield replace(file, path=path)
+            yield from read_documents(replace(file, path=path), form)
         finally:
             if self.downloads is not None:
                 path.unlink(missing_ok=True)
@@ -51,20 +57,17 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
     return its path. An existing file is used. A file whose hash is not the Hub's is downloaded once more. Raises
     UserError if the file cannot be downloaded, or if its hash is still wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
-
-    def fetch(*, anew: bool) -> Path:
-        get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=anew, **place)
-        return Path(work.call(get))
-
-    path = fetch(anew=False)
-    if fault := find_fault(path, file):
-        print(f"{file.rfilename}: {fault}; downloading it again", file=sys.stderr, flush=True)
-        path = fetch(anew=True)  # otherwise the damaged copy in HF_HOME's cache would be used again
-        if fault := find_fault(path, file):
-            path.unlink(missing_ok=True)
-            problem = f"{file.rfilename} is not what the Hub describes, even downloaded twice: {fault}"
-            raise work.failed(problem, f"try again later; or {work.by_hand}")
-    return path
+    for is_last in (False, True):  # `force_download`, because a damaged copy in HF_HOME's cache would be used again
+        get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)
+        path = Path(work.call(get))
+        fault = find_fault(path, file)
+        if fault is None:
+            return path
+        if not is_last:
+            print(f"{file.rfilename}: {fault}; downloading it again", file=sys.stderr, flush=True)
+    path.unlink(missing_ok=True)
+    problem = f"{file.rfilename} is not what the Hub describes, even downloaded twice: {fault}"
+    raise work.failed(problem, f"try again later; or {work.by_hand}")
 
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
@@ -76,21 +79,18 @@ def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloa
         commit, there = list_files(work, revision)
     except UserError as error:
         raise UserError(f"{name}: no such file or folder here; and as a dataset of the Hub: {error}") from None
-    wanted = sorted((file for file in there if _is_wanted(file.rfilename, include)), key=lambda file: file.rfilename)
+    wanted = []
+    for file in sorted(there, key=lambda file: file.rfilename):
+        is_included = any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in include)
+        if (is_included and text_suffix(file.rfilename)) or (not include and is_surely_text(file.rfilename)):
+            wanted.append(file)
     if not wanted:
         by = f"by --include {' '.join(include)}" if include else "at all"
         seen = abbreviated([file.rfilename for file in there])
         raise UserError(f'dataset "{name}": no parquet, JSON lines or text files {by}; it has {seen}')
-    files = [
-        TextFile(number, path, Path(path), file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or "")
-        for number, file in enumerate(wanted)
-        for path in [file.rfilename]
-    ]
+    files = []
+    for number, file in enumerate(wanted):
+        version = (file.lfs.sha256 if file.lfs else file.blob_id) or ""
+        files.append(TextFile(number, file.rfilename, Path(file.rfilename), file.size or 0, version))
     origin: dict[str, object] = {"hub": name, "commit": commit, "files": len(files)}
-    return HubText(name, files, origin, [], work, commit, wanted, downloads)
-
-
-def _is_wanted(path: str, include: Sequence[str]) -> bool:
-    if not include:
-        return is_surely_text(path)
-    return text_suffix(path) is not None and any(fnmatch.fnmatchcase(path, pattern) for pattern in include)
+    return HubText(name, files, origin, work, commit, wanted, downloads)

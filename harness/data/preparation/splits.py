@@ -25,7 +25,6 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import replace_text, sha256, sync
-from harness.data.preparation.encode import token_dtype
 from harness.data.preparation.stream import (
     DOCUMENTS_PER_READ,
     HEADER_BYTES,
@@ -46,12 +45,13 @@ POOL_SHARE = 4  # the pool's size in held-out shares; more than 1, since a few v
 
 
 @dataclass(frozen=True)
-class SplitSizes:
-    """Shares of the text for the held-out splits. The rest of the text is the train split."""
+class SplitRules:
+    """Shares of the text for the held-out splits, whose rest is the train split, and the order of the documents."""
 
     validation: float = 0.01
     test: float = 0.0
     order: Literal["seeded", "given"] = "seeded"  # hold out documents by their draws, or the last ones
+    shuffle_seed: int | None = None  # None: the order of the train split is the text's
 
     def held_out(self) -> dict[str, float]:
         """Return the share of each held-out split by name, without empty splits, in the order of SPLITS."""
@@ -104,88 +104,73 @@ class Split:
     longest_document: int = 0  # in tokens; 0 if unknown
 
 
-def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: Path) -> list[Split]:
+def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: Path) -> list[Split]:
     """Write the held-out splits' files from documents in the pool, and append the pool's other documents to `stream`.
     Return the splits; the first one is train, the whole stream. If a held-out or the train split would get no document,
-    append all documents of the pool to `stream`, write no files, and return an empty list."""
+    append all documents of the pool to `stream`, write no files, and return an empty list.
+
+    The documents of a file are in the order of their draws, so that any part of a split is a sample of the whole text.
+    """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
     total = (pool.size + stream.size).documents
     parts = [(at, min(DOCUMENTS_PER_READ, total - at)) for at in range(0, total, DOCUMENTS_PER_READ)]
-    drawn = np.concatenate([draws(*part)[sizes.in_pool(*part)] for part in parts])
-    chosen = sizes.choose(drawn, documents[:, 1], length)
+    drawn = np.concatenate([draws(*part)[rules.in_pool(*part)] for part in parts])
+    chosen = rules.choose(drawn, documents[:, 1], length)
     order = np.argsort(drawn, kind="stable")
     left = order[~np.isin(order, np.concatenate([np.zeros(0, np.int64), *chosen.values()]))]
-    is_possible = all(map(len, chosen.values())) and stream.size.documents + len(left) > 0
-    splits = [_write_split(pool, documents, name, chosen[name], folder) for name in sizes.held_out() if is_possible]
+    if not (all(map(len, chosen.values())) and stream.size.documents + len(left)):
+        stream.append_documents(pool, documents, np.arange(len(documents)))
+        return []
+    splits = []
+    for name in rules.held_out():
+        tokens, split_length = documents[chosen[name]].sum(axis=0).tolist()
+        with token_file(folder / f"{name}.safetensors", pool.dtype) as file:
+            copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, chosen[name], file, HEADER_BYTES)
+        splits.append(Split(name, 0, tokens, len(chosen[name]), split_length))
+        length -= split_length
     longest = max(int(block[:, 0].max(initial=0)) for block in (documents[left], *stream.documents()))
-    stream.append_documents(pool, documents, left if is_possible else np.arange(len(documents)))
-    length -= sum(split.bytes for split in splits)
-    train = Split("train", 0, stream.size.tokens, stream.size.documents, length, longest)
-    return [train, *splits] if is_possible else []
+    stream.append_documents(pool, documents, left)
+    return [Split("train", 0, stream.size.tokens, stream.size.documents, length, longest), *splits]
 
 
-def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np.ndarray, folder: Path) -> Split:
-    """Write a split's file with the documents at `places` in the pool, and return the split. The documents are in the
-    order of their draws, so that any part of the split is a sample of the whole text."""
-    tokens, length = documents[places].sum(axis=0).tolist()
-    with token_file(folder / f"{name}.safetensors", pool.dtype, tokens) as file:
-        copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, places, file, HEADER_BYTES)
-    return Split(name, 0, tokens, len(places), length)
-
-
-def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:
+def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) -> list[Split]:
     """Return train, test and validation as ranges of the stream, in this order: the last documents are the validation
     split, and the documents before them the test split.
 
     If there are too few documents for that (one book), the splits are ranges of tokens that begin at the beginning of a
     line. Raises UserError if a split would have no text at all.
     """
-    counts = {name: round(share * stream.size.documents) for name, share in sizes.held_out().items()}
-    counts = {"train": stream.size.documents - sum(counts.values()), **counts}
-    splits = by_documents(stream, counts) if all(count > 0 for count in counts.values()) else None
-    splits = splits or _by_tokens(stream, sizes, tokenizer)
+    size, shares = stream.size, rules.held_out()
+    counts = [round(share * size.documents) for share in shares.values()]
+    names, counts = ["train", *shares], [size.documents - sum(counts), *counts]
+    if min(counts) > 0:
+        totals, first = np.zeros((len(counts), 2), np.int64), 0
+        for sizes in stream.documents():
+            owner = np.searchsorted(np.cumsum(counts), np.arange(first, first + len(sizes)), side="right")
+            np.add.at(totals, owner, sizes)
+            first += len(sizes)
+        starts = np.cumsum(totals[:, 0]) - totals[:, 0]
+        found = zip(names, starts.tolist(), counts, totals.tolist(), strict=True)
+        splits = [Split(name, start, tokens, count, length) for name, start, count, (tokens, length) in found]
+    else:
+        held = list(shares.values())
+        wanted = [size.tokens - round(sum(held[at:]) * size.tokens) for at in range(len(held))]
+        bounds = [0, *(_next_line(stream, at, tokenizer) for at in wanted), size.tokens]
+        splits = [_counted(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
     for split in splits:
         if not split.bytes:
             raise UserError(
-                f"{split.name} would be empty: there are {stream.size.documents:,} documents with "
-                f"{stream.size.tokens:,} tokens; give more text, or a larger --{split.name}-fraction"
+                f"{split.name} would be empty: there are {size.documents:,} documents with {size.tokens:,} tokens; "
+                f"give more text, or a larger --{split.name}-fraction"
             )
     return splits
-
-
-def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
-    """Return the splits as consecutive ranges of the stream, each with its number of documents in `counts`."""
-    ends = np.cumsum(list(counts.values()))
-    totals = np.zeros((len(counts), 2), np.int64)
-    first = 0
-    for sizes in stream.documents():
-        owner = np.searchsorted(ends, np.arange(first, first + len(sizes)), side="right")
-        np.add.at(totals, owner, sizes)
-        first += len(sizes)
-    starts = np.cumsum(totals[:, 0]) - totals[:, 0]
-    return [
-        Split(name, int(start), int(tokens), count, int(length))
-        for (name, count), start, (tokens, length) in zip(counts.items(), starts, totals, strict=True)
-    ]
-
-
-def _by_tokens(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:
-    wanted = sizes.held_out()
-    total = stream.size.tokens
-    bounds = [0]
-    for at in range(len(wanted)):
-        share = sum(list(wanted.values())[at:])
-        bounds.append(_next_line(stream, total - round(share * total), tokenizer))
-    bounds.append(total)
-    names = ["train", *wanted]
-    return [_counted(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position after `start` that follows the end of a line or of a document, or `start` if there is
     none within LINE_END_SEARCH tokens."""
-    for at, token in enumerate(_tokens_at(stream, start, LINE_END_SEARCH).tolist(), start + 1):
+    for at, token in enumerate(stream.read(start, LINE_END_SEARCH).tolist(), start + 1):
         if at < stream.size.tokens and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
             return at
     return start
@@ -196,16 +181,10 @@ def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: To
     lengths = tokenizer.token_byte_lengths()
     documents = length = 0
     for at in range(start, end, COUNTED_AT_ONCE):
-        tokens = _tokens_at(stream, at, min(COUNTED_AT_ONCE, end - at))
+        tokens = stream.read(at, min(COUNTED_AT_ONCE, end - at))
         documents += int((tokens == tokenizer.eot_token).sum())
         length += int(lengths[tokens].sum())
     return Split(name, start, max(0, end - start), documents, length)
-
-
-def _tokens_at(stream: TokenStream, start: int, count: int) -> np.ndarray:
-    """Return `count` tokens of the stream from `start` on, or fewer at its end."""
-    count = max(0, min(count, stream.size.tokens - start))
-    return np.fromfile(stream.path, stream.dtype, count, offset=HEADER_BYTES + start * stream.dtype.itemsize)
 
 
 def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None:
@@ -216,7 +195,7 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
     for split in others:
         path = folder / f"{split.name}.safetensors"
         if not path.exists():
-            with token_file(path, stream.dtype, split.tokens) as file, stream.path.open("rb") as source:
+            with token_file(path, stream.dtype) as file, stream.path.open("rb") as source:
                 source.seek(HEADER_BYTES + split.start * width)
                 copy(source, file, split.tokens * width)
     sync(folder)
@@ -228,35 +207,26 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
 
 
 def write_dataset_meta(
-    folder: Path,
-    splits: Sequence[Split],
-    tokenizer: Tokenizer,
-    tokenizer_name: str,
-    *,
-    description: str,
-    source: Mapping[str, object],
+    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, description: str, source: Mapping[str, object]
 ) -> None:
     """Write `folder`/meta.json, which describes the splits. `source` says where the text came from.
 
     Nothing in the file depends on when or where it was made, so the same text gives the same bytes.
     """
-    files = [f"{split.name}.safetensors" for split in splits]
+    paths = [folder / f"{split.name}.safetensors" for split in splits]
+    own = {} if tokenizer.place == "gpt2" else {"tokenizer_sha256": Path(tokenizer.place)}
     meta = {
         "description": description,
-        "token_dtype": token_dtype(tokenizer.vocab_size).name,
-        "files": files if tokenizer_name == "gpt2" else [*files, tokenizer_name],
-        "tokenizer": tokenizer_name,
+        "token_dtype": tokenizer.dtype.name,
+        "files": [path.name for path in (*paths, *own.values())],
+        "tokenizer": Path(tokenizer.place).name,
         "vocab_size": tokenizer.vocab_size,
         "eot_token": tokenizer.eot_token,
-        **({} if tokenizer_name == "gpt2" else {"tokenizer_sha256": sha256(folder / tokenizer_name)}),
+        **{key: sha256(path) for key, path in own.items()},
         "splits": {
-            split.name: {
-                "documents": split.documents,
-                "tokens": split.tokens,
-                "bytes": split.bytes,
-                "sha256": sha256(folder / f"{split.name}.safetensors"),
-            }
-            for split in splits
+            split.name: {key: getattr(split, key) for key in ("documents", "tokens", "bytes")}
+            | {"sha256": sha256(path)}
+            for split, path in zip(splits, paths, strict=True)
         },
         "source": source,
     }

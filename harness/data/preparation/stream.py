@@ -64,11 +64,11 @@ class TokenStream:
         self._tokens = self.path.open("ab")
         self._index = self.index_path.open("ab")
 
-    def append(self, encoded: Encoded, chosen: np.ndarray | None = None) -> None:
-        """Append a batch's tokens, and the sizes of the documents that end in it. If `chosen`, (pieces,) bool, is
-        given, append only the pieces for which it is True."""
+    def append(self, encoded: Encoded, chosen: np.ndarray) -> None:
+        """Append the tokens of those pieces of a batch for which `chosen`, (pieces,) bool, is True, and the sizes of
+        the documents that end in them."""
         tokens, sizes, ends = encoded.tokens, encoded.sizes, encoded.ends
-        if chosen is not None and not chosen.all():
+        if not chosen.all():
             tokens, sizes, ends = tokens[np.repeat(chosen, sizes[:, 0])], sizes[chosen], ends[chosen]
         self._tokens.write(tokens.data)
         sums = np.cumsum(sizes, axis=0) + self._open
@@ -101,6 +101,11 @@ class TokenStream:
         for path in (self.path, self.index_path):
             path.unlink(missing_ok=True)
 
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` tokens from position `start` on, or fewer at the end."""
+        count = max(0, min(count, self.size.tokens - start))
+        return np.fromfile(self.path, self.dtype, count, offset=HEADER_BYTES + start * self.dtype.itemsize)
+
     def documents(self) -> Iterator[np.ndarray]:
         """Yield the sizes of the documents in order, in blocks of (documents, 2) int64: tokens and bytes."""
         with self.index_path.open("rb") as file:
@@ -109,13 +114,14 @@ class TokenStream:
 
 
 @contextmanager
-def token_file(path: Path, dtype: np.dtype, tokens: int) -> Iterator[BinaryIO]:
-    """Yield a file to which the body writes `tokens` tokens. It gets its header and the name `path` after the body; if
-    the body fails, `path` is unchanged."""
+def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
+    """Yield a file to which the body writes tokens. It gets its header and the name `path` after the body; if the body
+    fails, `path` is unchanged."""
     with atomic_file(path, path.with_suffix(".draft")) as draft:
         with draft.open("wb") as file:
             file.write(bytes(HEADER_BYTES))
             yield file
+            tokens = (file.tell() - HEADER_BYTES) // dtype.itemsize
         write_header(draft, dtype, tokens)
 
 

@@ -10,18 +10,19 @@ import glob
 import gzip
 import io
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import BinaryIO, Literal, NamedTuple, cast
 
 import pydantic_core
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, printable
 from harness.common.files import version_of
-from harness.common.messages import abbreviated, nearest, quoted
+from harness.common.messages import abbreviated, is_unicode, nearest, quoted
 
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -87,12 +88,6 @@ class TextSource:
     name: str  # as the user typed it
     files: list[TextFile]
     origin: Mapping[str, object]  # where the text came from, for meta.json
-    ignored: list[str]  # files in input folders that are not read, because of their names, and links to folders
-
-    @contextmanager
-    def at_hand(self, file: TextFile) -> Iterator[TextFile]:
-        """Yield the file with a path at which it can be read until the end of the context."""
-        yield file
 
     def sampled(self, most: int) -> list[TextFile]:
         """Return the files to train a tokenizer on: all files if they are small together, otherwise at most `most`
@@ -102,8 +97,7 @@ class TextSource:
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
         """Yield the documents of one file in pieces. Raises what `read_documents` raises."""
-        with self.at_hand(file) as at_hand:
-            yield from read_documents(at_hand, form)
+        return read_documents(file, form)
 
     def read(self, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
         """Yield all documents in pieces, from document number `documents` of file number `file` on. After each file,
@@ -123,48 +117,52 @@ def short_name(inputs: Sequence[str]) -> str:
 
 
 def find_text(patterns: Sequence[str]) -> TextSource:
-    """Return the input files for `patterns` (folders, files and globs), sorted by name.
+    """Return the input files for `patterns` (folders, files and globs), sorted by name; a single folder's names are
+    relative to it. Print the names of the files that are not read.
 
     A folder is searched recursively for files whose suffix is that of a text format. Files that are given by name or
     match a glob are read as plain text if they have no such suffix. Raises UserError if a pattern gives no file.
     """
     found: dict[str, Path] = {}
-    others = []
+    ignored: list[str] = []
     for pattern in patterns:
-        paths, ignored = _find(pattern)
-        found |= paths if len(patterns) == 1 else {path.as_posix(): path for path in paths.values()}
-        others += ignored
+        folder, others = Path(pattern), []
+        if folder.is_dir():
+            paths = []
+            for path in sorted(folder.rglob("*")):
+                relative, is_file = path.relative_to(folder), path.is_file()
+                is_hidden = any(part.startswith(".") for part in relative.parts)
+                if is_file and not is_hidden and is_surely_text(path.name):
+                    paths.append(path)
+                elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # a link is not followed
+                    others.append(relative.as_posix())
+        else:
+            paths = matching_files(pattern)
+        if not paths:
+            kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
+            seen = f"; found: {abbreviated(others)}" if others else ""
+            if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
+                seen += "; files of tokens go in with --from-bin"
+            where = f"{quoted(pattern)}: no input files here"
+            raise UserError(f"{where} (a folder with {kinds}, or a glob in quotes){seen}")
+        is_root = len(patterns) == 1 and folder.is_dir()
+        found |= {(path.relative_to(folder) if is_root else path).as_posix(): path for path in paths}
+        ignored += others
+    if ignored:
+        names = printable(abbreviated(ignored))
+        note = f"not read (not named as text, or links to folders; a glob takes any name): {names}"
+        print(note, file=sys.stderr, flush=True)
     files = []
-    for number, name in enumerate(sorted(found)):
-        status = found[name].stat()
-        files.append(TextFile(number, name, found[name], status.st_size, version_of(status)))
-    return TextSource(abbreviated(patterns), files, {"input": short_name(patterns), "files": len(files)}, others)
+    for number, (name, path) in enumerate(sorted(found.items())):
+        status = path.stat()
+        files.append(TextFile(number, name, path, status.st_size, version_of(status)))
+    return TextSource(abbreviated(patterns), files, {"input": short_name(patterns), "files": len(files)})
 
 
-def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
-    """Return the files for one pattern by name, and the names of other files if the pattern is a folder. Names in a
-    folder are relative to it. Raises UserError if there are no files."""
-    place = Path(pattern)
-    others: list[str] = []
-    if place.is_dir():
-        named = {}
-        for path in sorted(place.rglob("*")):
-            relative, is_file = path.relative_to(place), path.is_file()
-            is_hidden = any(part.startswith(".") for part in relative.parts)
-            if is_file and not is_hidden and is_surely_text(path.name):
-                named[relative.as_posix()] = path
-            elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # folder links are not followed
-                others.append(relative.as_posix())
-    else:
-        paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
-        named = {path.as_posix(): path for path in paths if path.is_file()}
-    if not named:
-        kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
-        seen = f"; found: {abbreviated(others)}" if others else ""
-        if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
-            seen += "; files of tokens go in with --from-bin"
-        raise UserError(f"{quoted(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
-    return named, others
+def matching_files(pattern: str) -> list[Path]:
+    """Return the file named `pattern`, or the files that match it as a glob."""
+    paths = [Path(pattern)] if Path(pattern).is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
+    return [path for path in paths if path.is_file()]
 
 
 # Documents ---------------------------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     except UnicodeDecodeError:
         raise RunError(f"{file.path}: not valid UTF-8 after {documents:,} documents; {NOT_TEXT}") from None
     except (OSError, EOFError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno and not isinstance(error, gzip.BadGzipFile):
+        if isinstance(error, OSError) and error.errno:
             raise RunError(f"{file.path}: {error.strerror}") from None
         reason = " ".join(str(error).split())[:160]
         kind = file.path.suffix.lstrip(".")
@@ -198,19 +196,26 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     try:
         # With pre_buffer off and a buffer_size, pyarrow reads a row group page by page instead of as a whole.
         with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=READ_BYTES) as table:
-            _check_column(file, form, table.schema_arrow)
-            rows, total = 0, max(1, table.metadata.num_rows)
+            schema, name, facts = table.schema_arrow, form.text_column, table.metadata
+            if schema.names.count(name) > 1:
+                raise UserError(f"{file.path}: two columns {quoted(name)}; name another one, or rename one of them")
+            if name not in schema.names:
+                raise _missing_column(f"{file.path}", name, schema.names)
+            kind = schema.field(name).type
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+                raise UserError(f"{file.path}: column {quoted(name)} holds {kind}, not text; name another one")
+            rows, total = 0, max(1, facts.num_rows)
             # Parquet numbers leaf columns: a struct column before the text column counts as several.
-            column = [table.schema.column(at).path for at in range(len(table.schema))].index(form.text_column)
-            for group in range(table.metadata.num_row_groups):
+            column = [table.schema.column(at).path for at in range(len(table.schema))].index(name)
+            for group in range(facts.num_row_groups):
                 # Read rows of about READ_BYTES together, so fewer rows of books than of comments. MOST_ROWS is a limit,
                 # because the mean size of a group's rows does not show a few long documents among many short ones, or
                 # a dictionary with a few long values.
-                facts = table.metadata.row_group(group)
-                mean = facts.column(column).total_uncompressed_size // max(1, facts.num_rows)
+                here = facts.row_group(group)
+                mean = here.column(column).total_uncompressed_size // max(1, here.num_rows)
                 at_once = max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
-                options = {"row_groups": [group], "columns": [form.text_column], "use_threads": False}
-                for batch in table.iter_batches(at_once, **options):
+                for batch in table.iter_batches(at_once, row_groups=[group], columns=[name], use_threads=False):
                     try:
                         texts = batch.column(0).to_pylist()
                     except UnicodeDecodeError:
@@ -223,20 +228,6 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
         raise EOFError(str(error)) from None  # pyarrow reports damage in many ways
 
 
-def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
-    import pyarrow.types as types
-
-    if schema.names.count(form.text_column) > 1:
-        raise UserError(f"{file.path}: two columns {quoted(form.text_column)}; name another one, or rename one of them")
-    if form.text_column not in schema.names:
-        raise _missing_column(f"{file.path}", form.text_column, schema.names)
-    kind = schema.field(form.text_column).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise UserError(f"{file.path}: column {quoted(form.text_column)} holds {kind}, not text; name another one")
-
-
 def _missing_column(where: str, column: str, names: list[str]) -> UserError:
     """Return the error for a missing text column; it lists the existing columns."""
     hint = f"--text-column {nearest(column, names) or 'NAME'}"
@@ -247,11 +238,10 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     with _opened(file.path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                where = f"{file.path}: line {number:,}"
-                yield Piece(_text_of_line(where, form, line), True, file.number, raw.tell())
+                yield Piece(_text_of_line(file.path, number, line, form), True, file.number, raw.tell())
 
 
-def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
+def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
     try:
         # Faster than json, with a third of the memory: json would turn a line of 100 MB that contains one emoji into a
         # string of 4 bytes per character, and do so twice.
@@ -260,68 +250,52 @@ def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
             return text
     except (ValueError, LookupError, TypeError):
         pass  # something is unusual; the slower code below finds out what
+    where, key = f"{path}: line {number:,}", form.text_column
     try:
         value = json.loads(line.decode("utf-8-sig", errors=form.errors))
     except UnicodeDecodeError as error:
         raise RunError(f"{where}: not valid UTF-8 at byte {error.start:,} of the line; {NOT_TEXT}") from None
     except (ValueError, RecursionError) as error:
-        is_array = where.endswith(" line 1") and line.lstrip().startswith(b"[")
+        is_array = number == 1 and line.lstrip().startswith(b"[")
         hint = "this is a JSON array; write one object a line" if is_array else "mend or remove it"
         raise RunError(f"{where}: not JSON ({str(error)[:80]}); {hint}") from None
     if not isinstance(value, dict):
         raise RunError(f"{where}: not an object but {quoted(value)[:60]}; write one object a line")
-    if form.text_column not in value:
-        raise _missing_column(where, form.text_column, list(value))
-    text = "" if value[form.text_column] is None else value[form.text_column]
+    if key not in value:
+        raise _missing_column(where, key, list(value))
+    text = "" if value[key] is None else value[key]
     if not isinstance(text, str):
-        key = quoted(form.text_column)
-        raise RunError(f"{where}: key {key} holds {quoted(text)[:60]}, not text; mend or remove it")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        if form.errors == "strict":
-            raise RunError(
-                f"{where}: holds half of a surrogate pair, which is no text; --replace-invalid reads it as U+FFFD"
-            ) from None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+        raise RunError(f"{where}: key {quoted(key)} holds {quoted(text)[:60]}, not text; mend or remove it")
+    if not is_unicode(text) and form.errors == "strict":
+        problem = "holds half of a surrogate pair, which is no text"
+        raise RunError(f"{where}: {problem}; --replace-invalid reads it as U+FFFD")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the file in blocks, as pieces. A document ends at each separator and at the end of the file."""
-    separator, rest, is_open, at_start = form.separator, "", False, True
+    """Yield the file in blocks, as pieces. A document ends at each separator and at the end of the file. Raises
+    RunError with the position of invalid UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
+    kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
+    rest, read, is_open, is_last = "", 0, False, False
     with _opened(file.path) as (stream, raw):
-        for block in _decoded(stream, file, form):
-            rest += block
-            if at_start and rest:
-                rest, at_start = rest.removeprefix("\ufeff"), False  # a byte order mark is not text
-            if separator:
-                *documents, rest = rest.split(separator)
-                for text in documents:
-                    yield Piece(text, True, file.number, raw.tell())
-                    is_open = False
-            kept = len(separator) - 1 if separator else 0  # characters that may be the beginning of a separator
+        while not is_last:
+            block = stream.read(READ_BYTES)
+            read, is_last = read + len(block), not block
+            try:
+                rest += decoder.decode(block, is_last)
+            except UnicodeDecodeError as error:
+                place = read - len(error.object) + error.start
+                raise RunError(f"{file.path}: not valid UTF-8 at byte {place:,}; {NOT_TEXT}") from None
+            *documents, rest = rest.split(form.separator) if form.separator else [rest]
+            for text in documents:
+                yield Piece(text, True, file.number, raw.tell())
+                is_open = False
             if len(rest) > kept:
                 yield Piece(rest[: len(rest) - kept], False, file.number, raw.tell())
                 rest, is_open = rest[len(rest) - kept :], True
-        if rest or is_open or not separator:
+        if rest or is_open or not form.separator:
             yield Piece(rest, True, file.number, file.size)
-
-
-def _decoded(stream: BinaryIO, file: TextFile, form: TextFormat) -> Iterator[str]:
-    """Yield the stream's text in blocks. Raises RunError with the position of invalid UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")(form.errors)
-    at, is_last = 0, False
-    while not is_last:
-        block = stream.read(READ_BYTES)
-        is_last = not block
-        pending = len(decoder.getstate()[0])  # bytes of a character that began in the previous block
-        try:
-            yield decoder.decode(block, is_last)
-        except UnicodeDecodeError as error:
-            place = at - pending + error.start
-            raise RunError(f"{file.path}: not valid UTF-8 at byte {place:,}; {NOT_TEXT}") from None
-        at += len(block)
 
 
 @contextmanager

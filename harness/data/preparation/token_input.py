@@ -11,8 +11,7 @@ the other programs write one before each document.
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +20,9 @@ import numpy as np
 from harness.common.errors import UserError
 from harness.common.files import sync
 from harness.common.messages import abbreviated, is_unicode
-from harness.data.preparation.encode import token_dtype
 from harness.data.preparation.splits import Split
 from harness.data.preparation.stream import token_file
-from harness.data.preparation.text_input import TOKEN_SUFFIXES
+from harness.data.preparation.text_input import TOKEN_SUFFIXES, matching_files
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 NUMPY_MAGIC = b"\x93NUMPY"
@@ -44,16 +42,6 @@ class TokenShard:
     tokens: int
     is_told: bool = True  # True if the file itself states the dtype
 
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield the tokens in order, in blocks of (≤ BLOCK_TOKENS,) of `dtype`. Raises UserError if the file has become
-        shorter in the meantime."""
-        for at in range(0, self.tokens, BLOCK_TOKENS):
-            count = min(BLOCK_TOKENS, self.tokens - at)
-            block = np.fromfile(self.path, self.dtype, count, offset=self.offset + at * self.dtype.itemsize)
-            if len(block) < count:
-                raise UserError(f"{self.path}: has become shorter while it was read")
-            yield block
-
 
 FEWEST_NUMBERS = 16  # needed at a file's beginning to judge whether its numbers are wider than uint16
 
@@ -68,7 +56,15 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     with path.open("rb") as file:
         head = file.read(SHARD_HEADER_BYTES)
     if head.startswith(NUMPY_MAGIC):
-        return _open_array(path)
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise UserError(f"{path}: no NumPy array of tokens, or damaged ({reason})") from None
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            problem = f"holds {array.dtype} in {array.ndim} dimensions"
+            raise UserError(f"{path}: {problem}; tokens must be integers in a 1-D array")
+        return TokenShard(path, array.dtype, array.offset, len(array))
     magic = int.from_bytes(head[:4], "little")
     if magic not in SHARDS:
         dtype = np.dtype(stated_dtype or "uint16").newbyteorder("<")
@@ -99,19 +95,6 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
 
 
-def _open_array(path: Path) -> TokenShard:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"{path}: no NumPy array of tokens, or damaged ({reason})") from None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise UserError(
-            f"{path}: holds {array.dtype} in {array.ndim} dimensions; tokens must be integers in a 1-D array"
-        )
-    return TokenShard(path, array.dtype, array.offset, len(array))
-
-
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
     """Return the token files for `patterns` (folders, files and globs) by the split in their names, sorted by path.
     `stated_dtype` is the same as for `open_shard`.
@@ -121,11 +104,9 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
     """
     found: set[Path] = set()
     for pattern in patterns:
-        place = Path(pattern)
-        if place.is_dir():
-            paths = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
-        else:
-            paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
+        paths = matching_files(pattern)
+        if Path(pattern).is_dir():
+            paths = [path for path in Path(pattern).iterdir() if path.suffix.lower() in TOKEN_SUFFIXES]
         if not paths:
             raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
         found |= set(paths)
@@ -147,32 +128,36 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
     """Write the tokens of all shards, one after another and unchanged, to the file of `split` in `folder`, and return
     the split.
 
-    Raises UserError if a token id is not in the tokenizer's vocabulary, or if there are no tokens.
+    Raises UserError if a token id is not in the tokenizer's vocabulary, if there are no tokens, or if a file has become
+    shorter in the meantime.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
-    for shard in shards:
-        if shard.dtype.itemsize < dtype.itemsize:
-            raise UserError(
-                f"{shard.path}: holds {shard.dtype.name} tokens, but the tokenizer has {tokenizer.vocab_size:,}, which "
-                "need a wider dtype; give the --tokenizer that the shards were made with"
-            )
-    total = sum(shard.tokens for shard in shards)
-    if not total:
+    if not any(shard.tokens for shard in shards):
         raise UserError(f"{shards[0].path}: {split} would have no tokens")
-    byte_lengths = tokenizer.token_byte_lengths()
-    documents = length = 0
-    with token_file(folder / f"{split}.safetensors", dtype, total) as file:
+    size, byte_lengths = tokenizer.vocab_size, tokenizer.token_byte_lengths()
+    tokens = documents = length = 0
+    with token_file(folder / f"{split}.safetensors", tokenizer.dtype) as file:
         for shard in shards:
-            for tokens in shard.blocks():
-                smallest, largest = int(tokens.min()), int(tokens.max())
-                if smallest < 0 or largest >= tokenizer.vocab_size:
-                    wrong = smallest if smallest < 0 else largest
+            width = shard.dtype.itemsize
+            if width < tokenizer.dtype.itemsize:
+                raise UserError(
+                    f"{shard.path}: holds {shard.dtype.name} tokens, but the tokenizer has {size:,}, which need a "
+                    "wider dtype; give the --tokenizer that the shards were made with"
+                )
+            for at in range(0, shard.tokens, BLOCK_TOKENS):
+                count = min(BLOCK_TOKENS, shard.tokens - at)
+                block = np.fromfile(shard.path, shard.dtype, count, offset=shard.offset + at * width)
+                if len(block) < count:
+                    raise UserError(f"{shard.path}: has become shorter while it was read")
+                smallest, largest = int(block.min()), int(block.max())
+                if smallest < 0 or largest >= size:
                     raise UserError(
-                        f"{shard.path}: token id {wrong} is beyond the tokenizer's {tokenizer.vocab_size:,}; give the "
-                        f"--tokenizer that the tokens were made with (and --token-dtype if they have no header)"
+                        f"{shard.path}: token id {smallest if smallest < 0 else largest} is beyond the tokenizer's "
+                        f"{size:,}; give the --tokenizer that the tokens were made with (and --token-dtype if they "
+                        "have no header)"
                     )
-                documents += int((tokens == tokenizer.eot_token).sum())
-                length += int(byte_lengths[tokens].sum())
-                file.write(tokens.astype(dtype, copy=False).data)
+                tokens += count
+                documents += int((block == tokenizer.eot_token).sum())
+                length += int(byte_lengths[block].sum())
+                file.write(block.astype(tokenizer.dtype, copy=False).data)
     sync(folder)
-    return Split(split, 0, total, documents, length)
+    return Split(split, 0, tokens, documents, length)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import TypeAdapter, ValidationError
 
 from harness.common.errors import UserError
 from harness.common.files import check_name, rename_whole, replace_text
@@ -83,55 +82,25 @@ class Journal:
     file_start: Mark = field(default_factory=Mark)  # the last mark at the beginning of a file
     splits: list[Split] = field(default_factory=list)
 
-    def save(self, path: Path) -> None:
-        """Write the journal. It is on the disk when this function returns."""
-        replace_text(path, json.dumps(asdict(self)) + "\n")
 
-    @property
-    def has_begun(self) -> bool:
-        """True if tokens have been written, so that deleting the folder would lose work."""
-        return bool(self.here.total.tokens)
-
-    def take_options(self, options: dict[str, Any], folder: Path) -> None:
-        """Check `options` against those with which the work was begun, and adopt them. Raises UserError naming the
-        options that differ.
-
-        replace_invalid may be added, because all text that has been read without it was valid UTF-8.
-        """
-        keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
-        if options.get("replace_invalid"):
-            keys = [key for key in keys if key != "replace_invalid"]
-        if keys:
-            changes = ", ".join(f"{key}: {self.options.get(key)}, not {options.get(key)}" for key in keys)
-            raise UserError(
-                f"{folder}: unfinished work with other options ({changes}); give the same again, or begin again with "
-                "--restart"
-            )
-        self.options = options
-
-    def check_files(self, now: list[list[str]], known: list[list[str]], folder: Path) -> None:
-        """Compare the names and versions of the input files with those of the interrupted work. If the file that was
-        being read has changed, go back to its beginning. Raises UserError if a file that was read to its end has
-        changed."""
-        at = self.here.file
-        changed = next((each for each in range(at) if now[each : each + 1] != known[each : each + 1]), None)
-        if changed is not None:
-            raise UserError(
-                f"{known[changed][0]}: was read already, but has since changed, was removed, or now has a new file "
-                f"before it; the work in {folder} cannot be resumed; begin again with --restart"
-            )
-        if now[at : at + 1] != known[at : at + 1]:
-            self.here = self.file_start
+def _journal(content: dict[str, Any]) -> Journal:
+    """Return the journal from the contents of its file. Journals of earlier versions have no pool."""
+    marks = {
+        key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
+        for key, mark in content.items()
+        if key in ("here", "file_start")
+    }
+    return Journal(**content | marks | {"splits": [Split(**each) for each in content["splits"]]})
 
 
-def _read(kind: Any, path: Path) -> Any:
-    """Return the contents of a JSON file as type `kind`, or None if there is no file. Raises UserError if the file is
-    damaged."""
+def _read(path: Path, make: Callable[[Any], Any]) -> Any:
+    """Return what `make` makes of the contents of a JSON file, or None if there is no file. Raises UserError if the
+    file is damaged. Not by pydantic, which would take 5 MiB."""
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        return make(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except ValidationError:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: damaged; begin again with --restart") from None
 
 
@@ -143,8 +112,8 @@ class WorkFolder:
         self.path = target.parent / f".{target.name}.partial"
         self.dataset = self.path / "dataset"
         self.lock = self.path / ".lock"
-        self.journal = self.path / "journal.json"
-        self.known_files = self.path / "files.json"
+        self.journal = Journal({})  # set by `resume_or_begin`
+        self.journal_path = self.path / "journal.json"
         # Path of an older dataset while the new one is renamed to `target`.
         self.replaced = target.parent / f".{target.name}.replaced"
         self._made: list[Path] = []  # parent folders that `open` created; the innermost first
@@ -163,9 +132,9 @@ class WorkFolder:
             raise UserError(f"{self.path}: is needed for unfinished work, but holds something else; move it away")
         RunLock.take(self.lock, "made")
         # Repair the state that a kill during `put_in_place` can leave.
-        if self.journal.exists() and self.replaced.exists() and not self.target.exists():
+        if self.journal_path.exists() and self.replaced.exists() and not self.target.exists():
             self.replaced.rename(self.target)  # until `put_in_place` replaces it again
-        elif self.journal.exists() and not self.dataset.exists():
+        elif self.journal_path.exists() and not self.dataset.exists():
             self._delete_replaced()
             self._clear()
 
@@ -176,7 +145,7 @@ class WorkFolder:
     def _clear(self) -> None:
         """Delete the folder's contents except the lock. The journal goes first, because without a journal no later
         process resumes from the rest."""
-        self.journal.unlink(missing_ok=True)
+        self.journal_path.unlink(missing_ok=True)
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -190,33 +159,61 @@ class WorkFolder:
         self.lock.unlink()
         self.path.rmdir()
 
-    def resume_or_begin(self, begun_with: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
-        """Return the journal of the interrupted work in this folder, or of new work if there is none or `restart` is
-        true. `begun_with` are the options, and `files` the names and versions of the input files.
+    def save(self, phase: Phase) -> None:
+        """Write the journal, with the phase that has been reached. It is on the disk when this function returns."""
+        self.journal.phase = phase
+        replace_text(self.journal_path, json.dumps(asdict(self.journal)) + "\n")
+
+    def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
+        """Set and return the journal of the interrupted work in this folder, or of new work if there is none or
+        `restart` is true. `options` decide the dataset's bytes; `files` are the input files' names and versions.
 
         Interrupted work that has written no tokens is replaced by new work if options or files differ. If it has
         written tokens, raises UserError if its options differ, or if a file that it has read to its end has changed.
+        replace_invalid may be added, because all text that has been read without it was valid UTF-8. If the file that
+        was being read has changed, it is read again from its beginning.
         """
         if restart:
             self._clear()
-        journal, known = _read(Journal, self.journal), _read(list[list[str]], self.known_files)
-        is_same = journal is not None and journal.options == begun_with and known in (None, files)
-        if journal is None or not (journal.has_begun or is_same):
+        known_files = self.path / "files.json"
+        journal, known = _read(self.journal_path, _journal), _read(known_files, list)
+        is_same = journal is not None and journal.options == options and known in (None, files)
+        if journal is None or not (journal.here.total.tokens or is_same):
             self._clear()
-            journal, known = Journal(begun_with), None
-        journal.take_options(begun_with, self.path)
+            journal, known = Journal(options), None
+        before = journal.options
+        changes = ", ".join(
+            f"{key}: {before.get(key)}, not {options.get(key)}"
+            for key in {**before, **options}
+            if before.get(key) != options.get(key) and not (key == "replace_invalid" and options.get(key))
+        )
+        if changes:
+            raise UserError(
+                f"{self.path}: unfinished work with other options ({changes}); give the same again, or begin again "
+                "with --restart"
+            )
+        journal.options = options
         if journal.phase == "reading":
-            if known is not None:
-                journal.check_files(files, known, self.path)
-            replace_text(self.known_files, json.dumps(files) + "\n")
+            at = journal.here.file
+            for each in range(at + 1 if known is not None else 0):
+                if files[each : each + 1] == known[each : each + 1]:
+                    continue
+                if each < at:
+                    raise UserError(
+                        f"{known[each][0]}: was read already, but has since changed, was removed, or now has a new "
+                        f"file before it; the work in {self.path} cannot be resumed; begin again with --restart"
+                    )
+                journal.here = journal.file_start
+            replace_text(known_files, json.dumps(files) + "\n")
         self.dataset.mkdir(exist_ok=True)
-        journal.save(self.journal)
+        self.journal = journal
+        self.save(journal.phase)
         return journal
 
     def leave(self) -> None:
         """Delete the folder if no tokens have been written, and then the empty parent folders that `open` created."""
-        journal = _read(Journal, self.journal)
-        if journal is None or not journal.has_begun:
+        journal = _read(self.journal_path, _journal)
+        if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
                 self._remove()
                 for folder in self._made:

@@ -42,11 +42,6 @@ def load_file(path: Path) -> Tokenizer:
         [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # "fast": without offsets
         return np.array(encoding.ids, np.uint32)
 
-    special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
-    return Tokenizer(_bytes_of_tokens(backend, path), eot, special, encode)
-
-
-def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:
     added = backend.get_added_tokens_decoder()
     vocabulary = backend.get_vocab(with_added_tokens=True)
     byte_of = {character: byte for byte, character in character_of_byte().items()}
@@ -56,7 +51,7 @@ def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:
             token_bytes[token] = text.encode() if token in added else bytes([byte_of[character] for character in text])
         except KeyError:
             raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}") from None
-    return token_bytes
+    return Tokenizer(token_bytes, eot, {token for token, each in added.items() if each.special}, encode, path)
 
 
 def character_of_byte() -> dict[int, str]:

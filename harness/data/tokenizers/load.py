@@ -24,7 +24,7 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     if name_or_file == "gpt2":
         return tiktoken_files.load_encoding("gpt2")
     path = Path(name_or_file)
-    tokenizer = tiktoken_files.load_file(path) if path.name.endswith(tiktoken_files.SUFFIX) else bpe.load_file(path)
+    tokenizer = tiktoken_files.load_encoding(path) if path.name.endswith(tiktoken_files.SUFFIX) else bpe.load_file(path)
     if tokenizer.decode(tokenizer.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE:
         raise UserError(
             f"{path}: decoding does not give back the encoded text; use a byte-level BPE without normalizer and prefix "

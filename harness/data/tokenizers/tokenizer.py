@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -26,14 +27,17 @@ class Tokenizer:
         eot_token: int,
         special_tokens: Collection[int],
         encode: Callable[[str], np.ndarray],
+        place: str | Path,
     ) -> None:
         """Store the vocabulary: token `i` decodes to `token_bytes[i]`, and the ids in `special_tokens` stand for no
-        text. Use `load_tokenizer` to create a tokenizer."""
+        text. `place` is the name or the file from which `load_tokenizer` made the tokenizer."""
         self.vocab_size = len(token_bytes)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # of the tokens in a dataset
         self.eot_token = eot_token
         self._token_bytes = token_bytes
         self._special_tokens = special_tokens
         self._encode = encode
+        self.place = place
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Raises UserError for a lone surrogate, which UTF-8 cannot encode."""
@@ -53,17 +57,16 @@ class Tokenizer:
 
         Raises UserError for an id that is not in the vocabulary.
         """
-        try:
-            return b"".join([self._token_bytes[_not_negative(token)] for token in tokens]).decode(errors="replace")
-        except IndexError:
-            raise UserError(f"token ids must be between 0 and {self.vocab_size - 1} to be decoded") from None
+        if any(not 0 <= token < self.vocab_size for token in tokens):
+            raise UserError(f"token ids must be between 0 and {self.vocab_size - 1} to be decoded")
+        return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of each token in turn. A character is yielded with the token that completes it; an incomplete
         character at the end is yielded as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
-            yield decoder.decode(self._token_bytes[_not_negative(token)])
+            yield decoder.decode(self._token_bytes[token])
         yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
@@ -72,9 +75,3 @@ class Tokenizer:
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
         lengths[list(self._special_tokens)] = 0
         return lengths
-
-
-def _not_negative(token: int) -> int:
-    if token < 0:
-        raise IndexError
-    return token
