@@ -56,7 +56,7 @@ def main(
         from harness.comparison.charts import chart_note, charts_of, write_png
         from harness.comparison.fits import fits
         from harness.comparison.machines import machine_lines
-        from harness.comparison.records import find_runs, read_records
+        from harness.comparison.records import RunRecord, find_runs
         from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
         from harness.planning.machines import PRICES
         from harness.runs.directory import RunDirectory
@@ -78,7 +78,9 @@ def main(
         references = _read_references(reference)
         if baseline is not None:
             baseline = RunDirectory.find(runs_dir, baseline).path.name
-        records = read_records(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
+        records = [
+            RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
+        ]
         # Runs that ship with the repository and were never trained here would fill the table.
         trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
         left_out = [] if runs or not trained else [record for record in records if record not in trained]

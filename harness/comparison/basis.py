@@ -159,7 +159,7 @@ def chosen_results(
     aside/."""
     candidates: dict[Basis, list[AnyResult]] = {}
     for result in results:
-        if result.weights.checkpoint not in record.checkpoints.aside:
+        if result.weights.checkpoint not in record.aside:
             candidates.setdefault(basis_of(result), []).append(result)
     chosen = []
     for basis, those in candidates.items():
@@ -169,7 +169,7 @@ def chosen_results(
 
 
 def _preference(record: RunRecord, result: Result) -> tuple[bool, bool, int, str]:
-    best, latest, weights = record.checkpoints.best, record.checkpoints.latest, result.weights
+    best, latest, weights = record.best, record.latest, result.weights
     is_best = weights.is_best if best is None else weights.checkpoint == best
     is_latest = weights.is_latest if latest is None else weights.checkpoint == latest
     return is_best, is_latest, weights.global_step or 0, result.date
@@ -187,7 +187,7 @@ def _which_checkpoint(record: RunRecord, ordered: Sequence[Result]) -> str:
     remark = f"of checkpoint {first.weights.checkpoint} ({kind})"
     if is_best:
         return f"{remark}{MEASURED_TOO}{', '.join(further)}"
-    best = record.checkpoints.best
+    best = record.best
     if best is not None and record.results.has_unread(type(first), best):
         return f"{remark}: a result of the best one cannot be read"
     return f"{remark}: the best one has not been measured on this"

@@ -186,8 +186,8 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
 
 def machine_of(record: RunRecord) -> str | None:
     """Return the devices that the run was trained on, such as "2 x NVIDIA H100", or None if they are not known."""
-    is_known = record.device is not None and record.world_size is not None
-    return f"{record.world_size} x {record.device}" if is_known else None
+    device, ranks = record.recorded("device"), record.recorded("world_size")
+    return None if device is None or ranks is None else f"{ranks} x {device}"
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
@@ -201,7 +201,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
         facts = {
             "dataset_content": " ".join(hashes) or None,
             "machine": machine_of(record) or (record.reported.machine if record.reported else None),
-            "torch": record.torch,
+            "torch": record.recorded("torch"),
         }
         known = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
         settings.append(known | {key: value for key, value in facts.items() if value is not None})
