@@ -21,7 +21,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--baseline", metavar="RUN", help="Test whether other settings are better or worse than that of RUN.")
+@click.option("--baseline", metavar="RUN|ARM", help="Test whether other settings are better or worse than this one.")
 @click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
@@ -53,6 +53,7 @@ def main(
         from harness.common.files import check_writable, replace_text
         from harness.common.messages import abbreviated
         from harness.comparison.against_baseline import compare_with
+        from harness.comparison.arms import find_arms
         from harness.comparison.charts import chart_note, charts_of, write_png
         from harness.comparison.fits import fits
         from harness.comparison.machines import machine_lines
@@ -76,11 +77,19 @@ def main(
             if path.is_dir():
                 raise UserError(f"{path}: is a folder; name a file")
         references = _read_references(reference)
+        named, refusal = runs, None
         if baseline is not None:
-            baseline = RunDirectory.find(runs_dir, baseline).path.name
-        records = [
-            RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
-        ]
+            try:
+                baseline = RunDirectory.find(runs_dir, baseline).path.name
+                named = (*runs, baseline) if runs else ()
+            except UserError as error:
+                refusal = error  # unless it is the name of an arm
+        records = [RunRecord.read(run) for run in find_runs(runs_dir, named)]
+        if refusal is not None:
+            members = find_arms(records).runs.get(str(baseline))
+            if members is None:
+                raise refusal
+            baseline = members[0]
         # Runs that ship with the repository and were never trained here would fill the table.
         trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
         left_out = [] if runs or not trained else [record for record in records if record not in trained]
