@@ -105,10 +105,12 @@ def _compare(
             if each.remark and MEASURED_TOO not in each.remark
         ]
         losses = [each.value for _, each in those]
+        results = [each.result for _, each in those if isinstance(each.result, LossResult)]
         windows: list[np.ndarray] | None = None
-        if losses and np.isfinite(losses).all() and all(isinstance(each.result, LossResult) for _, each in those):
+        if losses and len(results) == len(losses) and np.isfinite(losses).all():
             try:
-                windows = [read_window_losses(record.directory, each.result) for record, each in those]
+                directories = [record.directory for record, _ in those]
+                windows = [read_window_losses(*each) for each in zip(directories, results, strict=True)]
             except UserError as error:
                 notes.append(str(error))
         built[name] = Arm(name, losses, windows, [record.name for record, _ in those])

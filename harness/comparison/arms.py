@@ -56,7 +56,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
             unknown.append(f"{record.name}: its replicates are unknown, because {settings.reason}")
         groups.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
     alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings apart from SURROUNDINGS
-    for settings, members in groups.items():
+    for key, members in groups.items():
         by_seed: dict[str, str] = {}
         for record in sorted(members, key=lambda record: record.name != baseline):
             seed = record.train.get(SEED, TrainConfig.model_fields[SEED].default)
@@ -65,11 +65,11 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         arms.append(tuple(record.name for record in counted))
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
-        alike.setdefault(settings[0], []).append(counted[0])
+        alike.setdefault(key[0], []).append(counted[0])
     notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
     notes += unknown + repeated
     for firsts in (firsts for firsts in alike.values() if len(firsts) > 1):
-        values = {what: [record.recorded(key) for record in firsts] for key, what in SURROUNDINGS.items()}
+        values = {what: [record.recorded(each) for record in firsts] for each, what in SURROUNDINGS.items()}
         differing = [f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each}) > 1]
         names = ", ".join(record.name for record in firsts)
         notes.append(f"{names} differ in {' and '.join(differing)}: not counted as replicates")

@@ -102,26 +102,24 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     main = max(known, key=known.count) if known else None
     drawn: dict[str, RunRecord] = {}
     for record in records if main else []:
-        is_off = kind == "validation" and record.train and record.train.get("validation_interval") is None
-        points = len(losses[record.name])
-        if bases[record.name] == main and points >= LEAST_POINTS:
+        is_on_main, points = bases[record.name] == main, len(losses[record.name])
+        if is_on_main and points >= LEAST_POINTS:
             drawn[record.name] = record
             continue
-        if bases[record.name] == main:
+        reason = f"in no chart: not known to have losses on {main.words if main else ''}"
+        if is_on_main:
             reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
             reason += f" takes {LEAST_POINTS}"
         elif record.state.word == "never trained":
             reason = "in no chart: never trained"
-        elif is_off:
+        elif kind == "validation" and record.train and record.train.get("validation_interval") is None:
             reason = "in no chart: trained without validation, and validation losses are drawn"
-        else:
-            reason = f"in no chart: not known to have losses on {main.words}"
         reasons.setdefault(reason, []).append(record.name)
     arms = find_arms(records, baseline)
     groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
     charts = []
     for axis in axes:
-        points: dict[str, dict[int, tuple[float, float]]] = {}  # by run and step: place on the axis, and loss
+        places: dict[str, dict[int, tuple[float, float]]] = {}  # by run and step: place on the axis, and loss
         left_out = {reason: [*names] for reason, names in reasons.items()}
         for name, record in drawn.items():
             try:
@@ -130,8 +128,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
                 left_out.setdefault(str(error), []).append(name)
             else:
                 of_run = losses[name]
-                points[name] = {each.global_step: ((getattr(each, key) or 0) * factor, each.loss) for each in of_run}
-        members = {label: [points[name] for name in names if name in points] for label, names in groups.items()}
+                places[name] = {each.global_step: ((getattr(each, key) or 0) * factor, each.loss) for each in of_run}
+        members = {label: [places[name] for name in names if name in places] for label, names in groups.items()}
         curves = [curve for label, runs in members.items() if (curve := _mean_curve(label, runs)).x]
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
@@ -145,8 +143,10 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
     and loss, by step."""
     steps = [step for step in runs[0] if all(step in run for run in runs)] if runs else []
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
-    ends = (min, max) if len(runs) > 1 else ()
-    return Curve(label, x, y, *([end(run[step][1] for run in runs) for step in steps] for end in ends), runs=len(runs))
+    if len(runs) < 2:
+        return Curve(label, x, y)
+    low, high = ([end(run[step][1] for run in runs) for step in steps] for end in (min, max))
+    return Curve(label, x, y, low, high, len(runs))
 
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,8 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
     state = RunRecord.read(wrong.directory).state
     assert state.word == "damaged"
     assert 'did you mean "learning_rate"' in state.detail
-    for key, value in (("world_size", 0), ("tokens_seen", -5), ("final_validation_loss", -3.0)):
+    impossible: dict[str, Any] = {"world_size": 0, "tokens_seen": -5, "final_validation_loss": -3.0}
+    for key, value in impossible.items():
         state = RunRecord.read(RunFolder(tmp_path, key).finish(**{key: value}).directory).state
         assert state.word == "damaged"
         assert f'key "{key}"' in state.detail
@@ -149,11 +151,12 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
         (("[bc]", f"{tmp_path}/?", "a"), ["b", "c", "a"]),
     ):
         assert [run.path.name for run in find_runs(tmp_path, names)] == found
-    for folder, names, message in (
+    refused: list[tuple[Path, tuple[str, ...], str]] = [
         (tmp_path, ("a**b",), r"a\*\*b: no run in .* has such a name"),
         (tmp_path, ("bb",), "no such run; did you mean b"),
         (tmp_path, ("notes",), "not a run; it has neither train"),
         (tmp_path / "notes", (), "there are no runs; --runs-dir names"),
-    ):
+    ]
+    for folder, asked, message in refused:
         with pytest.raises(UserError, match=message):
-            find_runs(folder, names)
+            find_runs(folder, asked)
