@@ -34,6 +34,7 @@ MARKERS = ("o", "s", "^", "D")
 FAINT = "#555555"
 LONGEST_LABEL = 40
 BasisOf = Callable[[RunRecord], Basis | None]
+WITH_LOSS = (TrainEvent, ValidationEvent)
 KINDS: dict[str, tuple[type[TrainEvent | ValidationEvent], BasisOf]] = {
     "validation": (ValidationEvent, validation_basis),
     "training": (TrainEvent, training_basis),
@@ -81,11 +82,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
         try:
-            found = [
-                each
-                for each in last_training(record.directory.metrics)
-                if isinstance(each, TrainEvent | ValidationEvent)
-            ]
+            found = [each for each in last_training(record.directory.metrics) if isinstance(each, WITH_LOSS)]
         except UserError as error:
             reasons[f"in no chart: {error}"] = [record.name]
         else:
@@ -128,7 +125,9 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
                 left_out.setdefault(str(error), []).append(name)
             else:
                 of_run = losses[name]
-                places[name] = {each.global_step: ((getattr(each, key) or 0) * factor, each.loss) for each in of_run}
+                places[name] = {
+                    each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in of_run
+                }
         members = {label: [places[name] for name in names if name in places] for label, names in groups.items()}
         curves = [curve for label, runs in members.items() if (curve := _mean_curve(label, runs)).x]
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]

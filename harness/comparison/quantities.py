@@ -338,11 +338,12 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
     if isinstance(found, Inconclusive):  # a test loss without bits per byte, or the reason why there is no test loss
         losses = _finite_test_losses(record)
         return losses if isinstance(losses, Inconclusive) else Inconclusive("bytes of its test text not known")
-    rough = [each for each in found if isinstance(each.result, LossResult) and not each.result.bits_are_exact]
-    about = "by the bytes per token of the whole split"
-    return [
-        replace(each, remark="; ".join(filter(None, [each.remark, about]))) if each in rough else each for each in found
-    ]
+    bits = []
+    for each in found:
+        is_exact = isinstance(each.result, LossResult) and each.result.bits_are_exact
+        remarks = [each.remark, "" if is_exact else "by the bytes per token of the whole split"]
+        bits.append(replace(each, remark="; ".join(filter(None, remarks))))
+    return bits
 
 
 def judging_basis(result: InstructionResult) -> Basis:
