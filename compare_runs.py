@@ -77,19 +77,18 @@ def main(
             if path.is_dir():
                 raise UserError(f"{path}: is a folder; name a file")
         references = _read_references(reference)
-        named, refusal = runs, None
+        members: tuple[str, ...] = ()
         if baseline is not None:
             try:
-                baseline = RunDirectory.find(runs_dir, baseline).path.name
-                named = (*runs, baseline) if runs else ()
-            except UserError as error:
-                refusal = error  # unless it is the name of an arm
-        records = [RunRecord.read(run) for run in find_runs(runs_dir, named)]
-        if refusal is not None:
-            members = find_arms(records).runs.get(str(baseline))
-            if members is None:
-                raise refusal
+                members = (RunDirectory.find(runs_dir, baseline).path.name,)
+            except UserError:
+                for names in (runs, ()):  # perhaps an arm of the named runs, or of all
+                    arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, names)]).runs
+                    members = members or arms.get(baseline, ())
+                if not members:
+                    raise
             baseline = members[0]
+        records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *members) if runs else ())]
         # Runs that ship with the repository and were never trained here would fill the table.
         trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
         left_out = [] if runs or not trained else [record for record in records if record not in trained]

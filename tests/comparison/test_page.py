@@ -18,7 +18,7 @@ from tests.support.forked_command import run_forked
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
-    """What compare_runs.py prints on standard error, the page, and the folder with page.html and curves.png."""
+    """Return what compare_runs.py prints on standard error, the page, and the folder of page.html and curves.png."""
     folder = tmp_path_factory.mktemp("comparison")
     for name, rate, loss in (("<a>", 0.001, 2.5), ("b", 0.002, 2.4)):
         RunFolder(folder / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20).test_loss(loss)
