@@ -134,23 +134,23 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
     """Return all quantities of these runs in the order of their columns: what was trained, the results, then speed,
     time and cost."""
     bits = partial(_bits_per_byte, bits_bases([result for each in records for result in each.results.of(LossResult)]))
-    scores = Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE)
+    score = Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE)
     benchmarks: dict[str, Quantity] = {}
-    for score in [score for each in records for result in each.results.of(BenchmarkResult) for score in result.scores]:
-        is_lower = None if score.higher_is_better is None else not score.higher_is_better
-        key, title = f"{score.task}_{score.metric}", f"{score.task} {score.metric}"
-        measure = partial(_benchmark, score.task, score.metric)
-        benchmarks[key] = Quantity(key, title, "", ".4g", measure, "", is_lower)
+
+    def add(task: str, metric: str, when: str, lower_is_better: bool | None) -> None:
+        key, title = f"{task}_{metric}{when.replace(' ', '_')}", f"{task} {metric}{when}"
+        measure = partial(_benchmark_while_training if when else _benchmark, task, metric)
+        benchmarks[key] = Quantity(key, title, "", ".4g", measure, "", lower_is_better)
+
+    for each in [each for record in records for result in record.results.of(BenchmarkResult) for each in result.scores]:
+        add(each.task, each.metric, "", None if each.higher_is_better is None else not each.higher_is_better)
     for event in [event for record in records for event in record.benchmarks]:
-        is_lower = LOWER_IS_BETTER.get(event.metric.partition(",")[0])
-        key, title = f"{event.task}_{event.metric}_while_training", f"{event.task} {event.metric} while training"
-        measure = partial(_benchmark_while_training, event.task, event.metric)
-        benchmarks[key] = Quantity(key, title, "", ".4g", measure, "", is_lower)
+        add(event.task, event.metric, " while training", LOWER_IS_BETTER.get(event.metric.partition(",")[0]))
     return [
         *TRAINED,
         Quantity("test_loss", "test loss", NATS, ".3f", _finite_test_losses, "test_loss", LESS),
         Quantity("bits_per_byte", "bits per byte", "", ".3f", bits, "", LESS),
-        scores,
+        score,
         *benchmarks.values(),
         *SPENT,
     ]
