@@ -82,8 +82,8 @@ def main(
             try:
                 members = (RunDirectory.find(runs_dir, baseline).path.name,)
             except UserError:
-                for names in (runs, ()):  # perhaps an arm of the named runs, or of all
-                    arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, names)]).runs
+                for those in (runs, ()):  # perhaps an arm of the named runs, or of all
+                    arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, those)]).runs
                     members = members or arms.get(baseline, ())
                 if not members:
                     raise

@@ -136,7 +136,7 @@ class RunsTable:
         "name". If `key` is None, sorts by the first column of LOSSES that two runs have; runs without this loss are
         sorted by the next. Raises UserError naming the nearest key if no column has this key."""
         named = {column.key: column for column in self.columns}
-        by = [named[name] for name in LOSSES if name in named] if key is None else [named[key]] if key in named else []
+        by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
         if key == "name" or (key is None and not by):
             order.sort(key=lambda row: self.records[row].name)
