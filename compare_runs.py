@@ -21,7 +21,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--baseline", metavar="RUN", help="Test whether other settings are better or worse than that of RUN.")
+@click.option("--baseline", metavar="RUN|ARM", help="Test whether other settings are better or worse than this one.")
 @click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
@@ -53,10 +53,11 @@ def main(
         from harness.common.files import check_writable, replace_text
         from harness.common.messages import abbreviated
         from harness.comparison.against_baseline import compare_with
+        from harness.comparison.arms import find_arms
         from harness.comparison.charts import chart_note, charts_of, write_png
         from harness.comparison.fits import fits
         from harness.comparison.machines import machine_lines
-        from harness.comparison.records import find_runs, read_records
+        from harness.comparison.records import RunRecord, find_runs
         from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
         from harness.planning.machines import PRICES
         from harness.runs.directory import RunDirectory
@@ -76,9 +77,18 @@ def main(
             if path.is_dir():
                 raise UserError(f"{path}: is a folder; name a file")
         references = _read_references(reference)
+        members: tuple[str, ...] = ()
         if baseline is not None:
-            baseline = RunDirectory.find(runs_dir, baseline).path.name
-        records = read_records(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
+            try:
+                members = (RunDirectory.find(runs_dir, baseline).path.name,)
+            except UserError:
+                for those in (runs, ()):  # perhaps an arm of the named runs, or of all
+                    arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, those)]).runs
+                    members = members or arms.get(baseline, ())
+                if not members:
+                    raise
+            baseline = members[0]
+        records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *members) if runs else ())]
         # Runs that ship with the repository and were never trained here would fill the table.
         trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
         left_out = [] if runs or not trained else [record for record in records if record not in trained]

@@ -11,17 +11,15 @@ import numpy as np
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
 from harness.comparison.arms import Arms, find_arms
-from harness.comparison.basis import (
-    MEASURED_TOO,
-    Basis,
-    Measurement,
-    Values,
-    chosen_results,
-    comparable_groups,
-    loss_basis,
-)
-from harness.comparison.columns import all_test_losses, final_validation_losses
 from harness.comparison.inconclusive import Inconclusive
+from harness.comparison.quantities import (
+    MEASURED_TOO,
+    Group,
+    Values,
+    all_test_losses,
+    comparable_groups,
+    final_validation_losses,
+)
 from harness.comparison.records import RunRecord
 from harness.comparison.verdicts import Arm, Verdict, compare_arms, seeds_sentences
 from harness.runs.results import LossResult, read_window_losses
@@ -82,39 +80,42 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         # A diverged run stays part of its arm, with NaN for a loss that is not finite.
         for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
             values = [losses_of(record) for record in records]
-            for basis, members in comparable_groups(values):
-                measured = {arms.arm_of(records[row].name) for row in members} - {None}
+            for group in comparable_groups(values):
+                measured = {arms.arm_of(records[row].name) for row in group[1]} - {None}
                 if own in measured and len(measured) > 1:
-                    return _compare(own, arms, loss, basis, members, values, records)
+                    return _compare(own, arms, loss, group, values, records)
         reason = "no other run has a test loss or validation loss on the same text"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 
 def _compare(
-    own: str,
-    arms: Arms,
-    loss: str,
-    basis: Basis,
-    members: dict[int, Measurement],
-    values: Sequence[Values],
-    records: Sequence[RunRecord],
+    own: str, arms: Arms, loss: str, group: Group, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the arms by the losses in `members`, which are measurements on `basis`, by row of `records`. `values` has
-    all measurements of each row; they give the reasons for runs that are left out."""
+    """Compare the arms by the losses in `group`. `values` has all measurements of each of the `records`; they give the
+    reasons for runs that are left out."""
+    basis, members = group
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in members.items()}
     built = {}
     for name, runs in arms.runs.items():
         those = [found[run] for run in runs if run in found]
-        for record, each in those:
-            if each.remark and MEASURED_TOO not in each.remark:
-                notes.append(f"{record.name}: {loss} {each.remark}")
+        notes += [
+            f"{record.name}: {loss} {each.remark}"
+            for record, each in those
+            if each.remark and MEASURED_TOO not in each.remark
+        ]
         losses = [each.value for _, each in those]
-        its_records = [record for record, _ in those]
-        windows = _windows(its_records, basis, notes) if np.isfinite(losses).all() else None
-        built[name] = Arm(name, losses, windows, [record.name for record in its_records])
-    baseline, others = built[own], [arm for name, arm in built.items() if name != own]
-    verdicts = compare_arms(baseline, others)
+        results = [each.result for _, each in those if isinstance(each.result, LossResult)]
+        windows: list[np.ndarray] | None = None
+        if losses and len(results) == len(losses) and np.isfinite(losses).all():
+            try:
+                directories = [record.directory for record, _ in those]
+                windows = [read_window_losses(*each) for each in zip(directories, results, strict=True)]
+            except UserError as error:
+                notes.append(str(error))
+        built[name] = Arm(name, losses, windows, [record.name for record, _ in those])
+    baseline = built[own]
+    verdicts = compare_arms(baseline, [arm for name, arm in built.items() if name != own])
     left_out: dict[str, list[str]] = {}
     for row, (record, of_run) in enumerate(zip(records, values, strict=True)):
         if row not in members and arms.arm_of(record.name):
@@ -126,21 +127,3 @@ def _compare(
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
     title = f"Against {own} ({baseline.runs} {'run' if baseline.runs == 1 else 'runs'}), by {loss} on {basis.words}:"
     return BaselineComparison(title, verdicts, seeds_sentences(verdicts, [*built.values()]), notes + arms.notes, loss)
-
-
-def _windows(records: Sequence[RunRecord], basis: Basis, notes: list[str]) -> list[np.ndarray] | None:
-    """Return the loss of each window of the text, an array [windows] per run, for the checkpoint that the table shows.
-    Returns None if these losses are missing for a run. If a file of losses cannot be read, adds a line to `notes` and
-    returns None."""
-    windows = []
-    for record in records:
-        chosen = chosen_results(record, record.results.of(LossResult), loss_basis)
-        result = next((result for result, its_basis, _ in chosen if its_basis == basis), None)
-        if result is None:
-            return None
-        try:
-            windows.append(read_window_losses(record.directory, result))
-        except UserError as error:
-            notes.append(str(error))
-            return None
-    return windows or None

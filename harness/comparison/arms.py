@@ -45,26 +45,34 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
     """Group the finished runs into arms, in the order of `records`. Of several runs with the same seed in one arm, only
     the first counts, or the run `baseline` if it is one of them."""
     unfinished: dict[str, list[str]] = {}
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}  # by settings; a run whose replicates are unknown is alone
+    unknown, repeated, arms = [], [], []
     for record in records:
         if record.state.word != "finished":
             unfinished.setdefault(record.state.word, []).append(record.name)
-    notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
-    finished = {record.name: record for record in records if record.state.word == "finished"}
-    settings = {name: settings_of(record) for name, record in finished.items()}
-    groups: dict[str, list[str]] = {}
-    for name, of_run in settings.items():
-        if isinstance(of_run, Inconclusive):
-            notes.append(f"{name}: its replicates are unknown, because {of_run.reason}")
-        groups.setdefault(name if isinstance(of_run, Inconclusive) else "\n".join(of_run), []).append(name)
-    arms = []
-    for members in groups.values():
+            continue
+        settings = settings_of(record)
+        if isinstance(settings, Inconclusive):
+            unknown.append(f"{record.name}: its replicates are unknown, because {settings.reason}")
+        groups.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
+    alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings apart from SURROUNDINGS
+    for key, members in groups.items():
         by_seed: dict[str, str] = {}
-        for name in sorted(members, key=lambda name: name != baseline):
-            by_seed.setdefault(json.dumps(finished[name].train.get(SEED, TrainConfig.model_fields[SEED].default)), name)
-        arms.append(tuple(name for name in members if name in by_seed.values()))
-        if repeated := [name for name in members if name not in by_seed.values()]:
-            notes.append(f"{abbreviated(repeated)}: same seed and settings as another run of the arm, counted once")
-    notes += _near_misses(settings, finished, [arm[0] for arm in arms])
+        for record in sorted(members, key=lambda record: record.name != baseline):
+            seed = record.train.get(SEED, TrainConfig.model_fields[SEED].default)
+            by_seed.setdefault(json.dumps(seed), record.name)
+        counted = [record for record in members if record.name in by_seed.values()]
+        arms.append(tuple(record.name for record in counted))
+        if again := [record.name for record in members if record.name not in by_seed.values()]:
+            repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
+        alike.setdefault(key[0], []).append(counted[0])
+    notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
+    notes += unknown + repeated
+    for firsts in (firsts for firsts in alike.values() if len(firsts) > 1):
+        values = {what: [record.recorded(each) for record in firsts] for each, what in SURROUNDINGS.items()}
+        differing = [f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each}) > 1]
+        names = ", ".join(record.name for record in firsts)
+        notes.append(f"{names} differ in {' and '.join(differing)}: not counted as replicates")
     return Arms(_named(arms, {record.name for record in records}, baseline), notes)
 
 
@@ -88,7 +96,7 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     number of ranks. Returns Inconclusive if replicates cannot be recognized: a setting was not recorded, or
     `initial_weights` are given and make the seed ineffective or may differ between runs."""
     dataset, model = record.dataset or None, record.model
-    known = {"dataset": dataset, **{key: getattr(record, key) for key in SURROUNDINGS}}
+    known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
     if missing:
         return Inconclusive(f"these were not recorded: {', '.join(missing)}")
@@ -117,21 +125,3 @@ def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[s
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}
-
-
-def _near_misses(
-    settings: Mapping[str, tuple[str, str] | Inconclusive], records: Mapping[str, RunRecord], names: Sequence[str]
-) -> list[str]:
-    """Return a note for each set of runs that differ only in torch, device or number of ranks. `names` has the first
-    run of each arm."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        of_run = settings[name]
-        if not isinstance(of_run, Inconclusive):
-            alike.setdefault(of_run[0], []).append(name)
-    notes = []
-    for runs in (runs for runs in alike.values() if len(runs) > 1):
-        values = {what: [getattr(records[name], key) for name in runs] for key, what in SURROUNDINGS.items()}
-        differing = [f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each}) > 1]
-        notes.append(f"{', '.join(runs)} differ in {' and '.join(differing)}: not counted as replicates")
-    return notes

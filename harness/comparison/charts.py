@@ -13,11 +13,10 @@ from harness.common.files import atomic_file
 from harness.common.messages import abbreviated
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
-from harness.comparison.basis import Basis, training_basis, validation_basis
 from harness.comparison.progress import last_training
+from harness.comparison.quantities import Basis, training_basis, validation_basis
 from harness.comparison.records import RunRecord
-from harness.runs.metrics import Event, TrainEvent, ValidationEvent
-from harness.runs.throughput import cost
+from harness.runs.metrics import TrainEvent, ValidationEvent
 
 LEAST_POINTS = 2
 # First part of the axis, as a fraction. Losses there are near ln(vocabulary), and would squeeze the rest of the curves
@@ -35,10 +34,11 @@ MARKERS = ("o", "s", "^", "D")
 FAINT = "#555555"
 LONGEST_LABEL = 40
 BasisOf = Callable[[RunRecord], Basis | None]
-KINDS: tuple[tuple[str, type[Event], BasisOf], ...] = (
-    ("validation", ValidationEvent, validation_basis),
-    ("training", TrainEvent, training_basis),
-)
+WITH_LOSS = (TrainEvent, ValidationEvent)
+KINDS: dict[str, tuple[type[TrainEvent | ValidationEvent], BasisOf]] = {
+    "validation": (ValidationEvent, validation_basis),
+    "training": (TrainEvent, training_basis),
+}
 # Label of each axis, by the name of the axis.
 AXES = {
     "tokens": "tokens seen",
@@ -78,103 +78,89 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     """Return a chart over each axis. It shows the runs whose losses are on the same text as those of most runs:
     validation losses, or training losses if no run has enough validation losses for a curve. Arms have the same names
     as in the verdicts against the run `baseline`."""
-    events: dict[str, list[Event]] = {}
-    reasons: dict[str, list[str]] = {}
+    events: dict[str, list[TrainEvent | ValidationEvent]] = {}
+    reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
         try:
-            events[record.name] = [*last_training(record.directory.metrics)][::-1]
+            found = [each for each in last_training(record.directory.metrics) if isinstance(each, WITH_LOSS)]
         except UserError as error:
             reasons[f"in no chart: {error}"] = [record.name]
-    records = [record for record in records if record.name in events]
-
-    def has_curve(kind: tuple[str, type[Event], BasisOf]) -> bool:
-        _, of_kind, basis_of = kind
-        return any(basis_of(each) and len(_losses(events[each.name], of_kind)) >= LEAST_POINTS for each in records)
-
-    kind, of_kind, basis_of = next(filter(has_curve, KINDS), KINDS[0])
-    losses = {name: _losses(of_run, of_kind) for name, of_run in events.items()}
-    bases = {record.name: basis_of(record) for record in records}
-    known = [basis for basis in bases.values() if basis is not None]
-    if not known:
-        problems = [f"{abbreviated(names)}: {reason}" for reason, names in reasons.items()]
-        problems += ["the text that losses were measured on is not recorded"] if records else []
-        return [Chart(axis, kind, [], problems) for axis in axes]
-    main = max(known, key=known.count)
-    drawn: dict[str, RunRecord] = {}
-    for record in records:
-        is_off = kind == "validation" and record.train and record.train.get("validation_interval") is None
-        if bases[record.name] != main:
-            reason = f"not known to have losses on {main.words}"
-            if record.state.word == "never trained":
-                reason = "never trained"
-            elif is_off:
-                reason = "trained without validation, and validation losses are drawn"
-            reasons.setdefault(f"in no chart: {reason}", []).append(record.name)
-        elif (points := len(losses[record.name])) < LEAST_POINTS:
-            reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
-            reasons.setdefault(f"{reason} takes {LEAST_POINTS}", []).append(record.name)
         else:
+            finite = [each for each in found if each.loss is not None and abs(each.loss) < LARGEST_LOSS]
+            events[record.name] = finite[::-1]
+    records = [record for record in records if record.name in events]
+    for kind in (*KINDS, "validation"):  # the first one with a curve, or else validation
+        of_kind, basis_of = KINDS[kind]
+        bases = {record.name: basis_of(record) for record in records}
+        losses = {name: [each for each in of_run if isinstance(each, of_kind)] for name, of_run in events.items()}
+        if any(basis and len(losses[name]) >= LEAST_POINTS for name, basis in bases.items()):
+            break
+    known = [basis for basis in bases.values() if basis is not None]
+    main = max(known, key=known.count) if known else None
+    drawn: dict[str, RunRecord] = {}
+    for record in records if main else []:
+        is_on_main, points = bases[record.name] == main, len(losses[record.name])
+        if is_on_main and points >= LEAST_POINTS:
             drawn[record.name] = record
+            continue
+        reason = f"in no chart: not known to have losses on {main.words if main else ''}"
+        if is_on_main:
+            reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
+            reason += f" takes {LEAST_POINTS}"
+        elif record.state.word == "never trained":
+            reason = "in no chart: never trained"
+        elif kind == "validation" and record.train and record.train.get("validation_interval") is None:
+            reason = "in no chart: trained without validation, and validation losses are drawn"
+        reasons.setdefault(reason, []).append(record.name)
     arms = find_arms(records, baseline)
     groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
-    return [_chart(axis, kind, groups, drawn, losses, reasons) for axis in axes]
+    charts = []
+    for axis in axes:
+        places: dict[str, dict[int, tuple[float, float]]] = {}  # by run and step: place on the axis, and loss
+        left_out = {reason: [*names] for reason, names in reasons.items()}
+        for name, record in drawn.items():
+            try:
+                key, factor = _place_on(axis, record)
+            except UserError as error:
+                left_out.setdefault(str(error), []).append(name)
+            else:
+                of_run = losses[name]
+                places[name] = {
+                    each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in of_run
+                }
+        members = {label: [places[name] for name in names if name in places] for label, names in groups.items()}
+        curves = [curve for label, runs in members.items() if (curve := _mean_curve(label, runs)).x]
+        problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
+        if records and not main:
+            problems.append("the text that losses were measured on is not recorded")
+        charts.append(Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems))
+    return charts
 
 
-def _chart(
-    axis: str,
-    kind: str,
-    groups: Mapping[str, Sequence[str]],
-    drawn: Mapping[str, RunRecord],
-    losses: Mapping[str, Sequence[Event]],
-    reasons: Mapping[str, Sequence[str]],
-) -> Chart:
-    """Return the chart over one axis. The curve of a group is the mean of its runs at those steps where all of them
-    have a loss."""
-    points, found = {}, {reason: [*names] for reason, names in reasons.items()}
-    for name, record in drawn.items():
-        try:
-            points[name] = {
-                event.global_step: (_place(event, axis, record), float(event.loss))  # type: ignore[attr-defined]
-                for event in losses[name]
-            }
-        except UserError as error:
-            found.setdefault(str(error), []).append(name)
-    curves = []
-    for label, names in groups.items():
-        members = [points[name] for name in names if name in points]
-        steps = [step for step in members[0] if all(step in each for each in members)] if members else []
-        if steps:
-            xs, ys = ([[each[step][part] for each in members] for step in steps] for part in (0, 1))
-            band = ([min(each) for each in ys], [max(each) for each in ys]) if len(members) > 1 else ([], [])
-            mean_x, mean_y = ([sum(each) / len(each) for each in of_steps] for of_steps in (xs, ys))
-            curves.append(Curve(label, mean_x, mean_y, *band, runs=len(members)))
-    problems = [f"{abbreviated(names)}: {reason}" for reason, names in found.items()]
-    return Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems)
+def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:
+    """Return the mean of the runs at those steps where all of them have a loss. Each run is given as place on the axis
+    and loss, by step."""
+    steps = [step for step in runs[0] if all(step in run for run in runs)] if runs else []
+    x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
+    if len(runs) < 2:
+        return Curve(label, x, y)
+    low, high = ([end(run[step][1] for run in runs) for step in steps] for end in (min, max))
+    return Curve(label, x, y, low, high, len(runs))
 
 
-def _place(event: Event, axis: str, record: RunRecord) -> float:
-    """Return the position of an event on an axis. Raises UserError if the price or the FLOPs per token are not
-    known."""
-    price, seconds = record.train.get("price_per_hour"), event.seconds or 0.0
-    if axis == "steps":
-        return event.global_step
-    if axis == "tokens":
-        return event.tokens_seen
-    if axis == "hours":
-        return seconds / 3600
+def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
+    """Return the key of an event that gives its place on an axis, and the factor that turns it into the axis's unit.
+    Raises UserError if the price or the FLOPs per token are not known."""
     if axis == "dollars":
+        price = record.train.get("price_per_hour")
         if not isinstance(price, int | float):
             raise UserError('train.json has no "price_per_hour", so its losses cannot be drawn over dollars')
-        return cost(seconds, price)
-    if record.shape is None:
-        raise UserError("FLOPs per token are not known")
-    return event.tokens_seen * record.shape.flops_per_token
-
-
-def _losses(events: Sequence[Event], kind: type[Event]) -> list[Event]:
-    """Return the events of one kind whose loss is recorded and small enough to draw."""
-    found = [event for event in events if isinstance(event, kind)]
-    return [event for event in found if (loss := getattr(event, "loss", None)) is not None and abs(loss) < LARGEST_LOSS]
+        return "seconds", price / 3600
+    if axis == "flops":
+        if record.shape is None:
+            raise UserError("FLOPs per token are not known")
+        return "tokens_seen", record.shape.flops_per_token
+    return {"tokens": ("tokens_seen", 1.0), "steps": ("global_step", 1.0), "hours": ("seconds", 1 / 3600)}[axis]
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
@@ -187,21 +173,22 @@ def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
 
 def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
     """Draw a chart into a PNG file. An existing file is replaced atomically, by renaming."""
-    drawn = _draw(chart, references, note, "png")
     with atomic_file(path.resolve()) as draft:
-        draft.write_bytes(drawn)
+        _draw(chart, references, note, "png", draft)
 
 
 def svg(chart: Chart, references: Mapping[str, float]) -> str:
     """Return a chart as an <svg> element. Its labels are text instead of outlines; matplotlib escapes them."""
-    text = _draw(chart, references, "", "svg").decode()
+    drawn = io.StringIO()
+    _draw(chart, references, "", "svg", drawn)
+    text = drawn.getvalue()
     return text[text.index("<svg") :]
 
 
-def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -> bytes:
-    """Draw the curves, with a dotted line for each reference (label: loss), and return the contents of a file of type
-    `kind`. A reference outside the shown range is only named in the legend, with an arrow. Replicates have a band from
-    their lowest loss to their highest. `note` is printed below the axes."""
+def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
+    """Draw the curves, with a dotted line for each reference (label: loss), into `target`, in the format `kind`. A
+    reference outside the shown range is only named in the legend, with an arrow. Replicates have a band from their
+    lowest loss to their highest. `note` is printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -238,14 +225,12 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
             text.set_parse_math(False)  # a $ in a label does not begin a formula
         if note:
             figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color=FAINT, parse_math=False)
-        drawn = io.BytesIO()
         with warnings.catch_warnings(), plt.rc_context({"svg.fonttype": "none"}):
             warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such glyphs are drawn as boxes
             empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            figure.savefig(drawn, format=kind, metadata=empty)
+            figure.savefig(target, format=kind, metadata=empty)
     finally:
         plt.close(figure)
-    return drawn.getvalue()
 
 
 def _plain(text: str) -> str:

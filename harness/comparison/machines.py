@@ -44,11 +44,6 @@ class KnownSpeed:
     train: Mapping[str, Any]
     tokens_per_second: float
 
-    def is_on(self, machine: Machine) -> bool:
-        device = find_device(machine.device)
-        same = self.device == machine.device if device is None else find_device(self.device) == device
-        return same and self.gpus == machine.gpus
-
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
     """Yield lines of 80 columns with a table of one run's time and cost on each machine, computed from the speeds in
@@ -74,19 +69,22 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
     found: list[tuple[str, float, Machine, KnownSpeed]] = []  # basis, dollars, machine, speed
     reasons: dict[str, list[str]] = {}
     for machine in machines:
-        here = [speed for speed in known if speed.model == model and speed.is_on(machine)]
+        device, here = find_device(machine.device), []
+        for speed in known:
+            same = speed.device == machine.device if device is None else find_device(speed.device) == device
+            if same and speed.gpus == machine.gpus and speed.model == model:
+                here.append(speed)
         measured = [speed for speed in here if speed.basis == "measured" and same_kernels(speed.train, train)]
         usable = measured or [speed for speed in here if speed.basis == "reported"]
-        if sequences % machine.gpus:
-            reason = f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
-            reasons.setdefault(reason, []).append(machine.machine)
-        elif not usable:
-            reason = "no speed of this model was measured or reported there; --plan estimates one"
-            reasons.setdefault(reason, []).append(machine.machine)
-        else:
+        if usable and sequences % machine.gpus == 0:
             speed = max(usable, key=lambda speed: (speed.run == name, speed.tokens_per_second))
             dollars = cost(tokens / speed.tokens_per_second, machine.price_per_hour)
             found.append((speed.basis, dollars, machine, speed))
+            continue
+        reason = "no speed of this model was measured or reported there; --plan estimates one"
+        if sequences % machine.gpus:
+            reason = f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
+        reasons.setdefault(reason, []).append(machine.machine)
     found.sort(key=lambda each: each[:2])
     if found:
         yield ""

@@ -8,6 +8,7 @@ in `random_seed` alone (all of them read the data in the same order).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,6 +54,11 @@ class Estimate:
         reach = float(special.stdtrit(self.df, 1 - alpha / 2)) * self.error if self.error else 0.0
         return self.value - reach, self.value + reach
 
+    def may_be_zero(self, alpha: float = ALPHA) -> bool:
+        """Return True if the interval at level 1 − alpha contains 0."""
+        low, high = self.interval(alpha)
+        return low <= 0 <= high
+
 
 def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
     """Return the mean of `values` (one per window, [windows], in the order of the text) and its standard error over
@@ -77,12 +83,6 @@ def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
     df = sum(len(losses) - 1 for losses in arms if len(losses))
     squares = sum(float(np.var(losses)) * len(losses) for losses in arms if len(losses))
     return Variance(squares / df, df) if df > 0 else None
-
-
-def variance_of_mean(losses: Sequence[float]) -> Variance:
-    """Return the variance of the mean loss of an arm with at least two runs, estimated from these runs alone, as in
-    Welch's test."""
-    return Variance(float(np.var(losses, ddof=1)) / len(losses), len(losses) - 1)
 
 
 def satterthwaite(value: float, parts: Sequence[Variance]) -> Estimate:
@@ -123,25 +123,16 @@ def seeds_needed(
 
 
 def _runs_for(difference: float, deviation: float) -> int | None:
-    """Return the smallest number of runs per arm with a power of at least POWER, found by bisection, or None if it is
-    above MOST_SEEDS. `deviation` is the standard deviation of a run over seeds."""
-    if deviation == 0:
-        return 2
-    low, high = 1, 2
-    while _power(difference / deviation, high) < POWER:
-        low, high = high, high * 2
-        if high > MOST_SEEDS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _power(difference / deviation, middle) >= POWER else (middle, high)
-    return high
+    """Return the smallest number of runs per arm with a power of at least POWER, or None if it is above MOST_SEEDS.
+    `deviation` is the standard deviation of a run over seeds."""
 
+    def power(runs: int) -> float:
+        """Return the probability that the test statistic, which has a noncentral t distribution, is significant."""
+        df, noncentrality = 2 * runs - 2, difference / deviation * math.sqrt(runs / 2)
+        critical = special.stdtrit(df, 1 - ALPHA / 2)
+        within = special.nctdtr(df, noncentrality, critical) - special.nctdtr(df, noncentrality, -critical)
+        return float(1 - np.nan_to_num(within))  # `within` is NaN at single points far out, where it is nearly 0
 
-def _power(shift: float, runs: int) -> float:
-    """Return the power of the two-sided t test of two arms with `runs` runs each, whose true means differ by `shift`
-    standard deviations of a run. The test statistic has a noncentral t distribution."""
-    df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
-    critical = special.stdtrit(df, 1 - ALPHA / 2)
-    within = special.nctdtr(df, noncentrality, critical) - special.nctdtr(df, noncentrality, -critical)
-    return float(1 - np.nan_to_num(within))  # `within` is NaN at single points far out, where it is nearly 0
+    numbers = range(2, MOST_SEEDS + 1)
+    place = bisect_left(numbers, POWER, key=power) if deviation else 0
+    return numbers[place] if place < len(numbers) else None

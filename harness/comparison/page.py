@@ -77,7 +77,7 @@ def _provenance(record: RunRecord) -> list[str]:
         "folder": record.directory.path,
         "state": f"{record.state.word} {record.state.detail}".strip(),
         "machine": machine_of(record),
-        "torch": record.torch,
+        "torch": record.recorded("torch"),
         "data": record.dataset.get("name"),
     }
     results = [f"{result.kind} of {result.weights.checkpoint}, {result.date}" for result in record.results.of(Result)]

@@ -51,16 +51,6 @@ class State:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """Names of a run's checkpoints that decide which of its results count: the best, the latest, and those set
-    aside."""
-
-    best: str | None = None
-    latest: str | None = None
-    aside: frozenset[str] = frozenset()  # those of earlier trainings, in aside/
-
-
-@dataclass(frozen=True)
 class RunRecord:
     """Record of one run for a comparison. A field that could not be read is empty, and `problems` has a line for it."""
 
@@ -74,21 +64,87 @@ class RunRecord:
     meta: CheckpointMeta | None = None  # of its latest checkpoint; None if the run has a summary
     results: Results = field(default_factory=Results)
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
-    trained_in: str = ""  # precision of the run; "" if there are no such benchmarks
+    trained_in: str = ""  # precision of these benchmarks
     reported: Reported | None = None
-    checkpoints: Checkpoints = Checkpoints()
+    best: str | None = None  # the checkpoint that the link names; None if there is none
+    latest: str | None = None
+    aside: frozenset[str] = frozenset()  # checkpoints of earlier trainings, in aside/; their results do not count
     problems: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
         """Read a run's folder. No content of a file raises an exception. If a file that decides the run's state cannot
         be read, the state is "damaged", with the reason as its detail."""
-        return _Reader(run).record()
+        problems: list[str] = []
+
+        def attempt(read: Callable[[], Read]) -> Read | None:
+            try:
+                return read()
+            except UserError as error:
+                problems.append(str(error))
+            except OSError as error:
+                problems.append(f"{error.filename or run.path}: cannot be read: {error.strerror}")
+            return None
+
+        def latest_meta() -> CheckpointMeta | None:
+            checkpoint = choose_start(run.checkpoints, None)
+            return read_meta(checkpoint) if checkpoint else None
+
+        summary = attempt(lambda: _read_summary(run))
+        is_outdated = summary is not None and _asks_for_more(run, summary)
+        if summary is not None and is_outdated:
+            continued = attempt(lambda: read_progress(run.metrics))
+            if continued is not None and continued.tokens_seen > (summary.tokens_seen or 0):
+                summary = None
+        if summary is not None and summary.model and summary.train:
+            model, train = summary.model, summary.train
+        else:
+            shape = attempt(lambda: load_model_config(run.model_json))
+            settings = attempt(lambda: load_train_config(run.train_json))
+            model, train = (each.model_dump(mode="json") if each else {} for each in (shape, settings))
+        progress = attempt(lambda: read_progress(run.metrics)) if summary is None else None
+        meta = attempt(latest_meta) if summary is None else None
+        if summary is not None and not is_outdated:
+            state = State("finished")
+        elif problems:
+            state = State("damaged", problems[0])
+        else:
+            state = _unfinished_state(run, progress, meta, is_outdated=is_outdated)
+        benchmarks = attempt(lambda: read_last_benchmarks(run.metrics)) or []
+        results = read_results(run)
+        problems += results.problems
+        trained_in = str(train.get("precision"))
+        if benchmarks and trained_in == "auto":
+            saved = attempt(latest_meta)
+            device = summary.device if summary else saved.device if saved else None
+            trained_in = (saved.precision if saved else None) or f"auto on {device}"
+        reported = attempt(lambda: read_reported(run))
+        # realpath accepts a loop of links
+        links = [Path(os.path.realpath(run.checkpoints / link)) for link in (BEST, LATEST)]
+        best, latest = (path.name if path.is_dir() else None for path in links)
+        return cls(
+            name=run.path.name,
+            directory=run,
+            state=state,
+            model=model,
+            train=train,
+            summary=summary,
+            progress=progress,
+            meta=meta,
+            results=results,
+            benchmarks=tuple(benchmarks),
+            trained_in=trained_in,
+            reported=reported,
+            best=best,
+            latest=latest,
+            aside=frozenset(path.name for path in run.aside.glob(f"*/{run.checkpoints.name}/*")),
+            problems=tuple(dict.fromkeys(problems)),
+        )
 
     @property
     def dataset(self) -> Mapping[str, Any]:
         """Name of the dataset and, by split, the number of tokens and their hash. Empty if nothing was recorded."""
-        dataset = self.summary.dataset if self.summary else self.meta.dataset if self.meta else None
+        dataset = self.recorded("dataset")
         return dataset if isinstance(dataset, dict) else {}
 
     @property
@@ -100,30 +156,15 @@ class RunRecord:
             return None
 
     @property
-    def torch(self) -> str | None:
-        return self._recorded("torch")
-
-    @property
-    def device(self) -> str | None:
-        """Device of one rank, or None if nothing was recorded."""
-        return self._recorded("device")
-
-    @property
-    def world_size(self) -> int | None:
-        return self._recorded("world_size")
-
-    @property
     def tokens_seen(self) -> int | None:
-        if self.progress is not None:
-            return self.progress.tokens_seen
-        tokens: int | None = self._recorded("tokens_seen")
+        tokens: int | None = self.progress.tokens_seen if self.progress else self.recorded("tokens_seen")
         return tokens
 
     @property
     def global_batch(self) -> int | None:
         """Sequences per optimizer step over all ranks, or None if they depend on a number of ranks that is not
         known."""
-        parts = [self._recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
+        parts = [self.recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         if None not in parts:
             return int(parts[0] * parts[1] * parts[2])
         asked = self.train.get("global_batch_size")
@@ -150,15 +191,10 @@ class RunRecord:
         price = self.train.get("price_per_hour")
         return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
-    def _recorded(self, key: str) -> Any:
+    def recorded(self, key: str) -> Any:
         """Return a value of the summary, or else of the latest checkpoint's meta.json, or else None."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
-
-
-def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
-    """Read the records of the runs that `find_runs` returns."""
-    return [RunRecord.read(run) for run in find_runs(runs_dir, names)]
 
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
@@ -190,140 +226,56 @@ def log_tail(run: RunDirectory) -> list[str]:
         return []
 
 
-def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | None:
-    """Return how the run last ended in a sweep, by its sweep.log: "failed" with the exit status, or "pruned" with the
-    global step. None if the log has no such line after the last start, or if the run was resumed without the sweep
-    since."""
+def _read_summary(run: RunDirectory) -> RunSummary | None:
+    try:
+        return read_summary(run.summary) if run.summary.exists() else None
+    except UserError as error:
+        remedy = "move it away and train again: it is written anew from the last checkpoint"
+        raise UserError(f"{error}; {remedy}") from None
+
+
+def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
+    """Return True if model.json asks for another shape or train.json for another or a larger budget than the training
+    that `summary` records. Returns False if they cannot be read."""
+    with suppress(UserError, OSError):
+        model, train = load_model_config(run.model_json), load_train_config(run.train_json)
+        wanted = train.model_dump(include={*BUDGETS})
+        had = {key: summary.train.get(key, value) for key, value in wanted.items()}
+        is_enough = all(had[key] == value or 0 < (value or 0) <= (had[key] or 0) for key, value in wanted.items())
+        return not is_enough or summary.has_shape(model) is False
+    return False
+
+
+def _unfinished_state(
+    run: RunDirectory, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
+) -> State:
+    """Return the state of a run without a summary, or whose files ask for more than its summary records
+    (`is_outdated`)."""
+    held = is_held(run.path / ".lock")
+    if not held and (end := _last_end(run)):
+        return end
+    word: StateWord = "going on" if held else "stopped"
+    if is_outdated:
+        return State(word, "its files ask for another shape or budget than summary.json records")
+    if progress is None and meta is None:
+        return State(word, "no report yet") if held else State("never trained")
+    silent = progress.silent_seconds if progress else 0.0
+    said = f"last line {duration(silent)} ago" if progress else ""
+    if held is None:  # the lock's owner is on another machine, where its process cannot be seen
+        return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
+    return State(word, said)
+
+
+def _last_end(run: RunDirectory) -> State | None:
+    """Return how the run last ended in a sweep, by its sweep.log: failed or pruned. None if the log has no such line
+    after the last start, or if the run was resumed without the sweep since."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None
     marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
     if not marks or marks[-1][1] is None:
         return None
-    return ("failed" if marks[-1][1] == "failed" else "pruned"), int(marks[-1][2])
-
-
-class _Reader:
-    """Reader of a run's files. It collects what is wrong with them in `problems`."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
-        self.problems: list[str] = []
-
-    def record(self) -> RunRecord:
-        run = self.run
-        summary = self._attempt(self._summary)
-        outdated = summary if summary is not None and self._asks_for_more(summary) else None
-        if outdated is not None and self._has_continued(outdated):
-            summary = None
-        model, train = self._configs(summary)
-        unfinished = summary is None
-        progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
-        meta = self._attempt(self._latest_meta) if unfinished else None
-        state = self._state(summary, progress, meta, is_outdated=outdated is not None)
-        benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
-        results = read_results(run)
-        self.problems += results.problems
-        return RunRecord(
-            name=run.path.name,
-            directory=run,
-            state=state,
-            model=model,
-            train=train,
-            summary=summary,
-            progress=progress,
-            meta=meta,
-            results=results,
-            benchmarks=tuple(benchmarks),
-            trained_in=self._precision(train, summary) if benchmarks else "",
-            reported=self._attempt(lambda: read_reported(run)),
-            checkpoints=self._checkpoints(),
-            problems=tuple(dict.fromkeys(self.problems)),
-        )
-
-    def _attempt(self, read: Callable[[], Read]) -> Read | None:
-        try:
-            return read()
-        except UserError as error:
-            self.problems.append(str(error))
-        except OSError as error:
-            self.problems.append(f"{error.filename or self.run.path}: cannot be read: {error.strerror}")
-        return None
-
-    def _configs(self, summary: RunSummary | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        if summary is not None and summary.model and summary.train:
-            return summary.model, summary.train
-        model = self._attempt(lambda: load_model_config(self.run.model_json))
-        train = self._attempt(lambda: load_train_config(self.run.train_json))
-        return (
-            model.model_dump(mode="json") if model else {},
-            train.model_dump(mode="json") if train else {},
-        )
-
-    def _summary(self) -> RunSummary | None:
-        try:
-            return read_summary(self.run.summary) if self.run.summary.exists() else None
-        except UserError as error:
-            remedy = "move it away and train again: it is written anew from the last checkpoint"
-            raise UserError(f"{error}; {remedy}") from None
-
-    def _asks_for_more(self, summary: RunSummary) -> bool:
-        """Return True if model.json asks for another shape or train.json for another or a larger budget than the
-        training that `summary` records. Returns False if they cannot be read."""
-        with suppress(UserError, OSError):
-            model, train = load_model_config(self.run.model_json), load_train_config(self.run.train_json)
-            wanted = train.model_dump(include={*BUDGETS})
-            had = {key: summary.train.get(key, value) for key, value in wanted.items()}
-            is_enough = all(had[key] == value or 0 < (value or 0) <= (had[key] or 0) for key, value in wanted.items())
-            return not is_enough or summary.has_shape(model) is False
-        return False
-
-    def _has_continued(self, summary: RunSummary) -> bool:
-        """Return True if metrics.jsonl has a later line than the training that `summary` records."""
-        progress = self._attempt(lambda: read_progress(self.run.metrics))
-        return progress is not None and progress.tokens_seen > (summary.tokens_seen or 0)
-
-    def _latest_meta(self) -> CheckpointMeta | None:
-        latest = choose_start(self.run.checkpoints, None)
-        return read_meta(latest) if latest else None
-
-    def _precision(self, train: Mapping[str, Any], summary: RunSummary | None) -> str:
-        """Return the precision that train.json asks for. If that is "auto", return the precision in the latest
-        checkpoint, or else "auto" with the device."""
-        asked = str(train.get("precision"))
-        meta = self._attempt(self._latest_meta) if asked == "auto" else None
-        if meta is not None and meta.precision is not None:
-            return meta.precision
-        device = summary.device if summary else meta.device if meta else None
-        return f"{asked} on {device}" if asked == "auto" else asked
-
-    def _checkpoints(self) -> Checkpoints:
-        folder = self.run.checkpoints
-        links = [Path(os.path.realpath(folder / link)) for link in (BEST, LATEST)]  # realpath accepts a loop of links
-        best, latest = (path.name if path.is_dir() else None for path in links)
-        aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
-        return Checkpoints(best, latest, aside)
-
-    def _state(
-        self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
-    ) -> State:
-        """Return the state. `is_outdated` is true if the run's files ask for more than summary.json records."""
-        if summary is not None and not is_outdated:
-            return State("finished")
-        if self.problems:
-            return State("damaged", self.problems[0])
-        held = is_held(self.run.path / ".lock")
-        end = None if held else last_end(self.run)
-        if end is not None:
-            return State(end[0], f"exit status {end[1]}" if end[0] == "failed" else f"at global step {end[1]:,}")
-        if is_outdated:
-            return State(
-                "going on" if held else "stopped", "its files ask for another shape or budget than summary.json records"
-            )
-        if progress is None and meta is None:
-            return State("going on", "no report yet") if held else State("never trained")
-        silent = progress.silent_seconds if progress else 0.0
-        said = f"last line {duration(silent)} ago" if progress else ""
-        if held is None:  # the lock's owner is on another machine, where its process cannot be seen
-            return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
-        return State("going on" if held else "stopped", said)
+    number = int(marks[-1][2])
+    if marks[-1][1] == "failed":
+        return State("failed", f"exit status {number}")
+    return State("pruned", f"at global step {number:,}")

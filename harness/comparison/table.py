@@ -13,10 +13,19 @@ from typing import Any
 from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
 from harness.common.units import amount_text
-from harness.comparison.basis import Group, Values, comparable_groups
-from harness.comparison.columns import COUNT, MONEY, NATS, SPENT, TRAINED, Quantity, quantities
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.progress import percent_done
+from harness.comparison.quantities import (
+    COUNT,
+    MONEY,
+    NATS,
+    SPENT,
+    TRAINED,
+    Group,
+    Quantity,
+    comparable_groups,
+    quantities,
+)
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
@@ -87,6 +96,23 @@ class Column:
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
 
+    @property
+    def heading(self) -> str:
+        """Short title, with "reported" for reported figures and with the number of a further basis."""
+        if self.quantity not in HEADINGS:
+            unit = "" if self.unit == NATS else self.unit
+            return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())
+        further = self.title[self.title.rindex("(") :] if self.title.endswith(")") else ""
+        reported = "reported" if self.key.startswith("reported_") else ""
+        return " ".join(filter(None, [HEADINGS[self.quantity], reported, further]))
+
+    def sort_key(self, row: int) -> tuple[bool, Any]:
+        """Return a key that sorts rows: the best or lowest value first, and rows without a value last."""
+        value = self.cells[row].value
+        if value is None:
+            return True, 0
+        return False, _as_text(value) if self.is_text else -value if self.lower_is_better is False else value
+
 
 @dataclass(frozen=True)
 class RunsTable:
@@ -109,31 +135,22 @@ class RunsTable:
         """Return the table sorted by the column `key`, the best or lowest value first and empty cells last, or by
         "name". If `key` is None, sorts by the first column of LOSSES that two runs have; runs without this loss are
         sorted by the next. Raises UserError naming the nearest key if no column has this key."""
+        named = {column.key: column for column in self.columns}
+        by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
-        if key == "name":
-            return self._reordered(sorted(order, key=lambda row: self.records[row].name), "name")
-        if key is not None:
-            column = self._column(key)
-            return self._reordered(_order(column, order), column.title)
-        losses = [column for name in LOSSES for column in self.columns if column.key == name]
-        losses.sort(key=lambda column: sum(cell.value is not None for cell in column.cells) < 2)
-        for column in reversed(losses):
-            order = _order(column, order)
-        return self._reordered(order, losses[0].title) if losses else self.sorted("name")
-
-    def _column(self, key: str) -> Column:
-        found = next((column for column in self.columns if column.key == key), None)
-        if found is not None:
-            return found
-        keys = [column.key for column in self.columns]
-        titled = next((column.key for column in self.columns if column.title == key), None)
-        near = titled or nearest(key, [*keys, "name"])
-        hint = f"did you mean {near}?" if near else f"there are: name, {', '.join(keys)}"
-        raise UserError(f"--sort {key}: no column of this table; {hint}")
-
-    def _reordered(self, order: Sequence[int], by: str) -> RunsTable:
-        columns = (replace(column, cells=tuple(column.cells[row] for row in order)) for column in self.columns)
-        return RunsTable(tuple(self.records[row] for row in order), tuple(columns), self.absent, by)
+        if key == "name" or (key is None and not by):
+            order.sort(key=lambda row: self.records[row].name)
+        elif not by:
+            titled = next((column.key for column in self.columns if column.title == key), None)
+            near = titled or nearest(str(key), [*named, "name"])
+            hint = f"did you mean {near}?" if near else f"there are: name, {', '.join(named)}"
+            raise UserError(f"--sort {key}: no column of this table; {hint}")
+        by.sort(key=lambda column: sum(cell.value is not None for cell in column.cells) < 2)
+        for column in reversed(by):
+            order.sort(key=column.sort_key)
+        columns = tuple(replace(each, cells=tuple(each.cells[row] for row in order)) for each in self.columns)
+        records = tuple(self.records[row] for row in order)
+        return RunsTable(records, columns, self.absent, by[0].title if by else "name")
 
 
 def is_number(value: object) -> bool:
@@ -154,40 +171,25 @@ def number_text(value: float, style: str) -> str:
     return format(value, style)
 
 
-def _order(column: Column, rows: Sequence[int]) -> list[int]:
-    """Return the rows with the best or lowest value first and rows without a value last. Rows with equal values keep
-    their order."""
-    values = {row: column.cells[row].value for row in rows}
-    there = [row for row in rows if values[row] is not None]
-    if all(is_number(values[row]) for row in there):
-        sign = -1 if column.lower_is_better is False else 1
-        there.sort(key=lambda row: sign * values[row])
-    else:
-        there.sort(key=lambda row: _as_text(values[row]))
-    return there + [row for row in rows if values[row] is None]
-
-
 # Columns
 
 
 def _state_column(records: Sequence[RunRecord]) -> list[Column]:
     """Return the column of the runs' states, or an empty list if all runs have finished."""
-    if all(record.state.word == "finished" for record in records):
-        return []
     cells = []
     for record in records:
-        word, seen = record.state.word, record.tokens_seen
+        text, seen = str(record.state.word), record.tokens_seen
         wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
-        is_partial = word in ("going on", "stopped") and wanted and seen
-        text = f"{word}, {percent_done(seen or 0, wanted or 1)}" if is_partial else word
-        cells.append(Cell(word, text, record.state.detail))
-    return [Column("state", "state", "", tuple(cells))]
+        if record.state.word in ("going on", "stopped") and wanted and seen:
+            text += f", {percent_done(seen, wanted)}"
+        cells.append(Cell(record.state.word, text, record.state.detail))
+    return [Column("state", "state", "", tuple(cells))] if any(each.value != "finished" for each in cells) else []
 
 
 def machine_of(record: RunRecord) -> str | None:
     """Return the devices that the run was trained on, such as "2 x NVIDIA H100", or None if they are not known."""
-    is_known = record.device is not None and record.world_size is not None
-    return f"{record.world_size} x {record.device}" if is_known else None
+    device, ranks = record.recorded("device"), record.recorded("world_size")
+    return None if device is None or ranks is None else f"{ranks} x {device}"
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
@@ -201,23 +203,20 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
         facts = {
             "dataset_content": " ".join(hashes) or None,
             "machine": machine_of(record) or (record.reported.machine if record.reported else None),
-            "torch": record.torch,
+            "torch": record.recorded("torch"),
         }
         known = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
         settings.append(known | {key: value for key, value in facts.items() if value is not None})
     columns = []
     for key in dict.fromkeys(key for each in settings for key in each):
         if len({_as_text(each[key]) for each in settings if key in each}) > 1:
-            cells = [_setting_cell(each, key, record) for each, record in zip(settings, records, strict=True)]
+            cells = [Cell(None, "", "not recorded")] * len(records)
+            for row, each in enumerate(settings):
+                if key in each:
+                    text = _cut(printable(_as_text(each[key])), LONGEST_SETTING)
+                    cells[row] = Cell(each[key], text, "", key == "machine" and machine_of(records[row]) is None)
             columns.append(Column(key, key, "", tuple(cells), is_setting=True))
     return columns
-
-
-def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> Cell:
-    if key not in settings:
-        return Cell(None, "", "not recorded")
-    text = _cut(printable(_as_text(settings[key])), LONGEST_SETTING)
-    return Cell(settings[key], text, is_reported=key == "machine" and machine_of(record) is None)
 
 
 def _as_text(value: object) -> str:
@@ -232,52 +231,45 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
     values = [quantity.values(record) for record in records]
     groups = comparable_groups(values)
     shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
-    why_not = [_why_not_in(quantity, of_run, shown) for of_run in values]
-    columns = _numbered([_column(quantity, group, why_not) for group in shown])
-    reasons = ["not reported"] * len(records)
-    if not columns:  # the user's own runs give the reason why they have no number
-        for row, (record, own) in enumerate(zip(records, values, strict=True)):
-            if record.reported is None and isinstance(own, Inconclusive):
-                reasons[row] = own.reason
-    reported = comparable_groups([quantity.reported(record) for record in records])
-    theirs = _numbered([_column(quantity, group, reasons, is_reported=True) for group in reported])
-    if columns:
-        theirs = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in theirs]
-    return columns + theirs
-
-
-def _column(quantity: Quantity, group: Group, reasons: Sequence[str], *, is_reported: bool = False) -> Column:
-    basis, members = group
-    cells = []
-    for row, reason in enumerate(reasons):
-        found = members.get(row)
-        if found is None:
-            cells.append(Cell(None, "", reason))
+    reasons = []
+    for of_run in values:
+        if isinstance(of_run, Inconclusive):
+            reasons.append(of_run.reason)
+        elif any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
+            reasons.append(f"its {quantity.title} is in another column: measured on another basis")
         else:
-            text = f"{number_text(found.value, quantity.style)} {found.error}".rstrip()
-            cells.append(Cell(found.value, text, found.remark, is_reported))
-    about = "" if is_reported else basis.words
-    return Column(quantity.key, quantity.title, quantity.unit, tuple(cells), about, quantity.lower_is_better)
+            found = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
+            reasons.append(f"its {quantity.title} does not compare: {'; '.join(found)}")
+    columns = _columns(quantity, shown, reasons)
+    reported = comparable_groups([quantity.reported(record) for record in records])
+    if columns:
+        theirs = _columns(quantity, reported, ["not reported"] * len(records), is_reported=True)
+        theirs = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in theirs]
+        return columns + theirs
+    # The user's own runs give the reason why they have no number.
+    reasons = ["not reported" if record.reported else own for record, own in zip(records, reasons, strict=True)]
+    return _columns(quantity, reported, reasons, is_reported=True)
 
 
-def _why_not_in(quantity: Quantity, of_run: Values, shown: Sequence[Group]) -> str:
-    """Return the reason why a run has an empty cell in a column of one of the groups `shown`."""
-    if isinstance(of_run, Inconclusive):
-        return of_run.reason
-    if any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
-        return f"its {quantity.title} is in another column: measured on another basis"
-    found = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
-    return f"its {quantity.title} does not compare: {'; '.join(found)}"
-
-
-def _numbered(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns of one quantity with distinct keys and titles."""
-    if len(columns) < 2:
-        return list(columns)
-    return [
-        replace(column, key=f"{column.key}:{number}" if number > 1 else column.key, title=f"{column.title} ({number})")
-        for number, column in enumerate(columns, 1)
-    ]
+def _columns(
+    quantity: Quantity, groups: Sequence[Group], reasons: Sequence[str], *, is_reported: bool = False
+) -> list[Column]:
+    """Return a column for each group, with distinct keys and titles. `reasons` has the remark of each row's cell where
+    it is empty."""
+    columns = []
+    for number, (basis, members) in enumerate(groups, 1):
+        cells = []
+        for row, reason in enumerate(reasons):
+            if found := members.get(row):
+                text = f"{number_text(found.value, quantity.style)} {found.error}".rstrip()
+                cells.append(Cell(found.value, text, found.remark, is_reported))
+            else:
+                cells.append(Cell(None, "", reason))
+        key = f"{quantity.key}:{number}" if number > 1 else quantity.key
+        title = f"{quantity.title} ({number})" if len(groups) > 1 else quantity.title
+        about = "" if is_reported else basis.words
+        columns.append(Column(key, title, quantity.unit, tuple(cells), about, quantity.lower_is_better))
+    return columns
 
 
 # Text
@@ -288,15 +280,24 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     the numbers were measured on, and the reasons for empty cells."""
     remarks: dict[str, int] = {}
     names = cut_names([record.name for record in table.records])
-    shown = _fitting(table, names)
-    texts = [_padded([_marked(cell, remarks) for cell in column.cells]) for column in shown]
-    headings = [_heading(column) for column in shown]
-    left = ["run", *(_heading(column) for column in shown if column.is_text)]
-    yield from aligned(["run", *headings], list(zip(names, *texts, strict=True)), left)
+    shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
+    texts = [_texts(column, remarks) for column in shown]
+    left = ["run", *(column.heading for column in shown if column.is_text)]
+    yield from aligned(["run", *(column.heading for column in shown)], list(zip(names, *texts, strict=True)), left)
     yield ""
     settings = [column for column in table.columns if column.is_setting]
     if settings:
-        yield from _setting_lines(names, settings, remarks)
+        yield "Settings that differ:"
+        usual: list[str] = []
+        texts = [[f"{each.key} {text.rstrip()}" for text in _texts(each, remarks)] for each in settings]
+        if len(settings) > FEW_SETTINGS:
+            common = [Counter(text).most_common(1)[0] for text in texts]
+            usual = [text for text, runs in common if 2 * runs > len(names)]
+            given = [text for text in usual if not re.search(r" (null|- \[\d+\])$", text)]
+            yield from paragraph(f"  most runs: {', '.join(given)}", indent=4)
+        for row, name in enumerate(names):
+            own = [text[row] for text in texts if text[row] not in usual]
+            yield from paragraph(f"  {name}: {', '.join(own) or 'as most'}", indent=4)
     alike = [column for column in table.columns if column.is_alike]
     below = [*below_lines(table, alike)]
     others = [column.title for column in table.columns if column not in (*shown, *settings, *alike)]
@@ -308,21 +309,6 @@ def table_lines(table: RunsTable) -> Iterator[str]:
         yield from paragraph(f"[{number}] {remark}", indent=4)
     for problem in [each for record in table.records for each in record.problems if each not in record.state.detail]:
         yield from paragraph(problem)
-
-
-def _setting_lines(names: Sequence[str], settings: Sequence[Column], remarks: dict[str, int]) -> Iterator[str]:
-    """Yield lines with the settings that differ, for each run. If there are many such settings, the most common values
-    come first, and then for each run only the values that differ from these."""
-    texts = [[f"{each.key} {''.join(_marked(cell, remarks))}" for cell in each.cells] for each in settings]
-    usual: list[str] = []
-    yield "Settings that differ:"
-    if len(settings) > FEW_SETTINGS:
-        usual = [Counter(text).most_common(1)[0][0] for text in texts]
-        given = [text for text in usual if not re.search(r" (null|- \[\d+\])$", text)]
-        yield from paragraph(f"  most runs: {', '.join(given)}", indent=4)
-    for row, name in enumerate(names):
-        own = [text[row] for text in texts if text[row] not in usual]
-        yield from paragraph(f"  {name}: {', '.join(own) or 'as most'}", indent=4)
 
 
 def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
@@ -340,8 +326,8 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
         yield f"No run has: {', '.join(table.absent)}."
 
 
-def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
-    """Return the columns that fit beside the names, chosen in this order: the state, the column that the table is
+def _fitting(table: RunsTable, room: int) -> list[Column]:
+    """Return the columns that fit into `room` characters, chosen in this order: the state, the column that the table is
     sorted by, the columns of HEADINGS, then scores and benchmarks."""
     order = [*HEADINGS]
     omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
@@ -351,40 +337,26 @@ def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
         return column.key != "state", column.title != table.sorted_by, rank
 
     columns = [each for each in table.columns if each.quantity not in omitted or each.title == table.sorted_by]
-    columns = sorted((each for each in columns if not each.is_setting and not each.is_alike), key=importance)
     chosen: list[Column] = []
-    room = WIDTH - max(map(len, [*names, "run"]))
-    for column in columns:
+    for column in sorted((each for each in columns if not each.is_setting and not each.is_alike), key=importance):
         # Remarks are numbered later. Assume a number of two digits, which is enough.
-        texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
-        width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
+        texts = _texts(column, {cell.remark: 12 for cell in column.cells})
+        width = len(GAP) + max(map(len, [*texts, *column.heading.split()]))
         if width <= room and len(chosen) + 1 < MOST_COLUMNS:
             chosen.append(column)
             room -= width
     return chosen
 
 
-def _heading(column: Column) -> str:
-    """Return a short title, with "reported" for reported figures and with the number of a further basis."""
-    if column.quantity not in HEADINGS:
-        unit = "" if column.unit == NATS else column.unit
-        return " ".join(word[:LONGEST_WORD] for word in printable(f"{column.title} {unit}").split())
-    further = column.title[column.title.rindex("(") :] if column.title.endswith(")") else ""
-    reported = "reported" if column.key.startswith("reported_") else ""
-    return " ".join(filter(None, [HEADINGS[column.quantity], reported, further]))
-
-
-def _marked(cell: Cell, remarks: dict[str, int]) -> tuple[str, str]:
-    """Return the cell's text and its marks: "r" for a reported figure, and the number of its remark. A new remark is
-    added to `remarks` with the next number."""
-    number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
-    return cell.text or "-", f"{' r' if cell.is_reported else ''}{number}"
-
-
-def _padded(cells: Sequence[tuple[str, str]]) -> list[str]:
-    """Return each text with its marks, padded so that the numbers end in the same column."""
-    widest = max(len(mark) for _, mark in cells)
-    return [f"{text}{mark:<{widest}}" for text, mark in cells]
+def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
+    """Return the text of each cell and its marks: "r" for a reported figure, and the number of its remark. A new remark
+    is added to `remarks` with the next number. The texts are padded so that the numbers end in the same column."""
+    marks = []
+    for cell in column.cells:
+        number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
+        marks.append(f"{' r' if cell.is_reported else ''}{number}")
+    widest = max(map(len, marks))
+    return [f"{cell.text or '-'}{mark:<{widest}}" for cell, mark in zip(column.cells, marks, strict=True)]
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:

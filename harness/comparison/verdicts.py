@@ -13,6 +13,7 @@ import numpy as np
 from harness.common.messages import abbreviated
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.noise import (
+    ALPHA,
     DIFFERENCE_TO_DETECT,
     MOST_SEEDS,
     Estimate,
@@ -22,7 +23,6 @@ from harness.comparison.noise import (
     satterthwaite,
     seeds_needed,
     text_noise,
-    variance_of_mean,
 )
 
 Word = Literal["better", "worse", "inconclusive"]
@@ -40,17 +40,23 @@ class Arm:
     windows: Sequence[np.ndarray] | None = None
     names: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        if self.windows is not None and len(self.windows) != len(self.losses):
-            raise ValueError(f"{self.name}: {len(self.windows)} runs with windows, {len(self.losses)} with losses")
-
     @property
     def runs(self) -> int:
         return len(self.losses)
 
     @property
-    def is_finite(self) -> bool:
-        return bool(np.isfinite(self.losses).all())
+    def flaw(self) -> str:
+        """Reason why the arm cannot be compared: it has no run, or a loss that is not finite. Empty if it can."""
+        lost = [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
+        if not self.losses:
+            return f"{self.name} has no run with this loss"
+        if np.isfinite(self.losses).all():
+            return ""
+        if list(self.names) == [self.name]:  # the arm is called as its only run
+            return f"the loss of {self.name} is not finite"
+        which = f" ({abbreviated(lost)})" if lost else ""
+        count, are = (f"{len(lost)} losses", "are") if len(lost) > 1 else ("a loss", "is")
+        return f"{count} of {self.name}{which} {are} not finite"
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
@@ -75,14 +81,11 @@ class Difference:
     value: float
     training: Estimate | None  # with training noise alone; None if it is not known
     text: Estimate | Inconclusive  # with text noise alone: the same trained models on other text
-    both: Estimate | None  # with both kinds of noise, or with training noise alone if text noise is not known
+    # With both kinds of noise, or with training noise alone if text noise is not known. None if training noise is not
+    # known, or is estimated as 0: replicates that are equal to the last digit do not prove that training has no noise.
+    both: Estimate | None
     is_pooled: bool = False  # the spread over seeds is estimated from all arms together
-
-    @property
-    def is_tested(self) -> bool:
-        """True if the estimate of training noise is above 0. Replicates that are equal to the last digit do not prove
-        that training has no noise."""
-        return self.training is not None and self.training.error > 0
+    is_limited_by_text: bool = False  # text noise that more runs would not reduce could alone explain the difference
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,9 @@ class Verdict:
 
     arm: str
     baseline: str
+    runs: tuple[int, int]  # numbers of runs of the arm and of the baseline
     word: Word
     sentence: str  # the verdict in words
-    runs: tuple[int, int]  # numbers of runs of the arm and of the baseline
     reason: str | None = None  # why it is inconclusive
     difference: Difference | None = None  # None if one of the arms lacks finite losses
     interval: tuple[float, float] | None = None  # includes all noise that is known
@@ -120,32 +123,28 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     differ from the baseline, it is less likely that all their intervals hold than that each one holds (5 arms of 10
     runs: 91 %).
     """
-    every = [baseline, *arms]
-    differences = [difference_of(baseline, arm, every) for arm in arms]
-    tested = [each for each in differences if isinstance(each, Difference) and each.is_tested]
-    corrected = iter(zip(*holm([each.both.p for each in tested if each.both is not None]), strict=True))
+    differences = [difference_of(baseline, arm, [baseline, *arms]) for arm in arms]
+    tested = [each.both for each in differences if isinstance(each, Difference) and each.both]
+    corrected = iter(zip(*holm([each.p for each in tested]), strict=True))
     verdicts = []
     for arm, difference in zip(arms, differences, strict=True):
         if isinstance(difference, Inconclusive):
             sentence = f"{arm.name} against {baseline.name}: {difference}"
             runs = (arm.runs, baseline.runs)
-            verdicts.append(Verdict(arm.name, baseline.name, "inconclusive", sentence, runs, difference.reason))
-        elif difference.is_tested:
-            verdicts.append(_tested(baseline, arm, difference, len(tested), *next(corrected)))
-        else:
+            verdicts.append(Verdict(arm.name, baseline.name, runs, "inconclusive", sentence, difference.reason))
+        elif difference.both is None:
             verdicts.append(_untested(baseline, arm, difference))
+        else:
+            verdicts.append(_tested(baseline, arm, difference, difference.both, len(tested), *next(corrected)))
     return verdicts
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
     """Estimate the difference of two arms. `arms` has all arms of the comparison, for the pooled spread. Returns
     Inconclusive if one of the two arms has no run or a loss that is not finite."""
-    both = (baseline, arm)
-    for each in (arm, baseline):
-        if not each.runs:
-            return Inconclusive(f"{each.name} has no run with this loss")
-        if not each.is_finite:
-            return Inconclusive(_diverged(each))
+    if flaw := arm.flaw or baseline.flaw:
+        return Inconclusive(flaw)
+    pair = (baseline, arm)
     value = float(np.mean(arm.losses) - np.mean(baseline.losses))
     text: Estimate | Inconclusive = Inconclusive("the losses of the windows were not kept")
     if baseline.windows is not None and arm.windows is not None:
@@ -153,39 +152,27 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         text = Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in sizes)} windows")
         if len(sizes) == 1:
             text = text_noise(arm.mean_windows - baseline.mean_windows)  # paired by window
-    if all(each.runs > 1 for each in both):
-        parts = [variance_of_mean(each.losses) for each in both]
-        by_text = sum((each.variance_by_text or 0.0) / each.runs for each in both)
+    is_pooled = any(each.runs < 2 for each in pair)
+    if not is_pooled:  # Welch: the variance of each arm's mean, estimated from its own runs
+        parts = [Variance(float(np.var(each.losses, ddof=1)) / each.runs, each.runs - 1) for each in pair]
+        by_text = sum((each.variance_by_text or 0.0) / each.runs for each in pair)
     else:
-        usable = _replicated(arms)
+        usable = [each for each in arms if not each.flaw]
         pooled = pooled_variance([each.losses for each in usable])
         if pooled is None:
             return Difference(value, None, text, None)
-        share = sum(1 / each.runs for each in both)
+        share = sum(1 / each.runs for each in pair)
         parts = [Variance(pooled.value * share, pooled.df)]
         known = [(each.variance_by_text, each.runs - 1) for each in usable if each.variance_by_text is not None]
         by_text = share * sum(variance * df for variance, df in known) / max(1, sum(df for _, df in known))
-    training = satterthwaite(value, parts)
+    training, is_limited = satterthwaite(value, parts), False
     if isinstance(text, Estimate):
         # The spread over seeds already includes text noise that differs from run to run.
-        parts.append(Variance(max(0.0, text.error**2 - by_text), text.df))
-    return Difference(value, training, text, satterthwaite(value, parts), is_pooled=any(each.runs < 2 for each in both))
-
-
-def _replicated(arms: Sequence[Arm]) -> list[Arm]:
-    """Return the arms that show the spread over seeds: those with at least two runs, all of whose losses are finite."""
-    return [arm for arm in arms if arm.runs > 1 and arm.is_finite]
-
-
-def _diverged(arm: Arm) -> str:
-    """Return the reason why an arm cannot be compared: which of its losses are not finite. An arm of one run has the
-    run's name, which is then given once."""
-    lost = [name for name, loss in zip(arm.names, arm.losses, strict=False) if not np.isfinite(loss)]
-    if list(arm.names) == [arm.name]:
-        return f"the loss of {arm.name} is not finite"
-    which = f" ({abbreviated(lost)})" if lost else ""
-    count, are = (f"{len(lost)} losses", "are") if len(lost) > 1 else ("a loss", "is")
-    return f"{count} of {arm.name}{which} {are} not finite"
+        common = Variance(max(0.0, text.error**2 - by_text), text.df)
+        is_limited = satterthwaite(value, [common]).may_be_zero()
+        parts.append(common)
+    both = satterthwaite(value, parts) if training.error else None
+    return Difference(value, training, text, both, is_pooled, is_limited)
 
 
 # Sentences
@@ -196,92 +183,90 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
     reason = "training noise is unknown"
     if difference.training is not None:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
-    models = f"these models differ by {_signed(difference.value)} nats on this text"
+    models = f"these models differ by {difference.value:+.3f} nats on this text"
     if isinstance(difference.text, Estimate):
         low, high = interval = difference.text.interval()
-        within = "is within text noise, too" if low <= 0 <= high else "is beyond text noise"
-        ends = f"{_signed(low, interval)} to {_signed(high, interval)}"
-        models = f"{_signed(difference.value, interval)} nats {within} (95 % interval {ends})"
+        within = "is within text noise, too" if difference.text.may_be_zero() else "is beyond text noise"
+        digits = _digits(interval)
+        ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
+        models = f"{difference.value:+.{digits}f} nats {within} (95 % interval {ends})"
     sentence = f"{arm.name} against {baseline.name}: inconclusive, because {reason}; {models}"
-    return Verdict(arm.name, baseline.name, "inconclusive", sentence, (arm.runs, baseline.runs), reason, difference)
+    return Verdict(arm.name, baseline.name, (arm.runs, baseline.runs), "inconclusive", sentence, reason, difference)
 
 
-def _tested(baseline: Arm, arm: Arm, difference: Difference, tests: int, adjusted_p: float, alpha: float) -> Verdict:
-    assert difference.both is not None, "it is tested"
-    low, high = interval = difference.both.interval(alpha)
+def _tested(
+    baseline: Arm, arm: Arm, difference: Difference, both: Estimate, tests: int, adjusted_p: float, alpha: float
+) -> Verdict:
+    """Return the verdict by the interval of `both` at level 1 − alpha. `tests` is the number of arms tested."""
+    low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
+    digits, is_unclear = _digits(interval), both.may_be_zero(alpha)
     facts = f"{arm.runs} and {baseline.runs} runs"
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.runs == 1)
         facts += f", pooled spread as if seeds spread {single} like the others"
-    if not low <= 0 <= high and not isinstance(difference.text, Estimate):
+    if not is_unclear and not isinstance(difference.text, Estimate):
         facts += ", this text only"
     if tests > 1:
         facts += f", Holm for {tests} arms"
-    word: Word = "inconclusive" if low <= 0 <= high else "better" if difference.value < 0 else "worse"
-    reason = None
-    if word == "inconclusive":
-        reason = f"{_signed(difference.value, interval)} nats is within {_which_noise(difference, alpha)}"
-        ends = f"{_signed(low, interval)} to {_signed(high, interval)}"
+    word: Word = "inconclusive" if is_unclear else "better" if difference.value < 0 else "worse"
+    if is_unclear:
+        kinds = {"training noise": (difference.training, alpha), "text noise": (difference.text, ALPHA)}
+        alone = [kind for kind, (noise, own) in kinds.items() if isinstance(noise, Estimate) and noise.may_be_zero(own)]
+        which = alone[0] if len(alone) == 1 else "either kind of noise" if alone else "both kinds of noise"
+        reason = f"{difference.value:+.{digits}f} nats is within {which}"
+        ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         sentence = f"{arm.name} against {baseline.name}: inconclusive, because {reason}"
     else:
+        reason = None
         near, far = sorted(map(abs, interval))
-        digits = _digits(interval)
         ends = f"{near:.{digits}f} to {far:.{digits}f}"
         sentence = f"{arm.name} is {word} than {baseline.name} by {abs(difference.value):.{digits}f} nats"
     sentence += f" ({level:g} % interval {ends}; {facts})"
     runs = (arm.runs, baseline.runs)
-    return Verdict(arm.name, baseline.name, word, sentence, runs, reason, difference, interval, level, adjusted_p)
-
-
-def _which_noise(difference: Difference, alpha: float) -> str:
-    """Return which kinds of noise could each explain the difference alone, or "both kinds of noise" if neither could
-    alone."""
-    kinds = {"training noise": (difference.training, alpha), "text noise": (difference.text, 0.05)}
-    found = []
-    for kind, (noise, level) in kinds.items():
-        if isinstance(noise, Estimate):
-            low, high = noise.interval(level)
-            found += [kind] if low <= 0 <= high else []
-    return {0: "both kinds of noise", 1: "".join(found), 2: "either kind of noise"}[len(found)]
+    return Verdict(arm.name, baseline.name, runs, word, sentence, reason, difference, interval, level, adjusted_p)
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     """Return sentences on training noise and on the number of seeds that it takes to detect 0.01 nats. For inconclusive
     verdicts that training noise alone can explain, they also give the seeds to detect a difference as large as the one
-    seen. `arms` are all compared arms, including the baseline. The numbers are those of a t test of two arms, without
-    Holm's correction and text noise."""
-    spread = pooled_variance([arm.losses for arm in _replicated(arms)])
+    seen; if text noise that more seeds do not reduce can explain it, they say so instead. `arms` are all compared arms,
+    including the baseline. The numbers are those of a t test of two arms, without Holm's correction and text noise."""
+    spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
         return "Training noise is unknown: 3 seeds of each arm would give a first idea of it."
     if spread.value == 0:
         return "Training noise is unknown: the seeds of an arm came out exactly alike, as if they did nothing."
-    likely, low, high = map(_count, seeds_needed(spread))
+
+    def numbers(difference: float) -> list[str]:
+        return [f"over {MOST_SEEDS:,}" if each is None else f"{each:,}" for each in seeds_needed(spread, difference)]
+
+    likely, low, high = numbers(DIFFERENCE_TO_DETECT)
     degrees = f"{spread.df:.0f} {'degree' if spread.df == 1 else 'degrees'} of freedom"
     text = (
         f"Seeds alone spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}): to detect "
         f"{DIFFERENCE_TO_DETECT} nats in 80 % of cases takes {likely} seeds of each arm ({low} to {high}, as that "
         "spread is itself uncertain)."
     )
-    parts = []
+    seeds, limited = [], []
     for verdict in verdicts:
-        if verdict.interval is None or verdict.word != "inconclusive" or verdict.difference is None:
+        found = verdict.difference
+        if verdict.word != "inconclusive" or verdict.interval is None or found is None or found.training is None:
             continue
-        training = verdict.difference.training
-        if training is not None and training.interval()[0] <= 0 <= training.interval()[1]:
-            size = abs(verdict.difference.value)
-            likely, low, high = map(_count, seeds_needed(spread, size))
-            parts.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")
-    seen = f" Seeds of each arm to detect a difference as large as the one seen: {', '.join(parts)}."
-    return text + (seen if parts else "")
-
-
-def _count(seeds: int | None) -> str:
-    return f"over {MOST_SEEDS:,}" if seeds is None else f"{seeds:,}"
-
-
-def _signed(number: float, interval: tuple[float, float] = (0.0, 0.0)) -> str:
-    return f"{number:+.{_digits(interval)}f}"
+        if found.is_limited_by_text:
+            limited.append(verdict.arm)
+        elif found.training.may_be_zero():
+            size = abs(found.value)
+            likely, low, high = numbers(size)
+            seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")
+    if seeds:
+        text += f" Seeds of each arm to detect a difference as large as the one seen: {', '.join(seeds)}."
+    if limited:
+        text += (
+            f" More seeds alone would not settle {abbreviated(limited)}: text noise alone can explain the difference, "
+            "and takes more text (test_loss.py --batches)."
+        )
+    return text
 
 
 def _digits(interval: tuple[float, float]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -36,57 +37,59 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_runs_with_a_baseline(runs: Path) -> None:
+def test_a_table_and_verdicts_as_text_and_as_json(runs: Path) -> None:
     lines = compare(runs, "--baseline", "a").stdout.splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("a ", "b ", "c "))][:3] == ["b", "a", "c"]
     text = " ".join(lines)
     assert "Against a (1 run), by test loss on" in text
     assert "b against a: inconclusive, because training noise is unknown" in text
     assert "stopped, and so in no comparison: c" in text
-
-
-def test_a_baseline_need_not_be_named_twice(runs: Path) -> None:
-    said = json.loads(compare(runs, "b", "--baseline", "a", "--json").stdout)
-    assert {run["name"] for run in said["runs"]} == {"a", "b"}
+    said = json.loads(compare(runs, "b", "c", "--baseline", "a", "--json", "--sort", "name").stdout)
+    a, b, c = said["runs"]
+    assert [each["name"] for each in (a, b, c)] == ["a", "b", "c"], "the baseline need not be named twice"
+    assert a["values"]["test_loss"] == {"value": 2.5, "reported": False, "remark": ""}
+    assert c["values"]["test_loss"] == {"value": None, "reported": False, "remark": "not measured by test_loss.py"}
+    assert c["state"] == "stopped"
+    assert said["columns"]["test_loss"]["unit"] == "nats/token"
+    assert said["columns"]["test_loss"]["lower_is_better"] is True
     (verdict,) = said["comparison"]["verdicts"]
     assert (verdict["arm"], verdict["verdict"]) == ("b", "inconclusive")
     assert verdict["difference"] == pytest.approx(-0.1)
 
 
-RENAMED = {**DATASET, "name": "you/texts"}
-SAME_TEXT: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
-    ({}, {"dataset": RENAMED}, True),
-    ({"microbatch_size": 2, "validation_batches": 10}, {"microbatch_size": 2}, True),
-    ({"microbatch_size": 2}, {"microbatch_size": 2}, False),
-    ({"start_val_token": 16}, {}, False),
-    ({}, {"dataset": {**DATASET, "validation": {"tokens": 10_000, "sha256": "dd" * 32}}}, False),
-]
-
-
-@pytest.mark.parametrize(("train", "summary", "is_same"), SAME_TEXT)
-def test_both_commands_agree_on_what_is_the_same_text(
-    tmp_path: Path, train: dict[str, Any], summary: dict[str, Any], is_same: bool
-) -> None:
+def test_both_commands_agree_on_what_is_the_same_text(tmp_path: Path) -> None:
     """Both commands identify a validation text by its content. The dataset's name makes no other text, nor does a
     microbatch of another size with as many tokens in all."""
-    for name, settings, values in (("a", {}, {}), ("b", train, summary)):
+    same: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "a": ({}, {}),
+        "renamed": ({}, {"dataset": {**DATASET, "name": "you/texts"}}),
+        "split": ({"microbatch_size": 2, "validation_batches": 10}, {"microbatch_size": 2}),
+    }
+    others: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "half": ({"microbatch_size": 2}, {"microbatch_size": 2}),
+        "later": ({"start_val_token": 16}, {}),
+        "other": ({}, {"dataset": {**DATASET, "validation": {"tokens": 10_000, "sha256": "dd" * 32}}}),
+    }
+    for name, (settings, values) in (same | others).items():
         RunFolder(tmp_path, name, settings).finish(parameters=29_888, flops_per_token=200_000, **values)
-    losses = [values["validation_loss"]["value"] for values in values_of(tmp_path).values()]
-    assert losses == ([2.6, 2.6] if is_same else [2.6, None])
-    fitted = run_forked("fit_scaling.py", "a", "b", "--runs-dir", str(tmp_path), status=0 if is_same else 2)
-    assert ("one law cannot hold for both" in fitted.stderr) is not is_same
+    losses = {name: values["validation_loss"]["value"] for name, values in values_of(tmp_path).items()}
+    assert losses == dict.fromkeys(same, 2.6) | dict.fromkeys(others)
+    run_forked("fit_scaling.py", *same, "--runs-dir", str(tmp_path))
+    for name in others:
+        fitted = run_forked("fit_scaling.py", "a", name, "--runs-dir", str(tmp_path), status=2)
+        assert "one law cannot hold for both" in fitted.stderr
 
 
-def test_the_baselines_arm_is_the_one_that_has_the_run(tmp_path: Path) -> None:
+def test_a_baseline_is_a_run_or_an_arm(tmp_path: Path) -> None:
     for rate, loss in ((0.001, 2.5), (0.002, 2.4)):
         for seed in (1, 2):
             settings = {"learning_rate": rate, "random_seed": seed}
             RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", settings).finish().test_loss(loss + seed / 1000)
-    for baseline in ("lr-0.001-seed-2", f"{tmp_path}/lr-0.001-seed-1"):
+    for baseline in ("lr-0.001-seed-2", f"{tmp_path}/lr-0.001-seed-1", "lr-0.001"):
         said = compare(tmp_path, "--baseline", baseline).stdout
         assert "Against lr-0.001 (2 runs)" in said
         assert "lr-0.002 is better than lr-0.001 by 0.10" in " ".join(said.split())
-    assert "no such run" in compare(tmp_path, "--baseline", "lr-0.001", status=2).stderr
+    assert "Against lr-0.001 (2 runs)" in compare(tmp_path, "lr-0.002*", "--baseline", "lr-0.001").stdout
 
 
 def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Path) -> None:
@@ -105,16 +108,6 @@ def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Pat
     (tmp_path / "mine" / "summary.json").unlink()
     (tmp_path / "mine" / "results").rename(tmp_path / "results")
     assert "shipped" in compare(tmp_path).stdout.split("Settings")[0], "if no run was trained, all are shown"
-
-
-def test_json_has_every_number_and_every_reason(runs: Path) -> None:
-    said = json.loads(compare(runs, "--json", "--sort", "name").stdout)
-    a, _, c = said["runs"]
-    assert a["values"]["test_loss"] == {"value": 2.5, "reported": False, "remark": ""}
-    assert c["values"]["test_loss"] == {"value": None, "reported": False, "remark": "not measured by test_loss.py"}
-    assert (c["state"], said["comparison"]) == ("stopped", None)
-    assert said["columns"]["test_loss"]["unit"] == "nats/token"
-    assert said["columns"]["test_loss"]["lower_is_better"] is True
 
 
 def test_dollars_are_those_of_the_summary_or_worked_out_as_a_summarys_are(tmp_path: Path) -> None:
@@ -209,9 +202,9 @@ def hostile_runs(folder: Path) -> None:
         write_result(run.directory, search)
 
 
-def shown_whole(text: str) -> None:
-    """Assert that a text has no control characters except line ends."""
-    assert [line for line in text.split("\n") if not line.isprintable()] == []
+def shown_whole(text: str, columns: int = 80) -> None:
+    """Assert that a text has no control characters except line ends, and no line of more than 80 columns."""
+    assert [line for line in text.split("\n") if not line.isprintable() or len(line) > columns] == []
 
 
 def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
@@ -219,39 +212,36 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
     page, picture = tmp_path / "page.html", tmp_path / "picture.png"
     done = compare(tmp_path, "--baseline", "b", "--html", str(page), "--chart", str(picture))
     shown_whole(done.stdout)
-    shown_whole(done.stderr)
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    shown_whole(done.stderr, columns=1000)
     assert "Glyph" not in done.stderr, "matplotlib warns of a control character, for which it has no glyph"
     assert r"\x1b[2J\nH100" in done.stdout
     assert r"a\x1b[31m\nred" in done.stdout
-    for line in page.read_text().split("\n"):
-        assert line.isprintable()
+    shown_whole(page.read_text(), columns=10**6)
     said = json.loads(compare(tmp_path, "--json").stdout)
     assert {run["values"]["torch"]["value"] for run in said["runs"]} == {HOSTILE, f"{HOSTILE}2"}, "unchanged in JSON"
-
-
-def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
-    hostile_runs(tmp_path)
     prices = json.loads((ROOT / "harness" / "planning" / "machines.json").read_text())
     for number, each in enumerate(prices["machines"]):
         each |= {"machine": f"{HOSTILE}{number}", "source": HOSTILE}
         each["device"] = HOSTILE if number else each["device"]
     path = tmp_path / "prices.json"
     path.write_text(json.dumps(prices))
-    done = compare(SHIPPED_RUNS, "8xa100m40", "original", "--machines", "--prices", str(path))
-    shown_whole(done.stdout)
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    shown_whole(compare(tmp_path, "b", "--machines").stdout)
+    for done in (
+        compare(SHIPPED_RUNS, "8xa100m40", "original", "--machines", "--prices", str(path)),
+        compare(tmp_path, "b", "--machines"),
+    ):
+        shown_whole(done.stdout)
 
 
 def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
-    for number in range(100):
-        run = RunFolder(tmp_path, f"run-{number}", {"learning_rate": 0.001 * (number + 1)})
-        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").test_loss(2.5 + number / 1000)
-        if number % 4:
-            run.finish()
-        else:
-            run.train_to(*range(300))
+    ended = RunFolder(tmp_path, "run-0").finish()
+    going = RunFolder(tmp_path, "run-1").train_to(*range(300))
+    for run in (ended, going):
+        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").test_loss(2.5)
+    for number in range(2, 100):
+        copy = shutil.copytree((ended if number % 4 else going).path, tmp_path / f"run-{number}", symlinks=True)
+        for path in (copy / "train.json", copy / "summary.json"):
+            if path.exists():
+                path.write_text(path.read_text().replace('"price_per_hour": 36.0', f'"price_per_hour": {number}.0'))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = compare(tmp_path).stdout.splitlines()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -281,22 +271,3 @@ def test_what_cannot_be_done_is_one_line(runs: Path, arguments: list[str], messa
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_chart_and_a_page_and_what_is_not_drawn(tmp_path: Path) -> None:
-    for name, rate in (("a", 0.001), ("b", 0.002)):
-        RunFolder(tmp_path / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20)
-    for name in ("never", "nor"):
-        RunFolder(tmp_path / "runs", name)
-    RunFolder(tmp_path / "runs", "young").add_checkpoint(LATEST, "latest").train_to(0)
-    picture, page = tmp_path / "curves.png", tmp_path / "page.html"
-    written = ["--chart", str(picture), "--html", str(page), "--reference", "GPT-2 small=3.5", "--baseline", "a"]
-    lines = compare(tmp_path / "runs", *written).stderr.splitlines()
-    assert (lines[0], lines[-1]) == (f"Wrote {page}", f"Drew {picture}")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "b against a: inconclusive" in page.read_text()
-    assert max(map(len, lines[1:-1])) <= 80
-    said = sorted(text.strip() for text in " ".join(map(str.strip, lines[1:-1])).split("not drawn: ")[1:])
-    assert said[0] == "never, nor: in no chart: never trained"
-    assert said[1].startswith("young: ")
-    assert len(said) == 2, "each reason appears once"

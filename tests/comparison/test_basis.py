@@ -14,6 +14,7 @@ from harness.runs.results import (
     BenchmarkScore,
     InstructionResult,
     MeasuredWeights,
+    Result,
     write_result,
 )
 from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
@@ -38,34 +39,19 @@ def finished(tmp_path: Path, *names: str) -> list[RunFolder]:
     return [RunFolder(tmp_path, name).finish() for name in names]
 
 
-def test_losses_on_the_same_text_stand_in_one_column(tmp_path: Path) -> None:
-    a, b = finished(tmp_path, "a", "b")
-    table = table_of(a.test_loss(2.5), b.test_loss(2.4))
-    assert values(table, "test_loss") == [2.5, 2.4]
-    assert values(table, "bits_per_byte") == [1.25, 1.2]
-    assert columns(table, "test_loss")[0].about == (
-        "40 x 16 tokens from 0 of the test split of me/texts (cccccccc), in fp32"
-    )
+OTHER_TEXTS = [{"sha256": "dd" * 32}, {"start_token": 16}, {"windows": 41}, {"context_length": 32}]
+OTHER_TEXTS += [{"tokenizer": "ee" * 32}, {"precision": "bf16"}]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sha256": "dd" * 32},
-        {"start_token": 16},
-        {"windows": 41},
-        {"context_length": 32},
-        {"tokenizer": "ee" * 32},
-        {"precision": "bf16"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_losses_on_another_text_or_in_another_precision_are_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", OTHER_TEXTS, ids=lambda change: next(iter(change)))
+def test_losses_on_the_same_text_stand_in_one_column(tmp_path: Path, change: dict[str, Any]) -> None:
     a, b, c = finished(tmp_path, "a", "b", "c")
     table = table_of(a.test_loss(2.5), b.test_loss(2.25, **change), c.test_loss(2.3))
     assert values(table, "test_loss") == [2.5, None, 2.3]
-    remark = columns(table, "test_loss")[0].cells[1].remark
-    assert remark.startswith("its test loss does not compare: 2.250 on ")
+    assert values(table, "bits_per_byte") == [1.25, None, 1.15]
+    (column,) = columns(table, "test_loss")
+    assert column.about == "40 x 16 tokens from 0 of the test split of me/texts (cccccccc), in fp32"
+    assert column.cells[1].remark.startswith("its test loss does not compare: 2.250 on ")
 
 
 def test_two_groups_are_two_columns(tmp_path: Path) -> None:
@@ -109,16 +95,14 @@ def test_the_best_checkpoints_result_is_taken_or_else_the_latests(
 
 
 def test_the_best_checkpoint_is_the_one_that_the_link_names_today(tmp_path: Path) -> None:
-    """If the run's checkpoints are missing, the link's target at the time of the measurement counts."""
+    """If the run's checkpoints are missing, the link's target at the time of the measurement counts. Results of a
+    checkpoint that was set aside do not count."""
     run = RunFolder(tmp_path, "a").finish().test_loss(2.6, LATEST).test_loss(2.5, BEST)
     assert values(table_of(run), "test_loss") == [2.5]
     run.add_checkpoint(LATEST, "best", "latest")
     assert values(table_of(run), "test_loss") == [2.6]
-
-
-def test_results_of_a_training_that_was_set_aside_do_not_count(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").finish().test_loss(2.5, BEST)
-    (run.path / "aside" / "20260105Z000000" / "checkpoints" / BEST).mkdir(parents=True)
+    for name in (BEST, LATEST):
+        (run.path / "aside" / "20260105Z000000" / "checkpoints" / name).mkdir(parents=True)
     assert columns(table_of(run), "test_loss") == []
 
 
@@ -134,28 +118,19 @@ def test_training_losses_on_other_data_do_not_compare(tmp_path: Path) -> None:
     ]
 
 
-def judged(run: RunFolder, mean: float, judging: str, *others: str, **changes: Any) -> RunFolder:
+def write(run: RunFolder, kind: type[Result], values: dict[str, Any]) -> RunFolder:
+    """Write a result of the best checkpoint."""
     weights = MeasuredWeights(checkpoint=BEST, sha256=run.path.name, is_best=True)
-    values: dict[str, Any] = {
-        "weights": weights,
-        "date": "2026-01-03T00:00:00Z",
-        "device": "CPU",
-        "torch": "2.15.0",
-        "judge": "gpt",
-        "prompt": "p",
-        "questions_sha256": "0" * 64,
-        "questions": 2,
-        "repeats": 1,
-        "judging": judging,
-        "judged_with": [run.path.name, *others],
-        "mean": mean,
-        "low": 1.0,
-        "high": 90.0,
-        "scores": [mean, mean],
-        **changes,
-    }
-    write_result(run.directory, InstructionResult(**values))
+    write_result(
+        run.directory, kind(weights=weights, date="2026-01-03T00:00:00Z", device="CPU", torch="2.15", **values)
+    )
     return run
+
+
+def judged(run: RunFolder, mean: float, judging: str, *others: str, **changes: Any) -> RunFolder:
+    judge = {"judge": "gpt", "prompt": "p", "questions_sha256": "0" * 64, "questions": 2, "repeats": 1}
+    scores = {"mean": mean, "low": 1.0, "high": 90.0, "scores": [mean, mean], "judged_with": [run.path.name, *others]}
+    return write(run, InstructionResult, {**judge, **scores, "judging": judging, **changes})
 
 
 def test_scores_of_one_judging_compare_and_so_do_answers_judged_alone(tmp_path: Path) -> None:
@@ -171,20 +146,8 @@ def test_scores_of_one_judging_compare_and_so_do_answers_judged_alone(tmp_path: 
 
 def benchmarked(run: RunFolder, value: float, **changes: Any) -> RunFolder:
     score = BenchmarkScore(task="piqa", metric="acc", value=value, stderr=0.0123, examples=9, higher_is_better=True)
-    weights = MeasuredWeights(checkpoint=BEST, sha256=run.path.name, is_best=True)
-    values: dict[str, Any] = {
-        "weights": weights,
-        "date": "2026-01-03T00:00:00Z",
-        "device": "CPU",
-        "torch": "2.15.0",
-        "lm_eval": "0.4",
-        "tasks": ["piqa"],
-        "precision": "fp32",
-        "scores": [score],
-        **changes,
-    }
-    write_result(run.directory, BenchmarkResult(**values))
-    return run
+    values = {"lm_eval": "0.4", "tasks": ["piqa"], "precision": "fp32", "scores": [score]}
+    return write(run, BenchmarkResult, {**values, **changes})
 
 
 @pytest.mark.parametrize("change", [{"limit": 10}, {"num_fewshot": 5}, {"lm_eval": "0.5"}, {"precision": "bf16"}])
@@ -226,31 +189,17 @@ def test_benchmarks_while_training_are_in_a_column_of_their_own(tmp_path: Path) 
 
 
 def test_benchmarks_while_training_compare_on_as_many_examples_in_the_same_precision(tmp_path: Path) -> None:
-    a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
-    e = RunFolder(tmp_path, "e", {"precision": "bf16"}).finish()
-    for run in (a, b, e):
-        run.benchmark_at(99, 200, piqa=0.5)
-    c.benchmark_at(99, 100, piqa=0.75)
-    d.benchmark_at(99, 200, piqa=None)
-    table = table_of(a, b, c, d, e)
-    (column,) = columns(table, IN_TRAINING)
-    assert [cell.value for cell in column.cells] == [0.5, 0.5, None, None, None]
-    assert "0.75 on 100 examples" in column.cells[2].remark
-    assert column.cells[3].remark == "its score is not finite"
-    assert "in bf16" in column.cells[4].remark
-
-
-def test_the_precision_that_auto_resolved_to_is_read_from_the_checkpoint(tmp_path: Path) -> None:
-    names = ("a", "b", "c")
-    runs = [RunFolder(tmp_path, name, {"precision": "auto"}).finish() for name in names]
-    for run, precision in zip(runs, ("bf16", "fp32", None), strict=True):
-        run.benchmark_at(99, 200, piqa=0.5)
-        if precision:
-            run.add_checkpoint(LATEST, "latest", precision=precision)
-    (column,) = columns(table_of(*runs), IN_TRAINING)
-    assert [cell.value for cell in column.cells] == [0.5, None, None]
-    assert "in fp32" in column.cells[1].remark
-    assert "in auto on NVIDIA H100" in column.cells[2].remark
+    """The precision that "auto" stood for is read from the checkpoint."""
+    asked = {"a": "fp32", "b": "auto", "c": "fp32", "d": "fp32", "e": "bf16", "f": "auto"}
+    runs = {name: RunFolder(tmp_path, name, {"precision": each}).finish() for name, each in asked.items()}
+    for name, run in runs.items():
+        run.benchmark_at(99, 100 if name == "c" else 200, piqa=None if name == "d" else 0.5)
+    runs["b"].add_checkpoint(LATEST, "latest", precision="fp32")
+    (column,) = columns(table_of(*runs.values()), IN_TRAINING)
+    assert [cell.value for cell in column.cells] == [0.5, 0.5, None, None, None, None]
+    remarks = ("0.5 on 100 examples", "its score is not finite", "in bf16", "in auto on NVIDIA H100")
+    for cell, remark in zip(column.cells[2:], remarks, strict=True):
+        assert remark in cell.remark
 
 
 def test_benchmarks_of_a_run_under_way(tmp_path: Path) -> None:

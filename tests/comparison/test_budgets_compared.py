@@ -54,18 +54,13 @@ def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
 
 
 def test_fit_scaling_predicts_a_run_by_its_budget(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    points = tmp_path / "points.csv"
-    rows = ["parameters,tokens,flops,loss"]
-    for parameters in (1e5, 2e5, 4e5, 8e5):
-        for tokens in (1e6, 2e6, 4e6, 8e6):
-            rows.append(
-                f"{parameters},{tokens},{6 * parameters * tokens},{1.5 + 30 / parameters**0.3 + 40 / tokens**0.3}"
-            )
-    points.write_text("\n".join(rows) + "\n")
-    arguments = ("fit_scaling.py", "--points", str(points), "--runs-dir", str(shop.runs), "--predict", "r")
+    shop, points = Workshop(tmp_path), tmp_path / "points.csv"
+    sizes = [(size, tokens) for size in (1e5, 2e5, 4e5, 8e5) for tokens in (1e6, 2e6, 4e6, 8e6)]
+    rows = [f"{size},{tokens},{6 * size * tokens},{1.5 + 30 / size**0.3 + 40 / tokens**0.3}" for size, tokens in sizes]
+    points.write_text("\n".join(["parameters,tokens,flops,loss", *rows, ""]))
+    asked = ["--points", str(points), "--runs-dir", str(shop.runs), "--predict", "r", "--resamples", "100"]
     shop.add_run(min_train_tokens=None, tokens_per_parameter=20)
-    assert "178K tokens" in run_forked(*arguments).stdout
+    assert "178K tokens" in run_forked("fit_scaling.py", *asked).stdout
     shop.add_run(min_train_tokens=None, train_steps=2)
-    refused = run_forked(*arguments, status=2)
+    refused = run_forked("fit_scaling.py", *asked, status=2)
     assert 'key "train_steps": 2 names no number; give parameters=,tokens=' in refused.stderr

@@ -14,29 +14,24 @@ from harness.common.errors import UserError
 from harness.common.lock import RunLock, is_held
 from harness.comparison.arms import find_arms
 from harness.comparison.progress import read_progress
-from harness.comparison.records import RunRecord, read_records
+from harness.comparison.records import RunRecord, find_runs
 from harness.runs.metrics import SampleEvent, read_metrics
 from tests.support.compared_runs import LATEST, RunFolder
 
 
-def test_a_finished_run_is_what_its_summary_says(tmp_path: Path) -> None:
+def test_a_finished_run_is_what_its_summary_says_and_another_what_its_files_ask_for(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").finish()
     run.directory.train_json.write_text(run.directory.train_json.read_text().replace("36.0", "99.0"))
-    record = RunRecord.read(run.directory)
-    assert record.state.word == "finished"
+    record, never = RunRecord.read(run.directory), RunRecord.read(RunFolder(tmp_path, "b").directory)
+    assert (record.state.word, never.state.word) == ("finished", "never trained")
     assert record.train["price_per_hour"] == 36.0, "the value it was trained with, not today's in train.json"
-    assert (record.tokens_seen, record.global_batch, record.world_size) == (12_800, 8, 2)
+    assert (record.tokens_seen, record.global_batch, record.recorded("world_size")) == (12_800, 8, 2)
     assert record.shape is not None
     assert record.shape.n_layers == 2
     assert record.dataset["name"] == "me/texts"
     assert record.problems == ()
-
-
-def test_a_run_that_was_never_trained(tmp_path: Path) -> None:
-    record = RunRecord.read(RunFolder(tmp_path, "a").directory)
-    assert record.state.word == "never trained"
-    assert record.tokens_seen is None
-    assert record.train["learning_rate"] == 0.0004, "with the defaults"
+    assert never.tokens_seen is None
+    assert never.train["learning_rate"] == 0.0004, "with the defaults"
 
 
 def test_a_run_that_stopped(tmp_path: Path) -> None:
@@ -48,7 +43,7 @@ def test_a_run_that_stopped(tmp_path: Path) -> None:
     assert record.progress.train_loss == pytest.approx(3.8)
     assert record.progress.validation_loss == pytest.approx(3.9)
     assert record.tokens_seen == 21 * 128
-    assert record.world_size == 2, "read from its latest checkpoint"
+    assert record.recorded("world_size") == 2, "read from its latest checkpoint"
 
 
 def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
@@ -84,6 +79,11 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
     state = RunRecord.read(wrong.directory).state
     assert state.word == "damaged"
     assert 'did you mean "learning_rate"' in state.detail
+    impossible: dict[str, Any] = {"world_size": 0, "tokens_seen": -5, "final_validation_loss": -3.0}
+    for key, value in impossible.items():
+        state = RunRecord.read(RunFolder(tmp_path, key).finish(**{key: value}).directory).state
+        assert state.word == "damaged"
+        assert f'key "{key}"' in state.detail
 
 
 def test_a_finished_run_that_continues_shows_its_last_lines_and_is_in_no_arm(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_link_that_leads_to_itself_is_no_checkpoint(tmp_path: Path, is_finishe
     for link in ("best", "latest"):
         (run.directory.checkpoints / link).symlink_to(link)
     record = RunRecord.read((run.finish() if is_finished else run).directory)
-    assert (record.checkpoints.best, record.checkpoints.latest) == (None, None)
+    assert (record.best, record.latest) == (None, None)
     assert record.state.word == ("finished" if is_finished else "damaged")
 
 
@@ -145,23 +145,18 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         RunFolder(tmp_path, name)
     (tmp_path / "notes").mkdir()
-    assert [record.name for record in read_records(tmp_path, ())] == ["a", "b", "c"]
-    assert [record.name for record in read_records(tmp_path, ("c", "a", f"{tmp_path}/c/"))] == ["c", "a"]
-    assert [record.name for record in read_records(tmp_path, ("[bc]", f"{tmp_path}/?", "a"))] == ["b", "c", "a"]
-    with pytest.raises(UserError, match=r"a\*\*b: no run in .* has such a name"):
-        read_records(tmp_path, ("a**b",))
-    with pytest.raises(UserError, match="no such run; did you mean b"):
-        read_records(tmp_path, ("bb",))
-    with pytest.raises(UserError, match="not a run; it has neither train"):
-        read_records(tmp_path, ("notes",))
-    with pytest.raises(UserError, match="there are no runs; --runs-dir names"):
-        read_records(tmp_path / "notes", ())
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("world_size", 0), ("tokens_seen", -5), ("final_validation_loss", -3.0), ("microbatch_size", -4)]
-)
-def test_a_summary_with_impossible_numbers_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
-    record = RunRecord.read(RunFolder(tmp_path, "a").finish(**{key: value}).directory)
-    assert record.state.word == "damaged"
-    assert f'key "{key}"' in record.state.detail
+    for names, found in (
+        ((), ["a", "b", "c"]),
+        (("c", "a", f"{tmp_path}/c/"), ["c", "a"]),
+        (("[bc]", f"{tmp_path}/?", "a"), ["b", "c", "a"]),
+    ):
+        assert [run.path.name for run in find_runs(tmp_path, names)] == found
+    refused: list[tuple[Path, tuple[str, ...], str]] = [
+        (tmp_path, ("a**b",), r"a\*\*b: no run in .* has such a name"),
+        (tmp_path, ("bb",), "no such run; did you mean b"),
+        (tmp_path, ("notes",), "not a run; it has neither train"),
+        (tmp_path / "notes", (), "there are no runs; --runs-dir names"),
+    ]
+    for folder, asked, message in refused:
+        with pytest.raises(UserError, match=message):
+            find_runs(folder, asked)

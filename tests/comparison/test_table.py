@@ -16,7 +16,14 @@ from harness.runs.directory import RunDirectory
 from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
-NOTEBOOK = ("8xa100m40", "8xh100m80", "8xa100m80", "8xb200m160", "original")
+# The notebook's figures: train seconds, dollars, dollars without validation, and test loss.
+BILLS = {
+    "8xa100m40": (13_904, 39.86, 35.56, 3.674),
+    "8xh100m80": (6_650, 44.19, 38.13, 3.725),
+    "8xa100m80": (11_532, 45.87, 39.57, 3.730),
+    "8xb200m160": (4_190, 46.46, 39.14, 3.771),
+}
+NOTEBOOK = (*BILLS, "original")
 
 
 def table_of(*runs: RunFolder) -> RunsTable:
@@ -30,10 +37,6 @@ def column(table: RunsTable, key: str) -> Column:
 def row_of(table: RunsTable, name: str) -> dict[str, Any]:
     row = [record.name for record in table.records].index(name)
     return {each.key: each.cells[row].value for each in table.columns}
-
-
-def notebook() -> RunsTable:
-    return RunsTable.of([RunRecord.read(RunDirectory(SHIPPED_RUNS / name)) for name in NOTEBOOK])
 
 
 def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
@@ -64,6 +67,9 @@ def test_of_many_settings_those_of_most_runs_are_named_once(tmp_path: Path) -> N
         "  c: n_layers 3, betas [0.9, 0.95], clipping_max_norm 1.0, machine 4 x NVIDIA",
         "    H100",
     ]
+    d = RunFolder(tmp_path, "d", {"learning_rate": 0.005}).finish()
+    lines = list(table_lines(table_of(a, b, c, d)))
+    assert "  a: learning_rate 0.0004" in lines, "two runs of four are not most"
 
 
 def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
@@ -87,21 +93,16 @@ def test_a_key_that_an_earlier_version_did_not_write_makes_no_difference(tmp_pat
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:
     """The run takes 360 s, 60 s of them for validation, at 36 dollars an hour. Its parameters are counted by hand."""
-    table = table_of(RunFolder(tmp_path, "a").finish())
+    table = table_of(RunFolder(tmp_path, "a").finish(best_loss=2.55, best_step=80))
     values = row_of(table, "a")
     by_hand = 2 * (12 * 32**2 + 10 * 32) + 2 * 32 + (64 + 16) * 32 + 64 * 32
     assert values["parameters"] == by_hand == 29_888
     assert values["flops"] == 12_800 * (6 * (2 * 12 * 32**2 + 64 * 32) + 12 * 2 * 32 * 16)
     assert (values["hours"], values["hours_without_validation"]) == pytest.approx((0.1, 300 / 3600))
     assert (values["dollars"], values["dollars_without_validation"]) == pytest.approx((3.6, 3.0))
-    assert values["mfu"] == 25
+    assert (values["mfu"], values["validation_loss"], values["best_validation_loss"]) == (25, 2.6, 2.55)
     assert "state" not in values, "there is no such column if all runs have finished"
     assert table.absent == ("test loss", "bits per byte", "instruction score")
-
-
-def test_the_best_validation_loss_beside_a_worse_last_one(tmp_path: Path) -> None:
-    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish(best_loss=2.55, best_step=80)
-    assert row_of(table_of(a, b), "b")["best_validation_loss"] == 2.55
 
 
 def test_every_empty_cell_says_why(tmp_path: Path) -> None:
@@ -115,19 +116,6 @@ def test_every_empty_cell_says_why(tmp_path: Path) -> None:
     assert column(table, "dollars").cells[0].remark == "no price_per_hour in its train.json"
     assert column(table, "test_loss").cells[0].remark == "not measured by test_loss.py"
     assert {cell.remark for key, cell in empty if cell is column(table, key).cells[2]} >= {"never trained"}
-
-
-def test_beside_reported_figures_an_own_run_says_why_it_has_none(tmp_path: Path) -> None:
-    reported = RunFolder(tmp_path, "8xa100m40")
-    (reported.path / "reported.json").write_text((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
-    own = RunFolder(tmp_path, "own").finish(mfu=None)
-    table = table_of(own, reported)
-    remarks = {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")}
-    assert remarks == {
-        "test_loss": "not measured by test_loss.py",
-        "mfu": "peak of the device not known",
-        "reported_hours": "not reported",
-    }
 
 
 def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path) -> None:
@@ -158,87 +146,74 @@ def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
     assert values["dollars"] == pytest.approx(3.6 * 49 / 3600 * 36)
 
 
-def test_the_best_loss_comes_first_and_what_has_none_last(tmp_path: Path) -> None:
+def test_sorted_by_the_best_loss_or_by_what_is_asked(tmp_path: Path) -> None:
+    figures = {"a": (2.5, 0.001, 50.0), "b": (2.4, 0.01, 70.0), "c": (2.6, 0.005, 60.0)}
     runs = [
-        RunFolder(tmp_path, name).finish().test_loss(loss) for name, loss in zip("abc", (2.5, 2.4, 2.6), strict=True)
+        RunFolder(tmp_path, name, {"learning_rate": rate}).finish(tokens_per_second=speed).test_loss(loss)
+        for name, (loss, rate, speed) in figures.items()
     ]
-    runs.append(RunFolder(tmp_path, "d"))
-    table = table_of(*runs)
-    assert [record.name for record in table.sorted(None).records] == ["b", "a", "c", "d"]
+    table = table_of(*runs, RunFolder(tmp_path, "d", {"learning_rate": 0.02}))
+    for key, names in ((None, "bacd"), ("name", "abcd"), ("learning_rate", "acbd"), ("tokens_per_second", "bcad")):
+        assert [record.name for record in table.sorted(key).records] == [*names], key
     assert column(table.sorted(None), "test_loss").cells[0].value == 2.4, "cells are sorted with their runs"
-    assert [record.name for record in table.sorted("name").records] == ["a", "b", "c", "d"]
-
-
-def test_sorted_by_what_is_asked(tmp_path: Path) -> None:
-    rates, speeds = (0.001, 0.01, 0.005), (50.0, 70.0, 60.0)
-    runs = [
-        RunFolder(tmp_path, name, {"learning_rate": rate}).finish(tokens_per_second=speed)
-        for name, rate, speed in zip("abc", rates, speeds, strict=True)
-    ]
-    table = table_of(*runs)
-    assert [record.name for record in table.sorted("learning_rate").records] == ["a", "c", "b"]
-    assert [record.name for record in table.sorted("tokens_per_second").records] == ["b", "c", "a"], "the fastest first"
-    with pytest.raises(UserError, match="did you mean learning_rate"):
-        table.sorted("learning_rat")
-    with pytest.raises(UserError, match="did you mean hours"):
-        table.sorted("time")
-    with pytest.raises(UserError, match="there are: name, learning_rate, "):
+    for key, hint in (("learning_rat", "did you mean learning_rate"), ("time", "did you mean hours")):
+        with pytest.raises(UserError, match=hint):
+            table.sorted(key)
+    with pytest.raises(UserError, match="there are: name, state, learning_rate, "):
         table.sorted("xyz")
 
 
-# The notebook's figures: train seconds, dollars, dollars without validation, and test loss.
-BILLS = {
-    "8xa100m40": (13_904, 39.86, 35.56, 3.674),
-    "8xh100m80": (6_650, 44.19, 38.13, 3.725),
-    "8xa100m80": (11_532, 45.87, 39.57, 3.730),
-    "8xb200m160": (4_190, 46.46, 39.14, 3.771),
-}
-
-
-@pytest.mark.parametrize("name", BILLS)
-def test_the_notebooks_bills_to_the_cent(name: str) -> None:
+def test_the_notebooks_bills_to_the_cent() -> None:
     """Bills are as reported. They equal seconds times price to within a cent, because the source truncates seconds."""
-    seconds, dollars, without_validation, loss = BILLS[name]
-    values = row_of(notebook(), name)
-    price = json.loads((SHIPPED_RUNS / name / "train.json").read_text())["price_per_hour"]
-    assert values["hours"] * 3600 == pytest.approx(seconds, abs=0.7)
-    assert values["dollars"] == dollars
-    assert values["hours"] * price == pytest.approx(dollars, abs=0.01)
-    assert values["hours_without_validation"] * price == pytest.approx(without_validation, abs=0.01)
-    assert values["dollars_without_validation"] == without_validation
-    assert values["test_loss"] == loss
+    table = RunsTable.of([RunRecord.read(RunDirectory(SHIPPED_RUNS / name)) for name in NOTEBOOK])
+    for name, (seconds, dollars, without_validation, loss) in BILLS.items():
+        values = row_of(table, name)
+        price = json.loads((SHIPPED_RUNS / name / "train.json").read_text())["price_per_hour"]
+        assert values["hours"] * 3600 == pytest.approx(seconds, abs=0.7)
+        assert values["hours"] * price == pytest.approx(dollars, abs=0.01)
+        assert values["hours_without_validation"] * price == pytest.approx(without_validation, abs=0.01)
+        keys = ("dollars", "dollars_without_validation", "test_loss")
+        assert [values[key] for key in keys] == [dollars, without_validation, loss]
+    # The notebook prints the coefficients 0.032313, -0.295715 and 4.368746 for the natural logarithm of the batch.
+    assert [*fits(table)] == [
+        "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687, x = ln(sequences); lowest near 97 sequences "
+        "(5 points, each within 0.018 of it)",
+        "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB (4 points, each within 5.17 GiB of it)",
+    ]
+
+
+def reported(tmp_path: Path, name: str, **changes: str) -> RunFolder:
+    run = RunFolder(tmp_path, name)
+    values = json.loads((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
+    (run.path / "reported.json").write_text(json.dumps(values | changes))
+    return run
 
 
 def test_reported_figures_are_marked_and_in_columns_of_their_own(tmp_path: Path) -> None:
-    reported = RunFolder(tmp_path, "reported")
-    (reported.path / "reported.json").write_text((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
-    measured = RunFolder(tmp_path, "measured").finish().test_loss(3.7)
-    table = table_of(measured, reported)
+    measured, other = (
+        RunFolder(tmp_path, "a").finish(mfu=None).test_loss(3.7),
+        RunFolder(tmp_path, "b").finish(mfu=None),
+    )
+    theirs = reported(tmp_path, "c")
+    table = table_of(measured, theirs)
     assert [cell.value for cell in column(table, "test_loss").cells] == [3.7, None]
     assert [cell.value for cell in column(table, "reported_test_loss").cells] == [None, 3.674]
     text = "\n".join(table_lines(table))
     assert "3.674 r" in text
     assert "r: reported, or worked out from it, not measured here: Giles Thomas" in text
+    table = table_of(other, theirs)  # an own run says why it has no number
+    assert {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")} == {
+        "test_loss": "not measured by test_loss.py",
+        "mfu": "peak of the device not known",
+        "reported_hours": "not reported",
+    }
 
 
 def test_figures_reported_by_different_sources_do_not_compare(tmp_path: Path) -> None:
-    for name, source in (("a", "one"), ("b", "two")):
-        run = RunFolder(tmp_path, name)
-        values = json.loads((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
-        (run.path / "reported.json").write_text(json.dumps(values | {"source": source}))
-    table = RunsTable.of([RunRecord.read(RunDirectory(tmp_path / name)) for name in "ab"])
+    table = table_of(*(reported(tmp_path, source, source=source) for source in ("one", "two")))
     assert [cell.value for cell in column(table, "test_loss").cells] == [3.674, None]
     assert [cell.value for cell in column(table, "test_loss:2").cells] == [None, 3.674]
     assert [cell.value for cell in column(table, "dollars").cells] == [39.86, 39.86], "dollars compare across sources"
-
-
-def test_the_notebooks_two_fits() -> None:
-    """The notebook prints the coefficients 0.032313, -0.295715 and 4.368746 for the natural logarithm of the batch."""
-    assert [*fits(notebook())] == [
-        "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687, x = ln(sequences); lowest near 97 sequences "
-        "(5 points, each within 0.018 of it)",
-        "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB (4 points, each within 5.17 GiB of it)",
-    ]
 
 
 def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) -> None:

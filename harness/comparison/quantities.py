@@ -1,0 +1,458 @@
+"""Numbers of runs that a comparison shows, each with its basis: the text or task that was measured, identified by
+hashes of its content instead of names. Numbers of different runs compare only if their bases are equal. For each
+missing number there is a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from harness.comparison.inconclusive import Inconclusive
+from harness.comparison.records import RunRecord
+from harness.runs.checkpoint_meta import validation_text
+from harness.runs.reported import Reported
+from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, LossResult, Result
+from harness.runs.throughput import peak_flops
+
+NATS = "nats/token"
+MONEY, COUNT = "money", "count"  # number styles: amounts down to fractions of a cent; counts such as 163M
+LESS, MORE = True, False  # values of lower_is_better
+SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}  # reported ones compare within one source
+MEASURED_BY: dict[type[Result], str] = {
+    LossResult: "not measured by test_loss.py",
+    InstructionResult: "not judged by judge_ift.py",
+    BenchmarkResult: "not measured by evaluate_benchmarks.py",
+}
+MEASURED_TOO = "; measured, too: "  # in a remark on the best checkpoint, before the names of others
+UNKNOWN = "not recorded"
+# The reason for a missing number, by the key of the quantity. Quantities without an entry have UNKNOWN.
+MISSING = {
+    **dict.fromkeys(("parameters", "active_parameters"), "model not known"),
+    **dict.fromkeys(("train_loss", "validation_loss", "best_validation_loss"), "not recorded, or not finite"),
+    "global_batch": "number of ranks not recorded yet",
+    "tokens_per_second": "not measured",
+    "mfu": "peak of the device not known",
+    "peak_memory": "recorded at the end of a run",
+}
+DIVERGED = "its test loss is not finite"
+# The better direction of lm-eval's metrics, as lm-eval registers it, because metrics.jsonl does not record it.
+LOWER_IS_BETTER = {
+    **dict.fromkeys(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all"), MORE),
+    **dict.fromkeys(("exact_match", "f1", "mcc", "bleu", "chrf", "likelihood"), MORE),
+    **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "brier_score"), LESS),
+}
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The text or task that a number was measured on. Bases with equal `identity` are equal; `words` describe the basis
+    to a reader."""
+
+    identity: Hashable
+    words: str = field(compare=False)
+
+
+ANY_BASIS = Basis("any", "")  # of quantities that always compare: tokens, seconds, dollars
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number that was measured in one run."""
+
+    value: float
+    basis: Basis
+    remark: str = ""  # what a reader must know about the number
+    error: str = ""  # its uncertainty, such as "±0.012"
+    result: Result | None = None  # the result that the number is from
+
+
+Number = float | Inconclusive | None  # None: not recorded
+Values = Sequence[Measurement] | Inconclusive  # measurements of one run, one per basis, or why there are none
+Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by the index of the run
+
+
+def comparable_groups(values: Sequence[Values]) -> list[Group]:
+    """Group the measurements of runs by basis. `values` has one entry per run. The largest group comes first; groups of
+    the same size are in the order of the runs."""
+    groups: dict[Basis, dict[int, Measurement]] = {}
+    for position, of_run in enumerate(values):
+        for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
+            groups.setdefault(measurement.basis, {}).setdefault(position, measurement)
+    return sorted(groups.items(), key=lambda group: -len(group[1]))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """The heading of a column and the source of its numbers. `measure` returns a run's own number, or the reason why it
+    has none. `report` gives the number that others reported: the name of a figure in reported.json, the name of a
+    property of `Reported`, or a function."""
+
+    key: str  # in --sort and --json
+    title: str
+    unit: str
+    style: str  # a format specification, MONEY or COUNT
+    measure: Callable[[RunRecord], Number | Values]
+    report: str | Callable[[Reported, RunRecord], float | None] = ""
+    lower_is_better: bool | None = None
+    divisor: int = 1  # turns measured and reported numbers into the column's unit
+
+    def values(self, record: RunRecord) -> Values:
+        """Return the run's measurements, or the reason why it has none."""
+        try:
+            found = self.measure(record)
+            if isinstance(found, int | float) and not math.isfinite(found):
+                raise OverflowError
+        except OverflowError:
+            return Inconclusive("worked out from numbers that are too large")
+        if found is None or isinstance(found, Inconclusive):
+            is_new = record.state.word == "never trained"
+            return Inconclusive("never trained") if is_new else found or Inconclusive(MISSING.get(self.key, UNKNOWN))
+        if not isinstance(found, int | float):
+            return found
+        basis = BASES.get(self.key, lambda _: ANY_BASIS)(record)
+        if basis is None:
+            return Inconclusive(f"{found:.3f}, but its text is not recorded (yet)")
+        return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
+
+    def reported(self, record: RunRecord) -> Values:
+        """Return the number that the run's reported.json gives, or Inconclusive if it gives none."""
+        reported, report, value = record.reported, self.report, None
+        if reported is not None and isinstance(report, str):
+            value = getattr(reported, report, None) or reported.value(report)
+        elif reported is not None and not isinstance(report, str):
+            value = report(reported, record)
+        if reported is None or value is None:
+            return Inconclusive("not reported")
+        basis = Basis(("reported", reported.source), reported.source) if self.key in SCORES else ANY_BASIS
+        return [Measurement(value / self.divisor if self.divisor > 1 else value, basis)]
+
+
+def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
+    """Return all quantities of these runs in the order of their columns: what was trained, the results, then speed,
+    time and cost."""
+    bits = partial(_bits_per_byte, bits_bases([result for each in records for result in each.results.of(LossResult)]))
+    score = Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE)
+    benchmarks: dict[str, Quantity] = {}
+
+    def add(task: str, metric: str, when: str, lower_is_better: bool | None) -> None:
+        key, title = f"{task}_{metric}{when.replace(' ', '_')}", f"{task} {metric}{when}"
+        measure = partial(_benchmark_while_training if when else _benchmark, task, metric)
+        benchmarks[key] = Quantity(key, title, "", ".4g", measure, "", lower_is_better)
+
+    for each in [each for record in records for result in record.results.of(BenchmarkResult) for each in result.scores]:
+        add(each.task, each.metric, "", None if each.higher_is_better is None else not each.higher_is_better)
+    for event in [event for record in records for event in record.benchmarks]:
+        add(event.task, event.metric, " while training", LOWER_IS_BETTER.get(event.metric.partition(",")[0]))
+    return [
+        *TRAINED,
+        Quantity("test_loss", "test loss", NATS, ".3f", _finite_test_losses, "test_loss", LESS),
+        Quantity("bits_per_byte", "bits per byte", "", ".3f", bits, "", LESS),
+        score,
+        *benchmarks.values(),
+        *SPENT,
+    ]
+
+
+# Training
+
+
+def training_basis(record: RunRecord) -> Basis | None:
+    """Return the basis of a run's training losses: train split and context length. None if the split's hash is not
+    recorded."""
+    split, context = record.dataset.get("train"), record.model.get("context_length")
+    digest = split.get("sha256") if isinstance(split, dict) else None
+    if not isinstance(digest, str):
+        return None
+    words = f"the train split of {record.dataset.get('name')} ({digest[:8]}), context {context}"
+    return Basis(("train", digest, context), words)
+
+
+def validation_basis(record: RunRecord) -> Basis | None:
+    """Return the basis of a run's validation losses, or None if their text is not recorded."""
+    text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
+    if text is None:
+        return None
+    return Basis(text, _slice(text.sequences, text.context_length, text.start_token, "validation", name, text.sha256))
+
+
+def _slice(windows: int, context: int, start: int, split: str, dataset: object, digest: str) -> str:
+    return f"{windows:,} x {context} tokens from {start:,} of the {split} split of {dataset} ({digest[:8]})"
+
+
+def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
+    """Return a number of the run's summary, or while there is none, of its progress."""
+    source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
+    number: Number = getattr(source, key, None)
+    return number
+
+
+def _validation_loss(record: RunRecord) -> Number:
+    """Return the last validation loss, None if it is not recorded, or Inconclusive if validation was off."""
+    value = _latest("final_validation_loss", "validation_loss", record)
+    is_off = record.train and record.train.get("validation_interval") is None
+    return Inconclusive("trained without validation") if value is None and is_off else value
+
+
+def _best_loss(record: RunRecord) -> Number:
+    last = _validation_loss(record)
+    return last if last is None or isinstance(last, Inconclusive) else record.recorded("best_loss")
+
+
+def final_validation_losses(record: RunRecord) -> Values:
+    """Return the last validation loss for a verdict. It is NaN if a finished run ended with a loss that is not
+    finite."""
+    summary, basis = record.summary, validation_basis(record)
+    values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
+    is_validated = record.train.get("validation_interval") is not None
+    if is_validated and basis is not None and values == {"final_validation_loss": None}:
+        return [Measurement(math.nan, basis)]
+    return VALIDATION_LOSS.values(record)
+
+
+def _flops(record: RunRecord, tokens: float | None) -> float | None:
+    return record.shape.flops_per_token * tokens if record.shape and tokens else None
+
+
+def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
+    return _flops(record, reported.value("tokens_seen"))
+
+
+def _of_model(key: str, record: RunRecord) -> Number:
+    return getattr(record.shape, key, None)
+
+
+# Results of the measuring commands, and benchmarks evaluated while training
+
+
+def loss_basis(result: LossResult) -> Basis:
+    """Return the basis of a test loss. Test losses have the same basis if the tokens, their division into windows, and
+    the precision are the same."""
+    tokenizer = result.text.tokenizer
+    words = f"{_text_words(result)}, in {result.precision}"
+    words += "" if tokenizer == "gpt2" else f", tokenizer {tokenizer[:8]}"
+    return Basis(("loss", result.text.content, result.precision), words)
+
+
+def _text_words(result: LossResult) -> str:
+    text = result.text
+    return _slice(text.windows, text.context_length, text.start_token, text.split, text.dataset, text.sha256)
+
+
+def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
+    """Return the basis of bits per byte for each basis of a test loss. Bits per byte compare on the same slice of
+    tokens, and also on the same text in other tokens.
+
+    Results do not record whether two datasets with different tokenizers hold the same text. They count as the same text
+    if both were measured in the same precision and from the first token of a split of the same name, and if their
+    numbers of bytes differ by at most one window. The last tokens of a split that do not fill a window are not
+    measured.
+    """
+    bases: dict[Basis, Basis] = {}
+    firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
+    for result in results:
+        text, size = result.text, None
+        if result.bits_are_exact and result.bits_per_byte and result.loss is not None and not text.start_token:
+            size = result.loss * text.windows * text.context_length / math.log(2) / result.bits_per_byte
+        window = (size or 0.0) / max(1, text.windows)
+        for first, other_size, other_window in firsts:
+            if loss_basis(first) == loss_basis(result):
+                break
+            is_retokenized = first.text.tokenizer != text.tokenizer and first.text.split == text.split
+            is_alike = is_retokenized and first.precision == result.precision
+            if is_alike and size and other_size and abs(size - other_size) <= max(window, other_window):
+                break
+        else:
+            first = result
+            firsts.append((result, size, window))
+        bases[loss_basis(result)] = Basis(("bits", loss_basis(first).identity), _text_words(first))
+    return bases
+
+
+def _measurements(
+    record: RunRecord,
+    kind: type[AnyResult],
+    basis_of: Callable[[AnyResult], Basis],
+    read: Callable[[AnyResult], tuple[float | None, str] | None],
+) -> Values:
+    """Return a run's measurements by one of the measuring commands, one for each basis, or the reason why there are
+    none. `read` returns a result's number and its uncertainty, or None if the result does not hold this quantity.
+
+    The measurement is that of the best checkpoint, or else of the latest, or else of the checkpoint with the highest
+    step. Its remark names the checkpoint, unless it is the best and the only one measured. Results of an earlier
+    training, whose checkpoints were moved to aside/, are left out.
+    """
+
+    def preference(result: Result) -> tuple[bool, bool, int, str]:
+        weights = result.weights
+        is_best = weights.is_best if record.best is None else weights.checkpoint == record.best
+        is_latest = weights.is_latest if record.latest is None else weights.checkpoint == record.latest
+        return is_best, is_latest, weights.global_step or 0, result.date
+
+    candidates: dict[Basis, list[AnyResult]] = {}
+    for result in record.results.of(kind):
+        if result.weights.checkpoint not in record.aside and read(result) is not None:
+            candidates.setdefault(basis_of(result), []).append(result)
+    found = []
+    for basis, results in candidates.items():
+        first, *others = sorted(results, key=preference, reverse=True)
+        is_best, is_latest, *_ = preference(first)
+        own = first.weights.checkpoint
+        further = sorted({other.weights.checkpoint for other in others} - {own})
+        which = "best" if is_best else "latest" if is_latest else "neither best nor latest"
+        remark = f"of checkpoint {own} ({which})"
+        if is_best:
+            remark = f"{remark}{MEASURED_TOO}{', '.join(further)}" if further else ""
+        elif record.best is not None and record.results.has_unread(kind, record.best):
+            remark += ": a result of the best one cannot be read"
+        else:
+            remark += ": the best one has not been measured on this"
+        value, error = read(first) or (None, "")
+        if value is not None:
+            found.append(Measurement(value, basis, remark, error, first))
+    if not found and record.results.has_unread(kind):
+        return Inconclusive("kept in results/, but the file cannot be read (a remark names it); measure again")
+    return found or Inconclusive(MEASURED_BY[kind])
+
+
+def all_test_losses(record: RunRecord) -> Values:
+    """Return the test losses of a run, one per text. A loss that is not finite is NaN."""
+    return _measurements(
+        record, LossResult, loss_basis, lambda result: (math.nan if result.loss is None else result.loss, "")
+    )
+
+
+def _finite_test_losses(record: RunRecord) -> Values:
+    measured = all_test_losses(record)
+    if isinstance(measured, Inconclusive):
+        return measured
+    return [each for each in measured if math.isfinite(each.value)] or Inconclusive(DIVERGED)
+
+
+def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
+    found = _measurements(
+        record, LossResult, lambda result: bases[loss_basis(result)], lambda result: (result.bits_per_byte, "")
+    )
+    if isinstance(found, Inconclusive):  # a test loss without bits per byte, or the reason why there is no test loss
+        losses = _finite_test_losses(record)
+        return losses if isinstance(losses, Inconclusive) else Inconclusive("bytes of its test text not known")
+    bits = []
+    for each in found:
+        is_exact = isinstance(each.result, LossResult) and each.result.bits_are_exact
+        remarks = [each.remark, "" if is_exact else "by the bytes per token of the whole split"]
+        bits.append(replace(each, remark="; ".join(filter(None, remarks))))
+    return bits
+
+
+def judging_basis(result: InstructionResult) -> Basis:
+    """Return the basis of an instruction score. Scores compare if the answers were judged together, or if each model's
+    answers were judged alone with the same judge, prompt, questions and number of repeats."""
+    identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
+    words = f"{result.questions} questions ({result.questions_sha256[:8]}), judge {result.judge}"
+    if len(result.judged_with) > 1:
+        names = ", ".join(result.judged_with)
+        return Basis(("judging", *identity, result.judging), f"{words}, judged together: {names}")
+    return Basis(("judging", *identity), f"{words}, each alone")
+
+
+def _scores(record: RunRecord) -> Values:
+    def read(result: InstructionResult) -> tuple[float | None, str]:
+        return result.mean, "" if None in (result.low, result.high) else f"({result.low:.1f} to {result.high:.1f})"
+
+    return _measurements(record, InstructionResult, judging_basis, read)
+
+
+def benchmark_basis(result: BenchmarkResult) -> Basis:
+    """Return the basis of a benchmark's scores: number of shots, examples, version of lm-eval, and precision."""
+    shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
+    examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
+    identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
+    words = f"lm-eval {result.lm_eval}, {shots}, {examples}, in {result.precision}"
+    return Basis(("benchmarks", *identity), words)
+
+
+def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
+    def read(result: BenchmarkResult) -> tuple[float | None, str] | None:
+        scores = (each for each in result.scores if (each.task, each.metric) == (task, metric))
+        return next(((each.value, _error(each.stderr)) for each in scores if each.value is not None), None)
+
+    return _measurements(record, BenchmarkResult, benchmark_basis, read)
+
+
+def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
+    """Return the score of the last evaluation while training. Its basis never equals that of a score by
+    evaluate_benchmarks.py, because training does not record lm-eval's version."""
+    event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
+    if event is None or event.value is None:
+        return Inconclusive("not measured while training" if event is None else "its score is not finite")
+    examples = f"{event.examples:,}" if event.examples else "an unknown number of"
+    words = f"{examples} examples, in {record.trained_in}, lm-eval's version not recorded"
+    basis = Basis(("benchmarks while training", event.examples or record.name, record.trained_in), words)
+    remark = f"measured while training, after global step {event.global_step:,}"
+    return [Measurement(event.value, basis, remark, _error(event.stderr))]
+
+
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f"±{standard_error:.2g}"
+
+
+# Speed, time and cost
+
+
+def _mfu(record: RunRecord) -> Number:
+    mfu = _latest("mfu", "mfu", record)
+    return 100 * mfu if isinstance(mfu, float | int) else None
+
+
+def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
+    """Return the MFU in percent, computed from the reported speed: model FLOPs over the devices' peak (PaLM,
+    arXiv:2204.02311). None if the speed, the peak or the model is not known."""
+    speed, peak = reported.training_speed, peak_flops(reported.device)
+    if speed is None or peak is None or record.shape is None:
+        return None
+    return 100 * speed * record.shape.flops_per_token / (reported.gpus * peak)
+
+
+def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord) -> Number:
+    """Return the total seconds or dollars, minus those of the phase `without` if it is not "". None if they are not
+    recorded."""
+    spent: Mapping[str, float] = getattr(record, what)
+    if what == "dollars" and "total" in record.seconds and "total" not in spent:
+        return Inconclusive("no price_per_hour in its train.json")
+    if not without:
+        return spent.get("total")
+    return spent["total"] - spent.get(without, 0.0) if {"total", "training"} <= spent.keys() else None
+
+
+# The basis of a number that the run itself recorded, by the key of the quantity. Other quantities always compare.
+BASES = {"train_loss": training_basis, **dict.fromkeys(("validation_loss", "best_validation_loss"), validation_basis)}
+_parameters, _active_parameters = (partial(_of_model, key) for key in ("parameters", "active_parameters"))
+_train_loss, _speed = partial(_latest, "final_train_loss", "train_loss"), partial(_latest, *("tokens_per_second",) * 2)
+_seconds, _dollars = (partial(_spent, what, "") for what in ("seconds", "dollars"))
+_training_seconds, _training_dollars = (partial(_spent, what, "validation") for what in ("seconds", "dollars"))
+VALIDATION_LOSS = Quantity(
+    "validation_loss", "validation loss", NATS, ".3f", _validation_loss, "final_validation_loss", LESS
+)
+TRAINED = (
+    Quantity("parameters", "parameters", "", COUNT, _parameters),
+    Quantity("active_parameters", "active parameters", "", COUNT, _active_parameters),
+    Quantity("global_batch", "global batch", "sequences", ",.0f", lambda run: run.global_batch, "global_batch_size"),
+    Quantity("tokens", "tokens", "", COUNT, lambda run: run.tokens_seen, "tokens_seen"),
+    Quantity("flops", "training FLOPs", "", ".2e", lambda run: _flops(run, run.tokens_seen), _reported_flops),
+    Quantity("train_loss", "train loss", NATS, ".3f", _train_loss, "final_train_loss", LESS),
+    VALIDATION_LOSS,
+    Quantity("best_validation_loss", "best validation loss", NATS, ".3f", _best_loss, "", LESS),
+)
+TIME, COST = "time without validation", "cost without validation"
+TRAINING_SECONDS, TRAINING_DOLLARS = "seconds_without_validation", "dollars_without_validation"
+SPENT = (
+    Quantity("tokens_per_second", "training speed", "tokens/s", ",.0f", _speed, "training_speed", MORE),
+    Quantity("mfu", "MFU", "%", ".1f", _mfu, _reported_mfu, MORE),
+    Quantity("peak_memory", "peak memory", "GiB/device", ".2f", partial(_latest, "peak_memory_gib", ""), "", LESS),
+    Quantity("hours", "time", "h", ",.3f", _seconds, "train_seconds", LESS, 3600),
+    Quantity("hours_without_validation", TIME, "h", ",.3f", _training_seconds, TRAINING_SECONDS, LESS, 3600),
+    Quantity("dollars", "cost", "$", MONEY, _dollars, "train_dollars", LESS),
+    Quantity("dollars_without_validation", COST, "$", MONEY, _training_dollars, TRAINING_DOLLARS, LESS),
+)
