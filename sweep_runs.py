@@ -105,7 +105,8 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         missing = found.missing()
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
         planner = Planner(datasets_dir, runs_dir, **machine)
-        runner = SweepRunner(found.runs, planner, TRAIN, max_dollars=max_dollars)
+        progress = show if sys.stdout.isatty() else None
+        runner = SweepRunner(found.runs, planner, TRAIN, say, progress, max_dollars=max_dollars)
         if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
             raise UserError(f"{runs_dir}: {shortage}")
         write_runs(missing)
@@ -113,7 +114,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         survive_closed_output(runner.hang_up)
         if runner.waiting:
             say("The output of each run is written to sweep.log in its folder.")
-        runner.run(say, show if sys.stdout.isatty() else None)
+        runner.run()
         runner.leave()
         names = [run.name for run in found.runs]
         pattern = f"{found.name}-*"

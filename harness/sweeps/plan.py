@@ -36,8 +36,8 @@ def visible_gpus() -> list[str]:
 @dataclass(frozen=True)
 class RunPlan:
     """Remaining work of one run. `seconds` and `dollars` are None if the speed, the run's length or the price is not
-    known. `dollars` are the run's share of the machine's cost, because groups share the machine. `price` describes the
-    price per hour and its source, or says why there is none."""
+    known. `dollars` is the cost of the whole machine for that time. `price` describes the price per hour and its
+    source, or says why there is none."""
 
     run: DerivedRun
     plan: Plan
@@ -80,7 +80,7 @@ class Planner:
         seconds = dollars = None
         if plan.position is not None and speed.tokens_per_second is not None:
             seconds = sum(plan.seconds(speed).values())
-            dollars = None if price is None else seconds * price / 3600 / self.groups
+            dollars = None if price is None else seconds * price / 3600
         return RunPlan(run, plan, speed, seconds, dollars, said)
 
 
@@ -145,18 +145,19 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     if plan.done:
         parts.append([f"{plan.done} already"])
     if plan.left:
-        parts += [_table(plan.left), _speeds(plan.left), _totals(plan, runs_dir)]
+        parts += [_table(plan), _speeds(plan.left), _totals(plan, runs_dir)]
     parts.append([line for reason in plan.refused for line in wrapped(f"Cannot be trained: {reason}")])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _table(left: list[RunPlan]) -> list[str]:
+def _table(plan: SweepPlan) -> list[str]:
+    """Return a line for each run, with its share of the machine's cost, which the groups share."""
     rows = [("", ("tokens", "time", "dollars", "disk GiB"))]
-    for each in left:
+    for each in plan.left:
         cells = ("unknown",) * 4
         if each.plan.position is not None:
             time = "unknown" if each.seconds is None else _duration(each.seconds)
-            dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars)}"
+            dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
             cells = (f"{each.plan.tokens():,}", time, dollars, f"{each.plan.disk_bytes() / GIB:.2f}")
         rows.append((each.run.name, cells))
     widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
@@ -166,8 +167,7 @@ def _table(left: list[RunPlan]) -> list[str]:
         if len(name) > width:  # the name gets a line of its own
             lines.append(name)
             name = ""
-        written = [f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True)]
-        lines.append("  ".join([f"{name:<{width}}", *written]))
+        lines.append("  ".join([f"{name:<{width}}", *map(str.rjust, cells, widths)]))
     return lines
 
 
@@ -179,12 +179,10 @@ def _speeds(left: list[RunPlan]) -> list[str]:
     """Return lines with each speed, its source and the runs that have it. A speed may be unknown."""
     sources: dict[str, list[str]] = {}
     for each in left:
-        rate = each.speed.tokens_per_second
-        if rate is None:
-            said = f"unknown: {each.speed.source}; or train one of them first, which measures it"
-        else:
-            said = f"{rate:,.0f} tokens/s ({each.speed.source})"
-        sources.setdefault(said, []).append(each.run.name)
+        rate, said = each.speed.tokens_per_second, each.speed.source
+        known = f"{rate or 0:,.0f} tokens/s ({said})"
+        unknown = f"unknown: {said}; or train one of them first, which measures it"
+        sources.setdefault(unknown if rate is None else known, []).append(each.run.name)
     lines = []
     for said, names in sources.items():
         of = f"all {len(names):,} runs" if len(sources) == 1 else ", ".join(names)
@@ -197,27 +195,23 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     groups = "one after the other" if planner.groups == 1 else f"{planner.groups} at a time"
     ranks = f"{planner.processes} {'process' if planner.processes == 1 else 'processes'} each"
     place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
-    # A run's dollars are those of its share of the machine. The machine costs as much while some groups have no run.
+    # Runs that are trained at a time share the machine, which costs as much while some groups have no run.
     seconds = sum(each.seconds or 0.0 for each in left)
-    idle_factor = plan.seconds() * planner.groups / seconds if seconds else 1.0
-    cost = amount_text(sum(each.dollars or 0.0 for each in left) * idle_factor)
-    said = [
-        _sum("time", _duration(plan.seconds()), [each.run.name for each in left if each.seconds is None], len(left)),
-        _sum("cost", f"${cost}", [each.run.name for each in left if each.dollars is None], len(left)),
-        f"price: {'; '.join(sorted({each.price for each in left}))}",
-        f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; "
-        f"{shutil.disk_usage(place).free / GIB:,.2f} GiB are free",
-    ]
+    cost = sum(each.dollars or 0.0 for each in left) * (plan.seconds() / seconds if seconds else 1.0)
+    said = []
+    for what, known, key in (
+        ("time", _duration(plan.seconds()), "seconds"),
+        ("cost", f"${amount_text(cost)}", "dollars"),
+    ):
+        unknown = [each.run.name for each in left if getattr(each, key) is None]
+        more = f", and what {', '.join(unknown)} will take (unknown)" if unknown else ""
+        said.append(f"{what}: unknown" if len(unknown) == len(left) else f"{what}: {known}{more}")
+    said.append(f"price: {'; '.join(sorted({each.price for each in left}))}")
     if any(each.run.train_config.price_per_hour is None for each in left):
-        said.insert(3, 'for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
+        said.append('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
+    free = shutil.disk_usage(place).free / GIB
+    said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")
     lines = wrapped(f"Together, {groups}, {ranks}, without start-up and checkpoints:")
     lines += [line for each in said for line in wrapped(each, "    ")]
     shortage = plan.disk_shortage(place)
     return lines + (wrapped(f"note: {shortage}") if shortage else [])
-
-
-def _sum(what: str, known: str, unknown: list[str], runs: int) -> str:
-    """Return a sum as text, with the names of the runs that are not in it because their value is not known."""
-    if len(unknown) == runs:
-        return f"{what}: unknown"
-    return f"{what}: {known}" + (f", and what {', '.join(unknown)} will take (unknown)" if unknown else "")

@@ -14,7 +14,6 @@ from harness.common.units import amount_text
 from harness.comparison.progress import describe_progress
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
 from harness.runs.budget import wanted_tokens
-from harness.runs.summary import RunSummary
 from harness.sweeps.derived_runs import DerivedRun
 
 COLUMNS = 79
@@ -30,7 +29,6 @@ class Status:
     state: StateWord
     said: str = ""
     dollars: float = 0.0
-    summary: RunSummary | None = None
 
     @property
     def is_done(self) -> bool:
@@ -61,7 +59,7 @@ def status_of(run: DerivedRun) -> Status:
     elif state in ("going on", "stopped") and record.progress is not None:
         wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
         said = describe_progress(record.progress, wanted, goes_on=state == "going on")
-    return Status(run, state, said, record.dollars.get("total", 0.0), summary)
+    return Status(run, state, said, record.dollars.get("total", 0.0))
 
 
 def count_states(statuses: Sequence[Status]) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import SweepRuns, load_sweep
 from harness.sweeps.status import status_of
-from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish
+from tests.support.in_process import call
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop
 from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 
@@ -33,8 +34,8 @@ def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:
-    """Run one of the root's commands, and return its result, whatever its exit status."""
-    return finish([start(shop, name, *arguments)], expect=None, timeout=PATIENCE_SECONDS)
+    """Run one of the root's commands in this process, and return its result, whatever its exit status."""
+    return call(name, *arguments, "--runs-dir", shop.runs, folder=shop.path)
 
 
 def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:

@@ -52,7 +52,9 @@ def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
     found = plan(shop, 10.0, groups=2, vary={"random_seed": [1, 2, 3]})
     one = (TRAINING + VALIDATION) / 10
     assert found.seconds() == pytest.approx(2 * one)
-    assert [each.dollars for each in found.left] == pytest.approx([one / 100 / 2] * 3)
+    said = describe_sweep_plan(found, shop.runs)
+    assert said.count(f" ${one / 100 / 2:.2f} ") == 3
+    assert f"cost: ${2 * one / 100:.2f}" in said, "the machine costs as much while one group is idle"
 
 
 def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> None:

@@ -24,7 +24,7 @@ from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.file import SweepRuns
 from harness.sweeps.plan import Planner
-from harness.sweeps.run import SweepRunner
+from harness.sweeps.run import Say, SweepRunner
 from harness.sweeps.status import status_lines, status_of
 from tests.support.isolation import ROOT
 from tests.support.launch import Process, Result, Workshop, finish, metrics
@@ -79,18 +79,24 @@ def make(shop: Workshop, **keys: Any) -> SweepRuns:
     return sweep
 
 
-def runner_of(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None) -> SweepRunner:
+def runner_of(
+    shop: Workshop,
+    sweep: SweepRuns,
+    say: Say,
+    show: Say | None = None,
+    *,
+    groups: int = 1,
+    max_dollars: float | None = None,
+) -> SweepRunner:
     planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1)
-    return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars=max_dollars)
+    return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", say, show, max_dollars=max_dollars)
 
 
-def run(
-    shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None
-) -> tuple[SweepRunner, list[str]]:
+def run(shop: Workshop, sweep: SweepRuns, **options: Any) -> tuple[SweepRunner, list[str]]:
     """Run the sweep, and return its runner and the lines that it printed."""
     said: list[str] = []
-    runner = runner_of(shop, sweep, groups, max_dollars)
-    runner.run(said.append)
+    runner = runner_of(shop, sweep, said.append, **options)
+    runner.run()
     return runner, said
 
 
@@ -307,7 +313,7 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
     shown: list[str] = []
     lines = shown if is_terminal else said
     when(lambda: any("loss 2.500" in line for line in lines), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    runner_of(shop, sweep).run(said.append, shown.append if is_terminal else None)
+    runner_of(shop, sweep, said.append, shown.append if is_terminal else None).run()
     pattern = r"run 1 of 2, s-seed1: global step \d+, \d+ %, loss 2\.500, \d+ s left"
     assert any(re.fullmatch(pattern, line) for line in lines)
     assert bool(shown) is is_terminal

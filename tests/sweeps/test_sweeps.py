@@ -21,7 +21,7 @@ from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME
 from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
-from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
+from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, derive, load_base, write_runs
 from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Workshop
@@ -388,9 +388,9 @@ def test_initial_weights_are_still_found(shop: Workshop) -> None:
     """A derived run names its base's file of weights by a path that is relative to its own folder."""
     weights = shop.add_run("base", initial_weights="weights.safetensors") / "weights.safetensors"
     weights.touch()
-    run = derive(Base.load(shop.runs, "base"), "new", {"random_seed": 1})
+    run = derive(load_base(shop.runs, "base"), "new", {"random_seed": 1})
     write_runs([run])
     named = run.experiment(shop.datasets).initial_weights
     assert named is not None
     assert named.samefile(weights)
-    assert run.derivation.differs.keys() == {"random_seed"}
+    assert run.differs.keys() == {"random_seed"}
