@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +28,28 @@ from harness.common.units import amount_text
 from harness.comparison.progress import describe_progress, read_progress
 from harness.data.dataset import is_present
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.plan import Planner, RunPlan, visible_gpus
-from harness.sweeps.status import Status, count_states, status_lines, status_of
+from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
+CLEAR_LINE = "\r\x1b[2K"
 REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is not a terminal
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_start`
 
-Say = Callable[[str], None]
 Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
+
+
+def say(text: str) -> None:
+    """Print a line. On a terminal, it replaces the line that `show` has written."""
+    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
+
+
+def show(text: str) -> None:
+    """Replace the last line on the terminal with this text, cut to the terminal's width."""
+    print(f"{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 def device_groups(groups: int, processes: int) -> list[Group]:
@@ -96,20 +106,12 @@ class SweepRunner:
     """Runner that trains the runs that are not finished. Runs with a file that cannot be read are left unchanged.
 
     `planner` plans the remaining work of a run. `max_dollars` limits the cost of all `runs` together, including what
-    they have cost before. `say` prints a line. `show` displays progress in place of the text that it showed before;
-    without it, `say` prints progress every REPORT_SECONDS. `reason` says why the sweep ended before all runs were
-    trained, and `signal` is the signal that ended it, or 0.
+    they have cost before. `reason` says why the sweep ended before all runs were trained, and `signal` is the signal
+    that ended it, or 0.
     """
 
     def __init__(
-        self,
-        runs: Sequence[DerivedRun],
-        planner: Planner,
-        script: Path,
-        say: Say,
-        show: Say | None = None,
-        *,
-        max_dollars: float | None = None,
+        self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None = None
     ) -> None:
         """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
@@ -118,8 +120,7 @@ class SweepRunner:
                 f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
                 'into the sweep\'s "set", and make the sweep anew under another name'
             )
-        self.runs, self.planner, self.script, self.say, self.show = list(runs), planner, script, say, show
-        self.max_dollars = max_dollars
+        self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
         self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
@@ -134,7 +135,8 @@ class SweepRunner:
 
     def run(self) -> None:
         """Train the runs. Returns when all runs are finished or have failed, or when a signal or the budget has ended
-        the sweep and its processes have stopped."""
+        the sweep and its processes have stopped. Shows progress in place of the last line on a terminal, and prints it
+        every REPORT_SECONDS elsewhere."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
@@ -145,12 +147,12 @@ class SweepRunner:
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
                 looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
-                if self.show is not None:
-                    self.show("; ".join(lines))
+                if sys.stdout.isatty():
+                    show("; ".join(lines))
                 elif now - said >= REPORT_SECONDS:
                     said = now
                     for line in lines:
-                        self.say(line)
+                        say(line)
             for attempt in [each for each in self.attempts if each.process.poll() is not None]:
                 self._end(attempt)
 
@@ -173,7 +175,7 @@ class SweepRunner:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
         if going_on:
-            self.say(f"{self.reason}: waiting for the checkpoints of {', '.join(each.run.name for each in going_on)}")
+            say(f"{self.reason}: waiting for the checkpoints of {', '.join(each.run.name for each in going_on)}")
         for attempt in going_on:
             attempt.is_stopped = True
             attempt.process.terminate()
@@ -191,7 +193,7 @@ class SweepRunner:
             if is_held(run.run.path / ".lock"):
                 if run.name not in self._said_waiting:
                     self._said_waiting.add(run.name)
-                    self.say(f"{run.name}: is being trained by another process; waiting for it")
+                    say(f"{run.name}: is being trained by another process; waiting for it")
                 continue
             planned = None
             with suppress(UserError):  # the run itself will fail with this error and print it
@@ -214,7 +216,7 @@ class SweepRunner:
                 self.reason = f"--max-dollars {amount_text(self.max_dollars)}: {spent}{said}"
                 return None
             if not wanted:
-                self.say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
+                say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
         return run, planned
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
@@ -245,7 +247,7 @@ class SweepRunner:
             expected = f", about {planned.seconds:,.0f} s"
         self.attempts.append(Attempt(run, group, process, log, tokens, dollars))
         self.is_idle = False
-        self.say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
+        say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _look_at(self, attempt: Attempt) -> str:
         """Return the progress of a run that is being trained, as text. If there is a budget, also count its cost."""
@@ -274,11 +276,11 @@ class SweepRunner:
         is_stopped = attempt.is_stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
         if is_finished:
-            self.say(f"{name}: finished, {status.said}")
+            say(f"{name}: finished, {status.said}")
         elif is_stopped:
-            self.say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
+            say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
         else:
-            self.say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
+            say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
         with suppress(OSError), attempt.log:  # an error such as a full disk must not end the other runs
             if not is_finished and not is_stopped:
                 attempt.log.write(f"\n# failed with exit status {code}\n".encode())
@@ -292,7 +294,7 @@ class SweepRunner:
         if self.is_idle and not unfinished:
             said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
         reason = f" ({self.reason})" if self.reason else ""
-        print("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]), flush=True)
+        say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
         states, of = [each.state for each in unfinished], f"of {len(statuses):,} runs"

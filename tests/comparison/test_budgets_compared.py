@@ -9,7 +9,7 @@ from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
 from harness.comparison.table import RunsTable
 from harness.sweeps.derived_runs import derive, load_base, write_runs
-from harness.sweeps.status import status_of
+from harness.sweeps.plan import status_of
 from tests.support.compared_runs import RunFolder
 from tests.support.forked_command import run_forked
 from tests.support.launch import Workshop

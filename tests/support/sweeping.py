@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import SweepRuns, load_sweep
-from harness.sweeps.status import status_of
+from harness.sweeps.plan import status_of
 from tests.support.in_process import call
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop
 from tests.support.warm import FORK_PYTHONS, WarmProcess

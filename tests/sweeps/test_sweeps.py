@@ -151,7 +151,7 @@ def canonical(value: Any) -> str:
 VALUES = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=80), st.none(), st.booleans())
 
 
-@hypothesis.settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+@hypothesis.settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(st.dictionaries(st.sampled_from(TRAIN_KEYS), VALUES, max_size=6), max_size=8, unique_by=canonical))
 def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -> None:
     found = labels(points)
@@ -357,6 +357,25 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
     done = command(shop, *derived)
     assert done.status == 2
     assert "validation.safetensors: shorter than a sequence of 16 tokens and their targets; prepare" in done.stderr
+
+
+def test_notes_of_derive_run(shop: Workshop) -> None:
+    """A dataset that is absent or misspelt is named, and so is a microbatch that had to be lowered."""
+    folder = shop.add_dataset("local/small")
+    save_file({"tokens": np.zeros(20, np.uint16)}, folder / "validation.safetensors")
+
+    def note(name: str, *settings: str) -> str:
+        asked = [word for each in settings for word in ("--set", each)]
+        done = command(shop, "derive_run.py", "base", name, "--datasets-dir", str(shop.datasets), *asked)
+        assert done.status == 0, done.stderr
+        return "".join(line for line in done.stdout.splitlines() if line.startswith("note: "))
+
+    absent = f'"local/x" is not in {shop.datasets}; absent is not fitted to it, and training will ask the Hub'
+    assert note("absent", "dataset=local/x") == f"note: {absent}"
+    assert note("near", "dataset=local/smal").endswith('did you mean "local/small"?')
+    said = "note: microbatch_size is what the validation split of local/small can fill"
+    assert note("short", "dataset=local/small") == said
+    assert note("asked", "dataset=local/small", "microbatch_size=1") == note("other", "learning_rate=1") == ""
 
 
 def test_what_derive_run_and_make_print(shop: Workshop) -> None:
