@@ -20,6 +20,7 @@ from harness.common.program import gpu_names
 from harness.common.units import GIB, amount_text
 from harness.comparison.progress import describe_progress
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
+from harness.comparison.table import aligned
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
@@ -233,23 +234,24 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return a line for each run, with its share of the machine's cost, which the groups share."""
-    rows = [("", ("tokens", "time", "dollars", "disk GiB"))]
+    """Return a line for each run, with its share of the machine's cost, which the groups share. A long name gets a line
+    of its own."""
+    rows = []
     for each in plan.left:
-        cells = ("unknown",) * 4
-        if each.plan.position is not None:
-            time = "unknown" if each.seconds is None else _duration(each.seconds)
-            dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
-            cells = (f"{each.plan.tokens():,}", time, dollars, f"{each.plan.disk_bytes() / GIB:.2f}")
-        rows.append((each.run.name, cells))
-    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
-    width = min(COLUMNS - sum(width + 2 for width in widths), max(len(name) for name, _ in rows))
+        time = "unknown" if each.seconds is None else _duration(each.seconds)
+        dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
+        is_known = each.plan.position is not None
+        disk = f"{each.plan.disk_bytes() / GIB:.2f}" if is_known else "unknown"
+        rows.append((f"{each.plan.tokens():,}" if is_known else "unknown", time, dollars, disk))
+    written = [*aligned(("tokens", "time", "dollars", "disk GiB"), rows)]
+    names = [each.run.name for each in plan.left]
+    width = min(COLUMNS - max(map(len, written)) - 2, max(map(len, names)))
     lines = []
-    for name, cells in rows:
-        if len(name) > width:  # the name gets a line of its own
+    for name, cells in zip([""] * (len(written) - len(names)) + names, written, strict=True):
+        if len(name) > width:
             lines.append(name)
             name = ""
-        lines.append("  ".join([f"{name:<{width}}", *map(str.rjust, cells, widths)]))
+        lines.append(f"{name:<{width}}  {cells}")
     return lines
 
 

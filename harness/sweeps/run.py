@@ -297,11 +297,9 @@ class SweepRunner:
         say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
-        states, of = [each.state for each in unfinished], f"of {len(statuses):,} runs"
-        left = len(states) - states.count("damaged")
-        if left and self.reason:
-            raise RunError(f"{left:,} {of} are left: {self.reason}")
+        left = sum(each.state != "damaged" for each in unfinished)
         if left:
-            raise RunError(f"{left:,} {of} failed; the same command tries them again")
-        if states:
-            raise RunError(f"{len(states):,} {of} are damaged and were left as they are")
+            why = f"are left: {self.reason}" if self.reason else "failed; the same command tries them again"
+            raise RunError(f"{left:,} of {len(statuses):,} runs {why}")
+        if unfinished:
+            raise RunError(f"{len(unfinished):,} of {len(statuses):,} runs are damaged and were left as they are")
