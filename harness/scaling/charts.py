@@ -57,11 +57,6 @@ def _colours(values: np.ndarray) -> ScalarMappable:
     return ScalarMappable(LogNorm(values.min(), max(values.max(), values.min() * 1.01)), COLOURS)
 
 
-def _title(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_xscale("log")
-    axes.set(title=title, xlabel=x, ylabel=y)
-
-
 def _write_reason(axes: Axes, reason: str, y: float) -> None:
     text = "\n".join(textwrap.wrap(reason, REASON_WIDTH))
     axes.text(0.5, y, text, transform=axes.transAxes, ha="center", va="center", fontsize="small", color="0.35")
@@ -95,7 +90,7 @@ def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
 
 def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
     points, isoflop = analysis.points, analysis.isoflop
-    _title(axes, "Profiles of equal FLOPs", "parameters", "loss (nats per token)")
+    axes.set(xscale="log", title="Profiles of equal FLOPs", xlabel="parameters", ylabel="loss (nats per token)")
     _mark(axes.xaxis, points.parameters, short)
     if isinstance(isoflop, Inconclusive):
         axes.plot(points.parameters, points.loss, "o", color="0.5", markersize=3.5)
@@ -124,8 +119,8 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     """Draw the best size, or the best number of tokens, over FLOPs: by the profiles, and by the law."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
-    _title(axes, f"Best {'size' if quantity == 'parameters' else 'number of tokens'}", "FLOPs", quantity)
-    axes.set_yscale("log")
+    title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
+    axes.set(xscale="log", yscale="log", title=title, xlabel="FLOPs", ylabel=quantity)
     _mark(axes.xaxis, along, power)
     _mark(axes.yaxis, getattr(analysis.points, quantity), short)
     reason = isoflop
@@ -162,7 +157,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, and the law's loss at the best size for each number of FLOPs."""
     points, law, cost = analysis.points, analysis.law, analysis.cost
-    _title(axes, "Loss over FLOPs", "FLOPs", "loss (nats per token)")
+    axes.set(xscale="log", title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colours = _colours(points.parameters)
     axes.scatter(points.flops, points.loss, c=colours.to_rgba(points.parameters), s=14)
     bar = axes.figure.colorbar(colours, ax=axes, label="parameters", pad=0.01)

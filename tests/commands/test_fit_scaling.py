@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.scaling.scaling import LAW, best_size, ladder
+from harness.scaling import laws
+from harness.scaling.data import CostLaw
+from harness.scaling.isoflop import fit_isoflop
+from harness.scaling.report import Analysis, as_json, describe
+from tests.scaling.scaling import LAW, best_size, ladder, points_with_flops
 from tests.support.forked_command import run_forked
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
@@ -83,10 +87,17 @@ HARDLY_FALLING = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["huge", "flat"])
-def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, kind: str) -> None:
+def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fits of some resamples overflow, after one loss of 1e30, or by a law in which the loss hardly falls with size. No
     warning and no NaN is printed."""
+    from harness.scaling.charts import draw_scaling_chart  # loads matplotlib
+
+    monkeypatch.setattr(laws, "FLOORS", (0.5, 0.95))  # 8 starts in place of 48
+    monkeypatch.setattr(laws, "PARTS", (0.5,))
     known = ladder(0.003)
     parameters, flops, losses = known.parameters, known.flops, known.loss.copy()
     if kind == "huge":
@@ -94,15 +105,18 @@ def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, 
     else:
         parameters, losses = np.tile(np.geomspace(1e6, 1e8, 5), 4), np.array(HARDLY_FALLING)
         flops = np.repeat(1e15 * 4.0 ** np.arange(4), 5)
-    rows = zip(parameters.tolist(), flops.tolist(), losses.tolist(), strict=True)
-    file, chart = tmp_path / "points.csv", str(tmp_path / "chart.png")
-    file.write_text("\n".join(["parameters,flops,loss", *(",".join(map(repr, row)) for row in rows)]))
-    asked = ("--points", str(file), "--budget", "1e13", "--predict", "parameters=1e3,tokens=1e3", "--resamples", "100")
-    done = fit(*asked, "--chart", chart)
-    assert done.stderr == ""
-    assert "nan" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    json.loads(fit(*asked, "--json").stdout)
+    given = points_with_flops(parameters, flops / 6 / parameters, flops, losses)
+    law, cost = laws.fit_law(given, resamples=100), CostLaw()
+    assert isinstance(law, laws.LawFit)
+    predictions = [laws.predict(law, given, laws.Plan("", 1e3, 1e3, 6e6))]
+    splits = [laws.best_split(law, given, cost, 1e13)]
+    analysis = Analysis(given, cost, fit_isoflop(given, cost), law, predictions, splits, asked=True)
+    text = describe(analysis)
+    assert "unbounded" in text
+    assert "nan" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    json.dumps(as_json(analysis), allow_nan=False)
+    draw_scaling_chart(analysis, tmp_path / "chart.png")
 
 
 def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_holds(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import scipy
 
 from harness.comparison.inconclusive import Inconclusive
+from harness.scaling import laws
 from harness.scaling.data import CostLaw, Points, read_points
 from harness.scaling.laws import HUBER_DELTA, LawFit, Plan, best_split, fit_law, predict
 from tests.scaling.scaling import LAW, best_size, ladder, points_of
@@ -167,7 +168,11 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(N, D, 3 * np.exp(NOISE)), "exponent"),
     ],
 )
-def test_what_the_points_do_not_tell_is_refused_with_the_reason(points: Points, reason: str) -> None:
+def test_what_the_points_do_not_tell_is_refused_with_the_reason(
+    points: Points, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laws, "FLOORS", (0.5, 0.95))  # 8 starts in place of 48
+    monkeypatch.setattr(laws, "PARTS", (0.5,))
     answer = fit_law(points, resamples=50)
     assert isinstance(answer, Inconclusive), answer
     assert reason in str(answer)
