@@ -41,7 +41,7 @@ class Profile:
     root: np.ndarray  # [3, 3]: root @ root.T is the parabola's covariance for residuals of variance 1
     squares: float  # sum of the squared residuals
     freedom: int  # degrees of freedom of the residuals
-    optimum: Optimum | Inconclusive
+    optimum: Optimum | Inconclusive = Inconclusive("the intervals have not been computed")
 
     @property
     def scatter(self) -> float:
@@ -101,6 +101,7 @@ def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> l
 
 
 def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
+    """Return the profile of the points with these indices, without its optimum."""
     x, compute, y = np.log(points.parameters[members]), np.log(points.flops[members]), points.loss[members]
     middle = float((x.min() + x.max()) / 2)
     design = np.vander(x - middle, 3, increasing=True)
@@ -111,8 +112,7 @@ def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
     root = np.linalg.cholesky(np.linalg.pinv(design.T @ design)[:3, :3])
     freedom = len(members) - design.shape[1]
     squares = float(np.sum((y - design @ coefficients) ** 2)) if freedom else 0.0
-    flops, unknown = float(np.exp(compute.mean())), Inconclusive("it is not computed yet")
-    return Profile(flops, members, coefficients[:3], middle, root, squares, freedom, unknown)
+    return Profile(float(np.exp(compute.mean())), members, coefficients[:3], middle, root, squares, freedom)
 
 
 def fit_isoflop(
