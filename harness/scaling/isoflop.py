@@ -17,6 +17,7 @@ from harness.scaling.data import CostLaw, Points, different
 LEAST_PROFILES = 3
 OWN_SCATTER_POINTS = 8  # profiles of fewer points share one estimate of the scatter
 NEGLIGIBLE_SPREAD = 0.005  # of ln FLOPs in a profile
+NOT_COMPUTED = Inconclusive("the intervals have not been computed")
 UNDETERMINED = 0.025  # largest part of a profile's draws that may have no lowest point
 
 
@@ -41,7 +42,7 @@ class Profile:
     root: np.ndarray  # [3, 3]: root @ root.T is the parabola's covariance for residuals of variance 1
     squares: float  # sum of the squared residuals
     freedom: int  # degrees of freedom of the residuals
-    optimum: Optimum | Inconclusive = Inconclusive("the intervals have not been computed")
+    optimum: Optimum | Inconclusive = NOT_COMPUTED
 
     @property
     def scatter(self) -> float:
