@@ -108,7 +108,7 @@ def _as_before() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         vars(EXIT).update(vars(Exit()))
         for descriptor, path in _open_descriptors().items() - descriptors.items():
-            if path.endswith(".lock"):
+            if Path(path).name == ".lock":
                 os.close(descriptor)
 
 
