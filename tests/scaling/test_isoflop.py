@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.comparison.inconclusive import Inconclusive
-from harness.scaling.data import CostLaw, Point, Points, read_points
+from harness.scaling.data import CostLaw, Point, Points
 from harness.scaling.isoflop import IsoFlop, Optimum, Profile, fit_isoflop, group_by_compute
 from tests.scaling.scaling import BUDGETS, LAW, best_size, ladder, points_with_flops
 
-CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
 SIZES = (0.35, 0.6, 1.0, 1.7, 2.9)
 
 
@@ -140,17 +137,3 @@ def test_three_sizes_alone_leave_nothing_to_judge_by() -> None:
     isoflop = fitted(points, least_sizes=3)
     assert "train a 4th" in str(isoflop.profiles[0].optimum)
     assert str(isoflop.laws) == "inconclusive, because 0 profiles have an optimum, and a power law needs 3"
-
-
-# The published points
-
-
-@pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")
-def test_the_published_exponents_come_from_the_published_points() -> None:
-    """Hoffmann et al. (arXiv:2203.15556), table 2, approach 2: 0.49 (0.462, 0.534) and 0.51 (0.483, 0.529)."""
-    points = read_points(Path(CHINCHILLA)).without_highest(5)
-    isoflop = fitted(points, 1000, least_sizes=6)
-    assert len(isoflop.profiles) == 9, "as many as they trained"
-    assert not isinstance(isoflop.laws, Inconclusive)
-    assert isoflop.laws["parameters"].exponent.value == pytest.approx(0.49, abs=0.01)
-    assert isoflop.laws["tokens"].exponent.value == pytest.approx(0.51, abs=0.01)

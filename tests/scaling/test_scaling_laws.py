@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,20 +10,11 @@ import scipy
 
 from harness.comparison.inconclusive import Inconclusive
 from harness.scaling import laws
-from harness.scaling.data import CostLaw, Points, read_points
+from harness.scaling.data import CostLaw, Points
 from harness.scaling.laws import HUBER_DELTA, LawFit, Plan, best_split, fit_law, predict
 from tests.scaling.scaling import LAW, best_size, ladder, points_of
 
 KNOWN = {name: float(value) for name, value in LAW.coefficients().items()}
-# Besiroglu et al. (arXiv:2404.10102), table 1: value and standard error.
-PUBLISHED = {
-    "E": (1.8172, 0.03),
-    "A": (482.01, 124.58),
-    "B": (2085.43, 1293.23),
-    "α": (0.3478, 0.02),
-    "β": (0.3658, 0.02),
-}
-CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
 
 
 def fitted(points: Points, resamples: int = 10) -> LawFit:
@@ -177,20 +166,3 @@ def test_what_the_points_do_not_tell_is_refused_with_the_reason(
     assert isinstance(answer, Inconclusive), answer
     assert reason in str(answer)
     assert str(answer).startswith("inconclusive, because ")
-
-
-# The published points
-
-
-@pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")
-def test_the_published_law_comes_from_the_published_points() -> None:
-    points = read_points(Path(CHINCHILLA))
-    assert len(points) == 245
-    fit = fitted(points.without_highest(5), 1000)
-    coefficients = fit.coefficients()
-    for name, (value, error) in PUBLISHED.items():
-        assert abs(coefficients[name].value - value) < error, name
-        assert coefficients[name].standard_error == pytest.approx(error, rel=0.35), name
-    exponent = fit.size_exponent(CostLaw())
-    assert exponent.value == pytest.approx(0.5126, abs=0.005)
-    assert exponent.standard_error == pytest.approx(0.02, abs=0.005)
