@@ -35,7 +35,8 @@ def run_forked(script: str, *arguments: str, status: int | None = 0) -> subproce
                 os.chdir(ROOT)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
-                sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", encoding="utf-8") for descriptor in (1, 2))
+                streams = [os.fdopen(descriptor, "w", encoding="utf-8", closefd=False) for descriptor in (1, 2)]
+                sys.stdout, sys.stderr = streams
                 run_to_the_end(Script(str(ROOT / script), arguments).run)
             finally:
                 os._exit(70)  # the fork must never return and run tests

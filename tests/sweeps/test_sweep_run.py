@@ -246,7 +246,7 @@ def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
     assert ended.end[1] == f"1 stopped, 1 never trained (stopped by {name})"
     assert ended.end[-1] == "s-seed2  never trained"
-    assert ended.error == str(RunStopped(number))
+    assert ended.error == str(RunStopped(int(number)))
 
 
 def test_a_pruned_run_is_done(shop: Workshop) -> None:
