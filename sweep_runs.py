@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 import click
@@ -21,8 +19,6 @@ GROUPS = click.option(
 PROCESSES = click.option(
     "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: one per GPU of a group, or 1 without GPUs."
 )
-MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
-CLEAR_LINE = "\r\x1b[2K"
 TRAIN = Path(__file__).with_name("ddp_train.py")
 
 
@@ -84,7 +80,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@MAX_DOLLARS
+@click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
 @RUNS_DIR
 def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **machine: Any) -> None:
     """Make the runs of SWEEP.json that are missing, and train those that are not finished: one run after the other, or
@@ -99,13 +95,13 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         from harness.sweeps.derived_runs import write_runs
         from harness.sweeps.file import load_sweep
         from harness.sweeps.plan import Planner, plan_sweep
-        from harness.sweeps.run import SweepRunner
+        from harness.sweeps.run import SweepRunner, say
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
         planner = Planner(datasets_dir, runs_dir, **machine)
-        runner = SweepRunner(found.runs, planner, TRAIN, max_dollars=max_dollars)
+        runner = SweepRunner(found.runs, planner, TRAIN, max_dollars)
         if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
             raise UserError(f"{runs_dir}: {shortage}")
         write_runs(missing)
@@ -113,7 +109,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         survive_closed_output(runner.hang_up)
         if runner.waiting:
             say("The output of each run is written to sweep.log in its folder.")
-        runner.run(say, show if sys.stdout.isatty() else None)
+        runner.run()
         runner.leave()
         names = [run.name for run in found.runs]
         pattern = f"{found.name}-*"
@@ -124,16 +120,6 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         say(f"  uv run compare_runs.py {' '.join(names)} --baseline {found.runs[0].name}{place}")
 
 
-def say(text: str) -> None:
-    """Print a line. On a terminal, it replaces the line that `show` has written."""
-    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
-
-
-def show(text: str) -> None:
-    """Replace the last line on the terminal with this text, cut to the terminal's width."""
-    print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)
-
-
 @main.command("status", short_help="Print the state of each run.")
 @SWEEP
 @RUNS_DIR
@@ -141,7 +127,7 @@ def status(sweep: Path, runs_dir: Path) -> None:
     """Print the state and the progress of each run of SWEEP.json."""
     with one_line_errors():
         from harness.sweeps.file import load_sweep
-        from harness.sweeps.status import count_states, status_lines, status_of
+        from harness.sweeps.plan import count_states, status_lines, status_of
 
         found = load_sweep(sweep, runs_dir)
         statuses = [status_of(run) for run in found.runs]

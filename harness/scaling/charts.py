@@ -3,19 +3,18 @@ over FLOPs."""
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
+import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness.common.files import atomic_file
@@ -24,8 +23,6 @@ from harness.comparison.inconclusive import Inconclusive
 from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import LawFit, bounded
 from harness.scaling.report import Analysis, power, short
-
-matplotlib.use("Agg")  # for machines without a display
 
 # Viridis runs from dark to light, also when printed in grayscale. Its lightest part would vanish on white.
 COLOURS = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, 256)))
@@ -40,33 +37,24 @@ QUIET = {"frameon": False, "fontsize": "small"}
 def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
     """Draw the four panels into the file `picture`, in the format of its suffix. An existing file is replaced
     atomically, by renaming."""
-    with plt.style.context("default"), plt.rc_context({"font.size": 10, "svg.fonttype": "none"}):
-        figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), dpi=150, layout="constrained")
-        try:
-            _draw_profiles(axes[0, 0], analysis)
-            _draw_best(axes[0, 1], analysis, "parameters")
-            _draw_best(axes[1, 1], analysis, "tokens")
-            _draw_losses(axes[1, 0], analysis)
-            for each in axes.flat:
-                each.spines[["top", "right"]].set_visible(False)
-                each.grid(alpha=0.25, linewidth=0.6)
-            drawn = io.BytesIO()
-            kind = picture.suffix.lower().removeprefix(".")
-            figure.savefig(drawn, format=kind, metadata={"Software": None} if kind == "png" else {})
-        finally:
-            plt.close(figure)
-    with atomic_file(picture.resolve()) as draft:  # a symlink stays a symlink
-        draft.write_bytes(drawn.getvalue())
+    kind = picture.suffix.lower().removeprefix(".")
+    with matplotlib.style.context("default"), matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(11, 8.5), dpi=150, layout="constrained")
+        axes = figure.subplots(2, 2)
+        _draw_profiles(axes[0, 0], analysis)
+        _draw_best(axes[0, 1], analysis, "parameters")
+        _draw_best(axes[1, 1], analysis, "tokens")
+        _draw_losses(axes[1, 0], analysis)
+        for each in axes.flat:
+            each.spines[["top", "right"]].set_visible(False)
+            each.grid(alpha=0.25, linewidth=0.6)
+        with atomic_file(picture.resolve()) as draft:  # a symlink stays a symlink
+            figure.savefig(draft, format=kind, metadata={"Software": None} if kind == "png" else {})
 
 
 def _colours(values: np.ndarray) -> ScalarMappable:
     """Return a logarithmic color scale for sizes or FLOPs."""
     return ScalarMappable(LogNorm(values.min(), max(values.max(), values.min() * 1.01)), COLOURS)
-
-
-def _title(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_xscale("log")
-    axes.set(title=title, xlabel=x, ylabel=y)
 
 
 def _write_reason(axes: Axes, reason: str, y: float) -> None:
@@ -102,7 +90,7 @@ def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
 
 def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
     points, isoflop = analysis.points, analysis.isoflop
-    _title(axes, "Profiles of equal FLOPs", "parameters", "loss (nats per token)")
+    axes.set(xscale="log", title="Profiles of equal FLOPs", xlabel="parameters", ylabel="loss (nats per token)")
     _mark(axes.xaxis, points.parameters, short)
     if isinstance(isoflop, Inconclusive):
         axes.plot(points.parameters, points.loss, "o", color="0.5", markersize=3.5)
@@ -131,8 +119,8 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     """Draw the best size, or the best number of tokens, over FLOPs: by the profiles, and by the law."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
-    _title(axes, f"Best {'size' if quantity == 'parameters' else 'number of tokens'}", "FLOPs", quantity)
-    axes.set_yscale("log")
+    title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
+    axes.set(xscale="log", yscale="log", title=title, xlabel="FLOPs", ylabel=quantity)
     _mark(axes.xaxis, along, power)
     _mark(axes.yaxis, getattr(analysis.points, quantity), short)
     reason = isoflop
@@ -169,7 +157,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, and the law's loss at the best size for each number of FLOPs."""
     points, law, cost = analysis.points, analysis.law, analysis.cost
-    _title(axes, "Loss over FLOPs", "FLOPs", "loss (nats per token)")
+    axes.set(xscale="log", title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colours = _colours(points.parameters)
     axes.scatter(points.flops, points.loss, c=colours.to_rgba(points.parameters), s=14)
     bar = axes.figure.colorbar(colours, ax=axes, label="parameters", pad=0.01)

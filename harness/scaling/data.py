@@ -160,14 +160,13 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
     values = {}
     for key in (*COLUMNS, "tokens"):
         text = row.get(key, "").strip()
-        if not text and key != "tokens":
-            raise UserError(f"{where}: column {key}: empty; give a number")
-        if not text:
+        if not text and key == "tokens":
             continue
         try:
             values[key] = float(text)
         except ValueError:
-            raise UserError(f"{where}: column {key}: {text!r} is not a number") from None
+            said = f"{text!r} is not a number" if text else "empty; give a number"
+            raise UserError(f"{where}: column {key}: {said}") from None
         is_diverged = key == "loss" and not math.isfinite(values[key])  # `read_points` leaves it out
         if not is_diverged and not 0 < values[key] < 1e40:
             raise UserError(f"{where}: column {key}: {text} must be greater than 0 and less than 1e40")
@@ -193,8 +192,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
         try:
             if not run.summary.is_file():
                 raise UserError(f"has not finished (no {run.summary.name})")
-            summary = read_summary(run.summary)
-            point, texts = _point_of_run(name, summary), _texts_of(summary)
+            point, texts = _point_of_run(name, read_summary(run.summary))
         except UserError as error:
             left_out.append(f"{name}: {error}")
             continue
@@ -211,8 +209,11 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
     return Points(points, left_out)
 
 
-def _point_of_run(name: str, summary: RunSummary) -> Point:
-    """Return the point of a finished run. Raises UserError with the reason if the run gives no point."""
+def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, object]]:
+    """Return the point of a finished run, and the facts about its texts that must be equal for one law to hold for
+    several runs. Raises UserError with the reason if the run gives no point."""
+    dataset = summary.dataset or {}
+    text = validation_text(summary.model or {}, summary.train, dataset)
     if summary.train.get("initial_weights") is not None:
         raise UserError("begins with weights that were trained before (initial_weights), on tokens not counted here")
     if summary.active_parameters is not None:
@@ -221,16 +222,9 @@ def _point_of_run(name: str, summary: RunSummary) -> Point:
         raise UserError("its summary.json, of an earlier version, lacks parameters, FLOPs or tokens")
     if summary.final_validation_loss is None:
         raise UserError("has no finite validation loss at its end")
-    flops = float(summary.flops_per_token) * summary.tokens_seen
-    return Point(name, summary.parameters, summary.tokens_seen, flops, summary.final_validation_loss)
-
-
-def _texts_of(summary: RunSummary) -> dict[str, object]:
-    """Return the facts about a run's texts that must be equal for one law to hold for several runs. Raises UserError if
-    the validation text is not recorded."""
-    dataset = summary.dataset or {}
-    text = validation_text(summary.model or {}, summary.train, dataset)
     if text is None:
         raise UserError("does not record the text of its validation losses")
+    flops = float(summary.flops_per_token) * summary.tokens_seen
     facts = {f"validation {key}": value for key, value in text._asdict().items()}
-    return {"training text (SHA-256)": (dataset.get("train") or {}).get("sha256"), **facts}
+    facts["training text (SHA-256)"] = (dataset.get("train") or {}).get("sha256")
+    return Point(name, summary.parameters, summary.tokens_seen, flops, summary.final_validation_loss), facts

@@ -6,7 +6,7 @@ Then straight lines in logarithms are fitted to the lowest points of the parabol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from harness.scaling.data import CostLaw, Points, different
 LEAST_PROFILES = 3
 OWN_SCATTER_POINTS = 8  # profiles of fewer points share one estimate of the scatter
 NEGLIGIBLE_SPREAD = 0.005  # of ln FLOPs in a profile
+NOT_COMPUTED = Inconclusive("the intervals have not been computed")
 UNDETERMINED = 0.025  # largest part of a profile's draws that may have no lowest point
 
 
@@ -31,14 +32,22 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Profile:
-    """A group of points with nearly equal compute, and the parabola that is fitted to their losses."""
+    """A group of points with nearly equal compute, the least-squares parabola of their losses, and what is needed to
+    compute its uncertainty."""
 
     flops: float  # their geometric mean
     members: np.ndarray  # indices of its points
     parabola: np.ndarray  # [3]: the loss is c0 + c1 x + c2 x^2 with x = ln N - middle
     middle: float
-    scatter: float  # nats: the points' standard deviation about the parabola; 0 if three points determine it
-    optimum: Optimum | Inconclusive
+    root: np.ndarray  # [3, 3]: root @ root.T is the parabola's covariance for residuals of variance 1
+    squares: float  # sum of the squared residuals
+    freedom: int  # degrees of freedom of the residuals
+    optimum: Optimum | Inconclusive = NOT_COMPUTED
+
+    @property
+    def scatter(self) -> float:
+        """The points' standard deviation about the parabola in nats; 0 if three points determine it."""
+        return float(np.sqrt(self.squares / self.freedom)) if self.freedom else 0.0
 
     def loss(self, parameters: np.ndarray) -> np.ndarray:
         """Return the loss on the parabola at these numbers of parameters."""
@@ -92,32 +101,19 @@ def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> l
     return sorted(groups, key=lambda members: float(log_flops[members].mean()))
 
 
-@dataclass(frozen=True)
-class _Parabola:
-    """A least-squares parabola, and what is needed to compute its uncertainty."""
-
-    middle: float
-    coefficients: np.ndarray  # [3]
-    root: np.ndarray  # [3, 3]: root @ root.T is the covariance for residuals of variance 1
-    squares: float  # sum of the squared residuals
-    freedom: int  # degrees of freedom of the residuals
-    has_own_scatter: bool  # it has enough points to estimate its own scatter
-
-
-def _fit_parabola(points: Points, members: np.ndarray) -> _Parabola:
-    x, y = np.log(points.parameters[members]), points.loss[members]
+def _fit_parabola(points: Points, members: np.ndarray) -> Profile:
+    """Return the profile of the points with these indices, without its optimum."""
+    x, compute, y = np.log(points.parameters[members]), np.log(points.flops[members]), points.loss[members]
     middle = float((x.min() + x.max()) / 2)
     design = np.vander(x - middle, 3, increasing=True)
-    compute = np.log(points.flops[members])
-    is_large = len(members) >= OWN_SCATTER_POINTS
-    if is_large and np.ptp(compute) > NEGLIGIBLE_SPREAD:
+    if len(members) >= OWN_SCATTER_POINTS and np.ptp(compute) > NEGLIGIBLE_SPREAD:
         # More compute lowers the loss. Without a term for it, sizes that happen to get more compute look better.
         design = np.column_stack([design, compute - compute.mean()])
     coefficients, *_ = np.linalg.lstsq(design, y, rcond=None)
-    covariance = np.linalg.pinv(design.T @ design)[:3, :3]
+    root = np.linalg.cholesky(np.linalg.pinv(design.T @ design)[:3, :3])
     freedom = len(members) - design.shape[1]
     squares = float(np.sum((y - design @ coefficients) ** 2)) if freedom else 0.0
-    return _Parabola(middle, coefficients[:3], np.linalg.cholesky(covariance), squares, freedom, is_large)
+    return Profile(float(np.exp(compute.mean())), members, coefficients[:3], middle, root, squares, freedom)
 
 
 def fit_isoflop(
@@ -129,65 +125,58 @@ def fit_isoflop(
     resamples: int = 1000,
     seed: int = 0,
 ) -> IsoFlop | Inconclusive:
-    """Return the profiles among the points and their power laws, or the reason why there are no profiles."""
+    """Return the profiles among the points and their power laws, or the reason why there are no profiles.
+
+    Intervals come from a parametric bootstrap: it draws normal residuals whose variance is itself uncertain, so that
+    the coefficients of a parabola have their t distribution. Resampling five points with replacement would miss that
+    distribution by far.
+    """
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
         return Inconclusive(
             f"no {least_sizes} sizes (--least-sizes) were trained with FLOPs within {tolerance:.0%} of a common value "
             "(--tolerance)"
         )
-    parabolas = [_fit_parabola(points, members) for members in groups]
+    fits = [_fit_parabola(points, members) for members in groups]
+    generator = np.random.default_rng(seed)
+    small = [each for each in fits if len(each.members) < OWN_SCATTER_POINTS]
+    freedom, squares = sum(each.freedom for each in small), sum(each.squares for each in small)
+    common = np.sqrt(squares / generator.chisquare(freedom, resamples)) if freedom else None
     profiles, lowest = [], []
-    for members, parabola, draws_Bx3 in zip(groups, parabolas, _draw(parabolas, resamples, seed), strict=True):
-        flops = float(np.exp(np.log(points.flops[members]).mean()))
-        minima_Bx3 = None if draws_Bx3 is None else _minima(draws_Bx3, parabola.middle, flops, cost)
-        optimum = _optimum(points.parameters[members], flops, parabola, cost, minima_Bx3)
-        scatter = float(np.sqrt(parabola.squares / parabola.freedom)) if parabola.freedom else 0.0
-        profiles.append(Profile(flops, members, parabola.coefficients, parabola.middle, scatter, optimum))
+    for fit in fits:
+        deviation = common
+        if len(fit.members) >= OWN_SCATTER_POINTS:
+            deviation = np.sqrt(fit.squares / generator.chisquare(fit.freedom, resamples))
+        noise_Bx3 = generator.standard_normal((resamples, 3)) @ fit.root.T
+        minima_Bx3 = None
+        if deviation is not None:
+            minima_Bx3 = _minima(fit, fit.parabola + deviation[:, None] * noise_Bx3, cost)
+        optimum = _optimum(fit, points.parameters[fit.members], cost, minima_Bx3)
+        profiles.append(replace(fit, optimum=optimum))
         if isinstance(optimum, Optimum) and minima_Bx3 is not None:
-            lowest.append((flops, optimum, minima_Bx3))
+            lowest.append((fit.flops, optimum, minima_Bx3))
     return IsoFlop(profiles, len(points) - sum(map(len, groups)), _power_laws(lowest))
 
 
-def _draw(parabolas: list[_Parabola], resamples: int, seed: int) -> list[np.ndarray | None]:
-    """Draw coefficients [B, 3] of each parabola from their uncertainty, which comes from the scatter of the points
-    about the parabola. None for a parabola whose scatter is not known.
-
-    This is a parametric bootstrap: it draws normal residuals whose variance is itself uncertain, so that the
-    coefficients have their t distribution. Resampling five points with replacement would miss that distribution by far.
-    """
-    generator = np.random.default_rng(seed)
-    small = [each for each in parabolas if not each.has_own_scatter]
-    freedom, squares = sum(each.freedom for each in small), sum(each.squares for each in small)
-    common = np.sqrt(squares / generator.chisquare(freedom, resamples)) if freedom else None
-    drawn: list[np.ndarray | None] = []
-    for each in parabolas:
-        deviation = common
-        if each.has_own_scatter:
-            deviation = np.sqrt(each.squares / generator.chisquare(each.freedom, resamples))
-        noise_Bx3 = generator.standard_normal((resamples, 3)) @ each.root.T
-        drawn.append(None if deviation is None else each.coefficients + deviation[:, None] * noise_Bx3)
-    return drawn
-
-
-def _minima(draws_Bx3: np.ndarray, middle: float, flops: float, cost: CostLaw) -> np.ndarray:
-    """Return ln of size, tokens and loss at the lowest point of each parabola, [B, 3]; NaN for a parabola that has
-    none."""
-    c0, c1, c2 = draws_Bx3.T
+def _minima(profile: Profile, parabolas_Bx3: np.ndarray, cost: CostLaw) -> np.ndarray:
+    """Return ln of size, tokens and loss at the lowest point of each of these parabolas, [B, 3]; NaN for a parabola
+    that has none."""
+    c0, c1, c2 = parabolas_Bx3.T
     with np.errstate(all="ignore"):
         c2 = np.where(c2 > 0, c2, np.nan)
-        log_parameters = middle - c1 / (2 * c2)
-        log_tokens = np.log(flops / cost.coefficient) - cost.exponent * log_parameters
+        log_parameters = profile.middle - c1 / (2 * c2)
+        log_tokens = np.log(profile.flops / cost.coefficient) - cost.exponent * log_parameters
         return np.stack([log_parameters, log_tokens, np.log(c0 - c1**2 / (4 * c2))], axis=1)
 
 
 def _optimum(
-    sizes: np.ndarray, flops: float, parabola: _Parabola, cost: CostLaw, minima_Bx3: np.ndarray | None
+    profile: Profile, sizes: np.ndarray, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
-    """Return the lowest point of a profile with its intervals, or the reason why the point is not determined."""
-    if parabola.coefficients[2] <= 0:
+    """Return the lowest point of a profile with its intervals, or the reason why the point is not determined.
+    `minima_Bx3` are those of the draws, or None if the points' scatter about the parabola is not known."""
+    if profile.parabola[2] <= 0:
         return Inconclusive("its losses do not curve upwards from a lowest one")
-    value = _minima(parabola.coefficients[None], parabola.middle, flops, cost)[0]
+    value = _minima(profile, profile.parabola[None], cost)[0]
     if not np.log(sizes.min()) <= value[0] <= np.log(sizes.max()):
         side = "smaller" if value[0] < np.log(sizes.min()) else "larger"
         return Inconclusive(f"the lowest loss lies outside the sizes; train {side} ones")

@@ -86,12 +86,11 @@ class LawFit:
     law: Law
     resampled: Law  # [B]
     residuals: np.ndarray  # [n], of ln L
-    resamples: int
 
     def coefficients(self) -> dict[str, Coefficient]:
         """Return the coefficients by their printed names."""
-        drawn = self.resampled.coefficients()
-        return {name: _coefficient(value, drawn[name]) for name, value in self.law.coefficients().items()}
+        values, drawn = self.law.coefficients(), self.resampled.coefficients()
+        return {name: _coefficient(values[name], drawn[name]) for name in values}
 
     def size_exponent(self, cost: CostLaw) -> Coefficient:
         """Return the exponent with which the compute-optimal number of parameters grows with FLOPs."""
@@ -150,23 +149,38 @@ def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
 
 
 def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit | Inconclusive:
-    """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a
-    law."""
+    """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a law.
+
+    The search is over (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle of the
+    points. They take the place of A and B, because A and alpha are so strongly correlated that every search would be
+    long.
+    """
     if reason := _too_little(points):
         return Inconclusive(reason)
-    problem = _Problem.of(points)
-    fits = [problem.minimum(start, np.ones(len(points))) for start in problem.starts()]
+    log_n, log_d, log_l = np.log(points.parameters), np.log(points.tokens), np.log(points.loss)
+    data = (log_n - log_n.mean(), log_d - log_d.mean(), log_l)
+
+    def law_of(x: np.ndarray) -> Law:
+        """Return the law with the coefficients `x` [5], or several laws for [5, B]."""
+        log_a, log_b, log_e, alpha, beta = x
+        return Law(np.exp(log_e), log_a + alpha * log_n.mean(), log_b + beta * log_d.mean(), alpha, beta)
+
+    losses, fits = np.exp(log_l), []
+    for floor, part, alpha, beta in itertools.product(FLOORS, PARTS, EXPONENTS, EXPONENTS):
+        e = floor * losses.min()
+        rest = np.median(losses) - e
+        start = np.array([np.log(part * rest), np.log((1 - part) * rest), np.log(e), alpha, beta])
+        fits.append(_minimum(start, np.ones(len(points)), *data))
     value, best = min(fits, key=lambda fit: fit[0])
     if not math.isfinite(value):
         return Inconclusive("no search for the least error converged; check the points for a wrong value")
-    law = problem.law(best)
+    law = law_of(best)
     if reason := _implausible(law, points):
         return Inconclusive(reason)
     generator = np.random.default_rng(seed)
     weights_BxN = generator.multinomial(len(points), np.full(len(points), 1 / len(points)), size=resamples)
-    drawn_Bx5 = np.array([problem.minimum(best, weights.astype(float))[1] for weights in weights_BxN])
-    residuals = problem.y - np.log(law.loss(points.parameters, points.tokens))
-    fit = LawFit(law, problem.law(drawn_Bx5.T), residuals, resamples)
+    drawn_Bx5 = np.array([_minimum(best, weights.astype(float), *data)[1] for weights in weights_BxN])
+    fit = LawFit(law, law_of(drawn_Bx5.T), log_l - np.log(law.loss(points.parameters, points.tokens)))
     for name, of in (("α", "parameters"), ("β", "tokens")):
         if (low := fit.coefficients()[name].low) <= 0:
             return Inconclusive(
@@ -213,61 +227,33 @@ def _implausible(law: Law, points: Points) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """The minimization problem in (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle
-    of the points. They take the place of A and B, because A and alpha are so strongly correlated that every search
-    would be long."""
+def _minimum(
+    start: np.ndarray, weights: np.ndarray, u: np.ndarray, v: np.ndarray, y: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Search from `start` for the coefficients [5] with the least weighted sum of Huber losses, divided by delta.
 
-    u: np.ndarray  # [n], ln N minus its mean
-    v: np.ndarray  # [n], ln D minus its mean
-    y: np.ndarray  # [n], ln L
-    mean_u: float
-    mean_v: float
+    `u` and `v` [n] are ln N and ln D minus their means, `y` is ln L, and `weights` are those of the points. Returns the
+    sum and the coefficients, or infinity and `start` if the search overflows.
+    """
+    from scipy.optimize import minimize
 
-    @classmethod
-    def of(cls, points: Points) -> _Problem:
-        u, v = np.log(points.parameters), np.log(points.tokens)
-        return cls(u - u.mean(), v - v.mean(), np.log(points.loss), float(u.mean()), float(v.mean()))
-
-    def starts(self) -> np.ndarray:
-        """Return starting points of the fit, [STARTS, 5]."""
-        losses = np.exp(self.y)
-        rows = []
-        for floor, part, alpha, beta in itertools.product(FLOORS, PARTS, EXPONENTS, EXPONENTS):
-            e = floor * losses.min()
-            rest = np.median(losses) - e
-            rows.append([np.log(part * rest), np.log((1 - part) * rest), np.log(e), alpha, beta])
-        return np.array(rows)
-
-    def minimum(self, start: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
-        """Search from `start` for the coefficients [5] with the least error, with `weights` [n] for the points. Returns
-        the error and the coefficients, or infinity and `start` if the search overflows."""
-        from scipy.optimize import minimize
-
-        with np.errstate(all="ignore"):  # a step that is too long may overflow; the search then tries a shorter one
-            found = minimize(self.error, start, args=(weights,), jac=True, method="BFGS")
-        if not math.isfinite(found.fun) or not np.isfinite(found.x).all():
-            return math.inf, start
-        return float(found.fun), found.x
-
-    def error(self, x: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the weighted sum of the Huber losses, divided by delta, and its gradient [5]."""
+    def error(x: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the sum and its gradient [5]."""
         log_a, log_b, log_e, alpha, beta = x
-        by_size, by_tokens, floor = np.exp(log_a - alpha * self.u), np.exp(log_b - beta * self.v), np.exp(log_e)
+        by_size, by_tokens, floor = np.exp(log_a - alpha * u), np.exp(log_b - beta * v), np.exp(log_e)
         loss = by_size + by_tokens + floor
-        error = np.log(loss) - self.y
-        clipped = np.clip(error, -HUBER_DELTA, HUBER_DELTA)
+        residuals = np.log(loss) - y
+        clipped = np.clip(residuals, -HUBER_DELTA, HUBER_DELTA)
         slope = weights * clipped / loss
         size_slope, tokens_slope = slope * by_size, slope * by_tokens
-        gradient = [size_slope.sum(), tokens_slope.sum(), slope.sum() * floor, -size_slope @ self.u]
-        gradient.append(-tokens_slope @ self.v)
-        return weights * clipped @ (error - clipped / 2) / HUBER_DELTA, np.array(gradient) / HUBER_DELTA
+        gradient = [size_slope.sum(), tokens_slope.sum(), slope.sum() * floor, -size_slope @ u, -tokens_slope @ v]
+        return weights * clipped @ (residuals - clipped / 2) / HUBER_DELTA, np.array(gradient) / HUBER_DELTA
 
-    def law(self, x: np.ndarray) -> Law:
-        """Return the law with the coefficients `x` [5], or several laws for [5, B]."""
-        log_a, log_b, log_e, alpha, beta = x
-        return Law(np.exp(log_e), log_a + alpha * self.mean_u, log_b + beta * self.mean_v, alpha, beta)
+    with np.errstate(all="ignore"):  # a step that is too long may overflow; the search then tries a shorter one
+        found = minimize(error, start, jac=True, method="BFGS")
+    if not math.isfinite(found.fun) or not np.isfinite(found.x).all():
+        return math.inf, start
+    return float(found.fun), found.x
 
 
 def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:

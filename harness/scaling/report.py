@@ -110,11 +110,10 @@ def _describe_isoflop(isoflop: IsoFlop | Inconclusive) -> list[str]:
     for profile in isoflop.profiles:
         head, optimum = f"  {power(profile.flops):<9} {len(profile.members):>7}  ", profile.optimum
         if isinstance(optimum, Inconclusive):
-            text = textwrap.wrap(str(optimum), WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+            lines += textwrap.wrap(str(optimum), WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
         else:
             best, tokens = _shortened(optimum.parameters), short(optimum.tokens.value)
-            text = [f"{head}{best:<26}  {tokens:>7}  {optimum.loss.value:.3f}   {profile.scatter:.4f}"]
-        lines += text
+            lines.append(f"{head}{best:<26}  {tokens:>7}  {optimum.loss.value:.3f}   {profile.scatter:.4f}")
     if isoflop.alone:
         lines.append(f"  {_count(isoflop.alone)} {'is' if isoflop.alone == 1 else 'are'} in no profile")
     if isinstance(isoflop.laws, Inconclusive):
@@ -148,7 +147,7 @@ def _describe_law(analysis: Analysis) -> list[str]:
         return [title, *_wrapped(f"The law: {law}")]
     lines = [
         title,
-        f"  Huber loss of ln L, delta {HUBER_DELTA:g}; {STARTS} starts, {law.resamples:,} resamples",
+        f"  Huber loss of ln L, delta {HUBER_DELTA:g}; {STARTS} starts, {len(law.resampled.e):,} resamples",
         "     value       std. error  95 % interval",
     ]
     for name, each in law.coefficients().items():
@@ -165,27 +164,25 @@ def _describe_law(analysis: Analysis) -> list[str]:
 def _describe_answers(analysis: Analysis) -> list[str]:
     if isinstance(analysis.law, Inconclusive):
         return ["Predicted losses: inconclusive, because there is no law to predict them by"]
-    lines = ["Predicted by the law, with the 95 % interval of a single run"]
+    told: list[tuple[list[str], Prediction]] = []
     for prediction in analysis.predictions:
-        plan = prediction.plan
+        plan, loss = prediction.plan, _interval(prediction.loss)
         sizes = f"{short(plan.parameters)} parameters, {short(plan.tokens)} tokens, {power(plan.flops)} FLOPs"
-        lines += _wrapped(f"{plan.name + ': ' if plan.name else ''}{sizes}: loss {_interval(prediction.loss)}")
-        lines += _describe_beyond(prediction)
+        told.append((_wrapped(f"{plan.name + ': ' if plan.name else ''}{sizes}: loss {loss}"), prediction))
     for split in analysis.splits:
-        lines += [
+        lines = [
             f"  best split of {power(split.flops)} FLOPs: loss {_interval(split.prediction.loss)}",
             f"    parameters {_shortened(split.parameters)}",
             f"    tokens     {_shortened(split.tokens)}",
-            *_describe_beyond(split.prediction),
         ]
-    return lines
-
-
-def _describe_beyond(prediction: Prediction) -> list[str]:
-    if not prediction.beyond:
-        return []
-    where = "; ".join(prediction.beyond)
-    return _wrapped(f"EXTRAPOLATED ({where}): the interval is valid only if the law holds there", indent="    ")
+        told.append((lines, split.prediction))
+    said = ["Predicted by the law, with the 95 % interval of a single run"]
+    for lines, prediction in told:
+        said += lines
+        if prediction.beyond:
+            where = "; ".join(prediction.beyond)
+            said += _wrapped(f"EXTRAPOLATED ({where}): the interval is valid only if the law holds there", "    ")
+    return said
 
 
 # As JSON
@@ -215,13 +212,13 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         }
     coefficients: Any = law
     if isinstance(law, LawFit):
-        names = {"E": "E", "A": "A", "B": "B", "α": "alpha", "β": "beta"}
-        coefficients = {
-            **{names[name]: each for name, each in law.coefficients().items()},
-            "best_parameters_exponent": law.size_exponent(analysis.cost),
-            "delta": HUBER_DELTA,
-            "resamples": law.resamples,
-        }
+        coefficients = dict(zip(("E", "A", "B", "alpha", "beta"), law.coefficients().values(), strict=True))
+        coefficients["best_parameters_exponent"] = law.size_exponent(analysis.cost)
+        coefficients |= {"delta": HUBER_DELTA, "resamples": len(law.resampled.e)}
+
+    def loss_of(prediction: Prediction) -> dict[str, Any]:
+        return {"loss": prediction.loss, "beyond_the_points": prediction.beyond}
+
     columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss")}
     values: dict[str, Any] = _plain(
         {
@@ -230,18 +227,14 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
             "flops": vars(analysis.cost),
             "isoflop": profiles,
             "law": coefficients,
-            "predictions": [{**vars(each.plan), **_json_of_loss(each)} for each in analysis.predictions],
+            "predictions": [{**vars(each.plan), **loss_of(each)} for each in analysis.predictions],
             "best_splits": [
-                {"flops": s.flops, "parameters": s.parameters, "tokens": s.tokens, **_json_of_loss(s.prediction)}
+                {"flops": s.flops, "parameters": s.parameters, "tokens": s.tokens, **loss_of(s.prediction)}
                 for s in analysis.splits
             ],
         }
     )
     return values
-
-
-def _json_of_loss(prediction: Prediction) -> dict[str, Any]:
-    return {"loss": prediction.loss, "beyond_the_points": prediction.beyond}
 
 
 def _plain(value: Any) -> Any:

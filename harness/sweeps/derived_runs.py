@@ -12,11 +12,11 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import JsonValue
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, sync
@@ -32,7 +32,6 @@ from harness.runs.upstream import translate_upstream
 
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
-DERIVED = "derived.json"
 SHOWN_DIFFERENCES = 6
 # Other keys that give the same setting as a key. If a key is changed, the base's other keys for it are removed.
 ALTERNATIVES = {
@@ -61,57 +60,23 @@ def explained(place: str) -> Iterator[None]:
         raise UserError(f"{place}{error}") from None
 
 
-class Difference(BaseModel):
-    """One setting: its value in the base and its value in the derived run, with defaults."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    base: JsonValue
-    here: JsonValue
-
-
-class Derivation(BaseModel):
-    """The content of a derived.json. `differs` compares with the base as it was when the run was made; the base may
-    have changed since."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
-
-    parent: str
-    sweep: str | None = None  # the sweep that made the run; None if derive_run.py made it
-    differs: dict[str, Difference] = {}
-
-
-@dataclass(frozen=True)
-class Base:
-    """A run to derive others from. `model` and `train` are the contents of its two files. Keys of train.json that the
-    notebook's program spells in another way are translated."""
-
-    run: RunDirectory
-    model: dict[str, Any]
-    train: dict[str, Any]
-    configs: dict[str, Any]  # all keys of both files, with defaults
-
-    @classmethod
-    def load(cls, runs_dir: Path, name: str) -> Base:
-        """Load a run from its folder. Raises UserError if the run does not exist or one of its files is wrong."""
-        run = RunDirectory.find(runs_dir, name)
-        model = load_model_config(run.model_json)
-        has_experts = model.moe is not None
-        train = load_train_config(run.train_json, has_experts=has_experts)
-        raw = translate_upstream(read_json_object(run.train_json), has_experts=has_experts)
-        return cls(run, read_json_object(run.model_json), raw, _settings(model, train))
-
-
 @dataclass(frozen=True)
 class DerivedRun:
-    """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json."""
+    """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json.
+
+    `parent` is the name of the run that it was derived from, and `differs` has each setting that differs from it, as
+    {"base": value there, "here": value}. They compare with the base as it is now; it may change later. `sweep` is the
+    name of the sweep that the run is for.
+    """
 
     run: RunDirectory
     model: dict[str, Any]
     train: dict[str, Any]
     model_config: ModelConfig
     train_config: TrainConfig
-    derivation: Derivation
+    parent: str = ""
+    sweep: str | None = None
+    differs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -128,11 +93,10 @@ class DerivedRun:
     def is_made(self) -> bool:
         """Return True if the run's folder exists. Raises UserError if its path holds something else, such as another
         run or a file, or if its two files are damaged."""
-        folder = self.run.path
+        folder, files = self.run.path, (self.run.train_json, self.run.model_json)
+        other = ""
         if not os.path.lexists(folder):
             return False
-        other = None
-        files = (self.run.train_json, self.run.model_json)
         if not folder.is_dir():
             other = "is a file, not a run's folder" if folder.exists() else "is a link that leads nowhere"
         elif missing := [path.name for path in files if not os.path.lexists(path)]:
@@ -142,7 +106,7 @@ class DerivedRun:
             found = (first_difference({key: there.get(key)}, {key: value}) for key, value in self.settings.items())
             if different := [each for each in found if each]:
                 other = f"there is another run of this name ({abbreviated(different, SHOWN_DIFFERENCES)})"
-        if other is not None:
+        if other:
             raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
         return True
 
@@ -158,9 +122,9 @@ class DerivedRun:
             experiment.check_together()
             layout = experiment.layout(1)
             budget = experiment.budget(layout, None)
-            skipped = (None, -1) if train_tokens is None else (None,)
-            if budget is not None or self.train_config.min_train_tokens not in skipped:
-                experiment.position(layout, sys.maxsize if train_tokens is None else train_tokens, None, budget)
+            unknown = (None, -1) if train_tokens is None else (None,)
+            if budget is not None or self.train_config.min_train_tokens not in unknown:
+                experiment.position(layout, train_tokens or sys.maxsize, None, budget)
 
 
 def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
@@ -178,33 +142,48 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     return f"key {quoted(key)}: {said}"
 
 
-def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
+def load_base(runs_dir: Path, name: str) -> DerivedRun:
+    """Load a run to derive others from. Keys of train.json that the notebook's program spells in another way are
+    translated. Raises UserError if the run does not exist or one of its files is wrong."""
+    run = RunDirectory.find(runs_dir, name)
+    model_config = load_model_config(run.model_json)
+    has_experts = model_config.moe is not None
+    train_config = load_train_config(run.train_json, has_experts=has_experts)
+    train = translate_upstream(read_json_object(run.train_json), has_experts=has_experts)
+    return DerivedRun(run, read_json_object(run.model_json), train, model_config, train_config)
+
+
+def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
     """Return the run called `name` that has the settings of `base` with `changes`. A change to None removes a key, so
-    that its default holds. `sweep` is the name of the sweep that the run is made for. Writes nothing.
+    that its default holds. Writes nothing.
 
     Raises UserError, naming the file that would be wrong, if the run could not be trained.
     """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
     run = RunDirectory(base.run.path.parent / check_name(name, "run"))
-    model = _changed(base.model, {key: value for key, value in changes.items() if key in MODEL_KEYS})
-    train = _changed(base.train, {key: value for key, value in changes.items() if key in TRAIN_KEYS})
+    given = {key: value for key, value in changes.items() if value is not None}
+    dropped = {*changes}.difference(given).union(*(ALTERNATIVES.get(key, ()) for key in given))
+    model, train = (
+        {key: value for key, value in file.items() if key not in dropped}
+        | {key: value for key, value in given.items() if key in keys}
+        for file, keys in ((base.model, MODEL_KEYS), (base.train, TRAIN_KEYS))
+    )
     weights = base.train.get("initial_weights")
     if weights is not None and "initial_weights" not in changes and not os.path.isabs(weights):
         train["initial_weights"] = os.path.normpath(os.path.join("..", base.run.path.name, weights))
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
     check_dataset_name(configs[1].dataset)
-    settings = _settings(*configs)
+    before = base.settings
     differs = {
-        key: Difference(base=base.configs[key], here=value)
-        for key, value in settings.items()
-        if base.configs[key] != value and (key != "initial_weights" or key in changes)
+        key: {"base": before[key], "here": value}
+        for key, value in _settings(*configs).items()
+        if before[key] != value and (key != "initial_weights" or key in changes)
     }
-    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs)
-    return DerivedRun(run, model, train, *configs, derivation)
+    return DerivedRun(run, model, train, *configs, base.name, sweep, differs)
 
 
-def derive_for_dataset(base: Base, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
+def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Derive a run, and fit it to its new dataset if `changes` name one that is in `datasets_dir`. The run then gets
     the dataset's vocabulary size, and a microbatch and validation batches that the validation split can fill. If the
     train split is too short for the base's budget, the run trains on the whole split. `changes` take precedence.
@@ -252,12 +231,6 @@ def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
     return changes
 
 
-def _changed(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
-    replaced = {other for key, value in changes.items() if value is not None for other in ALTERNATIVES.get(key, ())}
-    kept = {key: value for key, value in values.items() if key not in replaced}
-    return {key: value for key, value in {**kept, **changes}.items() if key not in changes or value is not None}
-
-
 def write_runs(runs: Sequence[DerivedRun]) -> None:
     """Write the folders of these runs: all of them, or none. The folders have the same parent, and none of them exists
     yet.
@@ -273,8 +246,8 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
         with draft_folder(folder / f".{runs[0].name}.partial-{os.getpid()}") as draft:
             for run in runs:
                 (draft / run.name).mkdir()
-                derivation = run.derivation.model_dump(mode="json", exclude_unset=True)
-                for name, values in (("model.json", run.model), ("train.json", run.train), (DERIVED, derivation)):
+                derived = {"parent": run.parent, "sweep": run.sweep, "differs": run.differs}
+                for name, values in (("model.json", run.model), ("train.json", run.train), ("derived.json", derived)):
                     path = draft / run.name / name
                     path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")
                     sync(path)

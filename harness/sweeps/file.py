@@ -16,15 +16,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from harness.common.errors import UserError
-from harness.common.files import check_name
+from harness.common.files import SAFE_NAME, check_name
 from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, derive, explained, unknown_key
+from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, explained, load_base, unknown_key
 
 LARGEST_POINTS = 1000  # a larger sweep is a typing error, or needs another program
 LONGEST_NAME = 60  # characters of a sweep's name
 LONGEST_LABEL = 60  # characters of the part of a run's name that says what differs
-RUN_NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # Short forms, in the names of runs, of the keys that are varied most. Other keys are written out.
 SHORT = {
     "learning_rate": "lr",
@@ -85,7 +84,7 @@ class Sweep(BaseModel):
     def _possible(self) -> Sweep:
         together = dict.fromkeys(key for entry in self.together for key in entry if key != ENTRY_NAME)
         for place, keys in (("set", self.set), ("together", together), ("vary", self.vary)):
-            if wrong := unknown_key([*keys]):
+            if wrong := unknown_key(keys):
                 raise ValueError(f'in "{place}": {wrong}')
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
@@ -99,44 +98,30 @@ class Sweep(BaseModel):
         twice += [key for key in self.set if key in [*self.vary, *in_all]]
         if twice:
             raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
-        self._check_names()
-        if self.count > LARGEST_POINTS:
-            raise ValueError(
-                f'keys "vary" and "together": make {self.count:,} runs; a sweep can have {LARGEST_POINTS:,}'
-            )
-        return self
-
-    def _check_names(self) -> None:
         names = [entry[ENTRY_NAME] for entry in self.together if ENTRY_NAME in entry]
         for name in names:
-            if not isinstance(name, str) or not RUN_NAME_PART.fullmatch(name) or len(name) > LONGEST_LABEL:
+            if not isinstance(name, str) or not SAFE_NAME.fullmatch(name) or len(name) > LONGEST_LABEL:
                 raise ValueError(
-                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + - that '
-                    f"begins with a letter or digit, of {LONGEST_LABEL} characters at most"
+                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + -, without '
+                    f"one of . + - at the beginning, of {LONGEST_LABEL} characters at most"
                 )
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise ValueError(f'in "together": key "name": {quoted(twice[0])} is given twice; give each its own')
+            if names.count(name) > 1:
+                raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each its own')
+        count = math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
+        if count > LARGEST_POINTS:
+            raise ValueError(f'keys "vary" and "together": make {count:,} runs; a sweep can have {LARGEST_POINTS:,}')
+        return self
 
-    @property
-    def count(self) -> int:
-        """Number of runs that the sweep makes."""
-        return math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
-
-    def points(self) -> Iterator[Settings]:
-        """Yield the settings in which each run differs from the base and from `set`, and "name" if the run's entry of
-        `together` has one. Runs are in the order of the file, and the last key of `vary` changes fastest."""
+    def points(self) -> Iterator[tuple[Settings, Settings]]:
+        """Yield for each run the settings that its name tells, and all in which it differs from the base. The name of
+        an entry of `together`, if it has one, is told in place of the entry's settings. Runs are in the order of the
+        file, and the last key of `vary` changes fastest."""
         for entry in self.together or [{}]:
+            told = {ENTRY_NAME: entry[ENTRY_NAME]} if ENTRY_NAME in entry else entry
+            changed = {key: value for key, value in {**self.set, **entry}.items() if key != ENTRY_NAME}
             for values in itertools.product(*self.vary.values()):
-                yield {**entry, **dict(zip(self.vary, values, strict=True))}
-
-    def labels(self) -> list[str]:
-        """Return the suffix of each run's name, one per point. If an entry of `together` has a name, the name replaces
-        all settings of the entry in the suffix."""
-        named = (ENTRY_NAME, *self.vary)
-        return labels(
-            [{key: each[key] for key in named if key in each} if ENTRY_NAME in each else each for each in self.points()]
-        )
+                varied = dict(zip(self.vary, values, strict=True))
+                yield {**told, **varied}, {**changed, **varied}
 
 
 def labels(points: list[Settings]) -> list[str]:
@@ -172,7 +157,6 @@ class SweepRuns:
 
     path: Path
     name: str
-    runs_dir: Path
     runs: list[DerivedRun]
 
     def missing(self) -> list[DerivedRun]:
@@ -197,15 +181,15 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
             raise UserError(f"longer than {LONGEST_NAME} characters")
         check_name(name, "sweep")
     with explained(f'{path}: key "base": '):
-        base = Base.load(runs_dir, sweep.base)
+        base = load_base(runs_dir, sweep.base)
+    told, changes = zip(*sweep.points(), strict=True)
     runs: dict[str, DerivedRun] = {}  # by their settings
-    for label, point in zip(sweep.labels(), sweep.points(), strict=True):
-        changes = {key: value for key, value in {**sweep.set, **point}.items() if key != ENTRY_NAME}
+    for label, changed in zip(labels([*told]), changes, strict=True):
         with explained(f"{path}: makes "):
-            run = derive(base, f"{name}-{label}", changes, name)
+            run = derive(base, f"{name}-{label}", changed, name)
         twin = runs.setdefault(json.dumps(run.settings), run)
         if twin is not run:
             raise UserError(
                 f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one of their values"
             )
-    return SweepRuns(path, name, runs_dir, list(runs.values()))
+    return SweepRuns(path, name, list(runs.values()))

@@ -1,4 +1,5 @@
-"""Plan of a sweep: estimated hours, dollars and disk space of all its runs that are not finished."""
+"""State of each run of a sweep, by the contents of its folder, and the plan of the runs that are not finished: hours,
+dollars and disk space."""
 
 from __future__ import annotations
 
@@ -6,21 +7,103 @@ import heapq
 import json
 import os
 import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, printable
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.common.units import GIB, amount_text
+from harness.comparison.progress import describe_progress
+from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
+from harness.comparison.table import aligned
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
+from harness.runs.budget import wanted_tokens
 from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
-from harness.sweeps.status import COLUMNS, count_states, status_of, wrapped
+
+COLUMNS = 79
+TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error, which is the last line, and what led to it
+
+
+@dataclass(frozen=True)
+class Status:
+    """Status of one run. `said` describes it: losses or progress, or the reason and the remedy. `dollars` is what the
+    run has cost so far."""
+
+    run: DerivedRun
+    state: StateWord
+    said: str = ""
+    dollars: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing of the run is left to train."""
+        return self.state in ("finished", "pruned")
+
+
+def status_of(run: DerivedRun) -> Status:
+    """Return the status of a run, in the words of compare_runs.py. It is `damaged` if the run's folder holds something
+    other than the sweep's run."""
+    try:
+        if not run.is_made():
+            return Status(run, "not made")
+    except UserError as error:
+        return Status(run, "damaged", str(error))
+    record = RunRecord.read(run.run)
+    state, said, summary = record.state.word, record.state.detail, record.summary
+    if state == "finished" and summary is not None:
+        losses = (("validation", summary.final_validation_loss), ("train", summary.final_train_loss))
+        parts = [next((f"{kind} loss {value:.3f}" for kind, value in losses if value is not None), "no finite loss")]
+        if (seconds := summary.seconds.get("total")) is not None:
+            parts.append(f"{seconds:,.0f} s")
+        if dollars := (summary.dollars or {}).get("total"):
+            parts.append(f"${amount_text(dollars)}")
+        said = ", ".join(parts)
+    elif state == "failed":
+        said = f"{said}; {run.run.sweep_log} ends:"
+    elif state in ("going on", "stopped") and record.progress is not None:
+        wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
+        said = describe_progress(record.progress, wanted, goes_on=state == "going on")
+    return Status(run, state, said, record.dollars.get("total", 0.0))
+
+
+def count_states(statuses: Sequence[Status]) -> str:
+    """Return the number of runs in each state as text."""
+    counts = Counter(each.state for each in statuses)
+    return ", ".join(f"{counts[state]:,} {state}" for state in get_args(StateWord) if counts[state])
+
+
+def status_lines(statuses: Sequence[Status]) -> list[str]:
+    """Return a line for each run, or a paragraph if the line is wider than a terminal. The lines of a failed run end
+    with the end of its log."""
+    lines = []
+    width = max((len(each.run.name) for each in statuses), default=0)
+    for each in statuses:
+        said = printable(each.said)
+        line = f"{each.run.name:<{width}}  {each.state:<9}  {said}".rstrip()
+        if len(line) <= COLUMNS or not said:
+            lines.append(line)
+        else:
+            lines.append(f"{each.run.name:<{width}}  {each.state}")
+            lines += wrapped(said, "    ", "")
+        if each.state == "failed":
+            log = [text for text in log_tail(each.run.run) if text.strip() and not SWEEP_MARK.fullmatch(text)]
+            lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
+    return lines
+
+
+def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
+    """Wrap text to a terminal's width. Lines begin with `indent`, and those after the first also with `following`."""
+    following = indent + following
+    return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
 
 
 def visible_gpus() -> list[str]:
@@ -36,8 +119,8 @@ def visible_gpus() -> list[str]:
 @dataclass(frozen=True)
 class RunPlan:
     """Remaining work of one run. `seconds` and `dollars` are None if the speed, the run's length or the price is not
-    known. `dollars` are the run's share of the machine's cost, because groups share the machine. `price` describes the
-    price per hour and its source, or says why there is none."""
+    known. `dollars` is the cost of the whole machine for that time. `price` describes the price per hour and its
+    source, or says why there is none."""
 
     run: DerivedRun
     plan: Plan
@@ -80,7 +163,7 @@ class Planner:
         seconds = dollars = None
         if plan.position is not None and speed.tokens_per_second is not None:
             seconds = sum(plan.seconds(speed).values())
-            dollars = None if price is None else seconds * price / 3600 / self.groups
+            dollars = None if price is None else seconds * price / 3600
         return RunPlan(run, plan, speed, seconds, dollars, said)
 
 
@@ -145,29 +228,30 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     if plan.done:
         parts.append([f"{plan.done} already"])
     if plan.left:
-        parts += [_table(plan.left), _speeds(plan.left), _totals(plan, runs_dir)]
+        parts += [_table(plan), _speeds(plan.left), _totals(plan, runs_dir)]
     parts.append([line for reason in plan.refused for line in wrapped(f"Cannot be trained: {reason}")])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _table(left: list[RunPlan]) -> list[str]:
-    rows = [("", ("tokens", "time", "dollars", "disk GiB"))]
-    for each in left:
-        cells = ("unknown",) * 4
-        if each.plan.position is not None:
-            time = "unknown" if each.seconds is None else _duration(each.seconds)
-            dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars)}"
-            cells = (f"{each.plan.tokens():,}", time, dollars, f"{each.plan.disk_bytes() / GIB:.2f}")
-        rows.append((each.run.name, cells))
-    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
-    width = min(COLUMNS - sum(width + 2 for width in widths), max(len(name) for name, _ in rows))
+def _table(plan: SweepPlan) -> list[str]:
+    """Return a line for each run, with its share of the machine's cost, which the groups share. A long name gets a line
+    of its own."""
+    rows = []
+    for each in plan.left:
+        time = "unknown" if each.seconds is None else _duration(each.seconds)
+        dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
+        is_known = each.plan.position is not None
+        disk = f"{each.plan.disk_bytes() / GIB:.2f}" if is_known else "unknown"
+        rows.append((f"{each.plan.tokens():,}" if is_known else "unknown", time, dollars, disk))
+    written = [*aligned(("tokens", "time", "dollars", "disk GiB"), rows)]
+    names = [each.run.name for each in plan.left]
+    width = min(COLUMNS - max(map(len, written)) - 2, max(map(len, names)))
     lines = []
-    for name, cells in rows:
-        if len(name) > width:  # the name gets a line of its own
+    for name, cells in zip([""] * (len(written) - len(names)) + names, written, strict=True):
+        if len(name) > width:
             lines.append(name)
             name = ""
-        written = [f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True)]
-        lines.append("  ".join([f"{name:<{width}}", *written]))
+        lines.append(f"{name:<{width}}  {cells}")
     return lines
 
 
@@ -179,12 +263,10 @@ def _speeds(left: list[RunPlan]) -> list[str]:
     """Return lines with each speed, its source and the runs that have it. A speed may be unknown."""
     sources: dict[str, list[str]] = {}
     for each in left:
-        rate = each.speed.tokens_per_second
-        if rate is None:
-            said = f"unknown: {each.speed.source}; or train one of them first, which measures it"
-        else:
-            said = f"{rate:,.0f} tokens/s ({each.speed.source})"
-        sources.setdefault(said, []).append(each.run.name)
+        rate, said = each.speed.tokens_per_second, each.speed.source
+        known = f"{rate or 0:,.0f} tokens/s ({said})"
+        unknown = f"unknown: {said}; or train one of them first, which measures it"
+        sources.setdefault(unknown if rate is None else known, []).append(each.run.name)
     lines = []
     for said, names in sources.items():
         of = f"all {len(names):,} runs" if len(sources) == 1 else ", ".join(names)
@@ -197,27 +279,23 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     groups = "one after the other" if planner.groups == 1 else f"{planner.groups} at a time"
     ranks = f"{planner.processes} {'process' if planner.processes == 1 else 'processes'} each"
     place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
-    # A run's dollars are those of its share of the machine. The machine costs as much while some groups have no run.
+    # Runs that are trained at a time share the machine, which costs as much while some groups have no run.
     seconds = sum(each.seconds or 0.0 for each in left)
-    idle_factor = plan.seconds() * planner.groups / seconds if seconds else 1.0
-    cost = amount_text(sum(each.dollars or 0.0 for each in left) * idle_factor)
-    said = [
-        _sum("time", _duration(plan.seconds()), [each.run.name for each in left if each.seconds is None], len(left)),
-        _sum("cost", f"${cost}", [each.run.name for each in left if each.dollars is None], len(left)),
-        f"price: {'; '.join(sorted({each.price for each in left}))}",
-        f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; "
-        f"{shutil.disk_usage(place).free / GIB:,.2f} GiB are free",
-    ]
+    cost = sum(each.dollars or 0.0 for each in left) * (plan.seconds() / seconds if seconds else 1.0)
+    said = []
+    for what, known, key in (
+        ("time", _duration(plan.seconds()), "seconds"),
+        ("cost", f"${amount_text(cost)}", "dollars"),
+    ):
+        unknown = [each.run.name for each in left if getattr(each, key) is None]
+        more = f", and what {', '.join(unknown)} will take (unknown)" if unknown else ""
+        said.append(f"{what}: unknown" if len(unknown) == len(left) else f"{what}: {known}{more}")
+    said.append(f"price: {'; '.join(sorted({each.price for each in left}))}")
     if any(each.run.train_config.price_per_hour is None for each in left):
-        said.insert(3, 'for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
+        said.append('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
+    free = shutil.disk_usage(place).free / GIB
+    said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")
     lines = wrapped(f"Together, {groups}, {ranks}, without start-up and checkpoints:")
     lines += [line for each in said for line in wrapped(each, "    ")]
     shortage = plan.disk_shortage(place)
     return lines + (wrapped(f"note: {shortage}") if shortage else [])
-
-
-def _sum(what: str, known: str, unknown: list[str], runs: int) -> str:
-    """Return a sum as text, with the names of the runs that are not in it because their value is not known."""
-    if len(unknown) == runs:
-        return f"{what}: unknown"
-    return f"{what}: {known}" + (f", and what {', '.join(unknown)} will take (unknown)" if unknown else "")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +28,28 @@ from harness.common.units import amount_text
 from harness.comparison.progress import describe_progress, read_progress
 from harness.data.dataset import is_present
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.plan import Planner, RunPlan, visible_gpus
-from harness.sweeps.status import count_states, status_lines, status_of
+from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
+CLEAR_LINE = "\r\x1b[2K"
 REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is not a terminal
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_start`
 
-Say = Callable[[str], None]
 Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
+
+
+def say(text: str) -> None:
+    """Print a line. On a terminal, it replaces the line that `show` has written."""
+    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
+
+
+def show(text: str) -> None:
+    """Replace the last line on the terminal with this text, cut to the terminal's width."""
+    print(f"{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 def device_groups(groups: int, processes: int) -> list[Group]:
@@ -61,29 +71,27 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 
 def groups_before(run: DerivedRun) -> int:
     """Return the number of groups among which the machine was divided when earlier sweeps trained the run: the smallest
-    of them, or 1 if its sweep.log does not say."""
-    log = run.run.sweep_log.read_text(encoding="utf-8", errors="replace") if run.run.sweep_log.is_file() else ""
-    return min((int(groups or 1) for groups in START_MARK.findall(log)), default=1)
+    of them, or 1 if its sweep.log does not say, or if the run was trained without a sweep since."""
+    log, metrics = run.run.sweep_log, run.run.metrics
+    if not log.is_file() or (metrics.is_file() and metrics.stat().st_mtime > log.stat().st_mtime):
+        return 1
+    marks = START_MARK.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return min((int(groups or 1) for groups in marks), default=1)
 
 
 @dataclass
 class Attempt:
     """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
-    not known. `committed` is the dollars that it will have cost by then."""
+    not known. `dollars_at_end` is what it will have cost by then, at the price of the whole machine."""
 
     run: DerivedRun
     group: Group
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     tokens: int | None
-    committed: float
+    dollars_at_end: float
     began: float = field(default_factory=time.monotonic)
     is_stopped: bool = False
-
-    def stop(self) -> None:
-        """Ask the process to write a checkpoint and to end."""
-        self.is_stopped = True
-        self.process.terminate()
 
 
 def _end_with_parent() -> None:
@@ -103,7 +111,7 @@ class SweepRunner:
     """
 
     def __init__(
-        self, runs: Sequence[DerivedRun], planner: Planner, script: Path, *, max_dollars: float | None = None
+        self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None = None
     ) -> None:
         """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
@@ -112,44 +120,41 @@ class SweepRunner:
                 f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
                 'into the sweep\'s "set", and make the sweep anew under another name'
             )
-        self.runs = list(runs)
-        self.planner = planner
-        self.script = script
-        self.max_dollars = max_dollars
+        self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
         self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
+        # What each run has cost at the price of the whole machine, and what all have cost together, who share it.
         self.dollars = {each.run.name: each.dollars for each in statuses}
-        self.spent_before = sum(each.dollars / groups_before(each.run) for each in statuses)
-        self.dollars_before = sum(self.dollars.values())
+        self.spent = sum(each.dollars / groups_before(each.run) for each in statuses)
         self.attempts: list[Attempt] = []
         self.is_idle = True  # no run has been started so far
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
 
-    def run(self, say: Say, show: Say | None = None) -> None:
+    def run(self) -> None:
         """Train the runs. Returns when all runs are finished or have failed, or when a signal or the budget has ended
-        the sweep and its processes have stopped. `show` displays progress in place of the text that it showed before.
-        Without `show`, `say` prints progress every REPORT_SECONDS."""
+        the sweep and its processes have stopped. Shows progress in place of the last line on a terminal, and prints it
+        every REPORT_SECONDS elsewhere."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
-            self._stop_if_due(say)
-            if not self.reason:
-                self._start_what_can(say)
+            self._stop_if_due()
+            while self.free and not self.reason and (chosen := self._next_run()):
+                self._start(*chosen)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
                 looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
-                if show is not None:
+                if sys.stdout.isatty():
                     show("; ".join(lines))
                 elif now - said >= REPORT_SECONDS:
                     said = now
                     for line in lines:
                         say(line)
             for attempt in [each for each in self.attempts if each.process.poll() is not None]:
-                self._end(attempt, say)
+                self._end(attempt)
 
     def _note_signal(self, number: int, frame: FrameType | None = None) -> None:
         self.signal = self.signal or number
@@ -160,26 +165,11 @@ class SweepRunner:
         if not ignores_hangup():
             self._note_signal(signal.SIGHUP)
 
-    def _spent(self) -> float:
-        """Return the dollars spent so far. Each run's cost is counted at the price of the whole machine, so that it is
-        divided by the number of groups that shared the machine."""
-        return self.spent_before + (sum(self.dollars.values()) - self.dollars_before) / self.planner.groups
-
-    def _look_at(self, attempt: Attempt) -> str:
-        """Return the progress of a run that is being trained, as text. If there is a budget, also update the run's
-        cost."""
-        name, progress = attempt.run.name, None
-        with suppress(UserError):
-            progress = read_progress(attempt.run.run.metrics)
-        if self.max_dollars is not None:
-            self.dollars[name] = status_of(attempt.run).dollars
-        place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs):,}"
-        return f"{place}, {name}: {describe_progress(progress, attempt.tokens)}"
-
-    def _stop_if_due(self, say: Say) -> None:
+    def _stop_if_due(self) -> None:
+        """Ask all processes to write a checkpoint and to end, after a signal or once the budget is spent."""
         if self.signal:
             self.reason = f"stopped by {signal.Signals(self.signal).name}"
-        elif self.max_dollars is not None and self._spent() >= self.max_dollars:
+        elif self.max_dollars is not None and self.spent >= self.max_dollars:
             self.reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
         else:
             return
@@ -187,56 +177,51 @@ class SweepRunner:
         if going_on:
             say(f"{self.reason}: waiting for the checkpoints of {', '.join(each.run.name for each in going_on)}")
         for attempt in going_on:
-            attempt.stop()
+            attempt.is_stopped = True
+            attempt.process.terminate()
 
-    def _start_what_can(self, say: Say) -> None:
-        """Start waiting runs on the free groups of devices."""
-        while self.free and not self.reason:
-            run = next((run for run in self.waiting if self._can_start(run, say)), None)
-            if run is None:
-                return
+    def _next_run(self) -> tuple[DerivedRun, RunPlan | None] | None:
+        """Return the first waiting run that can be trained now, with its plan, which is None if the run will fail at
+        once. None if there is no such run, or if the budget does not cover the machine until this run and those that
+        are being trained have ended. In the second case, `reason` is set, which ends the sweep.
+
+        A run cannot be trained while another process trains it, such as one left by a killed sweep, or while another
+        run is downloading its dataset.
+        """
+        fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
+        for run in self.waiting:
+            if is_held(run.run.path / ".lock"):
+                if run.name not in self._said_waiting:
+                    self._said_waiting.add(run.name)
+                    say(f"{run.name}: is being trained by another process; waiting for it")
+                continue
             planned = None
             with suppress(UserError):  # the run itself will fail with this error and print it
+                experiment = run.experiment(self.planner.datasets_dir)
+                dataset = experiment.config.dataset
+                if dataset in fetched and not is_present(experiment.datasets_dir, dataset, experiment.splits):
+                    continue
                 planned = self.planner.plan(run)
-            if self.max_dollars is not None and not self._can_pay(run, planned, say):
-                return
-            self.waiting.remove(run)
-            self._start(run, planned, say)
+            break
+        else:
+            return None
+        if self.max_dollars is not None:
+            wanted = (planned.dollars if planned else None) or 0.0
+            to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
+            total = self.spent + max([wanted, *to_come])
+            if total > self.max_dollars or self.spent >= self.max_dollars:
+                others = " and the runs under way" if self.attempts else ""
+                said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
+                spent = f"${amount_text(self.spent)} are spent"
+                self.reason = f"--max-dollars {amount_text(self.max_dollars)}: {spent}{said}"
+                return None
+            if not wanted:
+                say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
+        return run, planned
 
-    def _can_start(self, run: DerivedRun, say: Say) -> bool:
-        """Return False if another process trains the run, such as one left by a killed sweep, or if another run is
-        downloading the run's dataset."""
-        if is_held(run.run.path / ".lock"):
-            if run.name not in self._said_waiting:
-                self._said_waiting.add(run.name)
-                say(f"{run.name}: is being trained by another process; waiting for it")
-            return False
-        experiment = run.experiment(self.planner.datasets_dir)
-        fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
-        dataset = experiment.config.dataset
-        try:
-            return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
-        except UserError:  # the run fails with this error, and does not stop the others
-            return True
-
-    def _can_pay(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> bool:
-        """Return True if the budget covers the dollars spent, the remaining cost of the runs that are being trained,
-        and this run. Otherwise set `reason`, which ends the sweep."""
-        assert self.max_dollars is not None
-        wanted, spent = (planned.dollars if planned else None) or 0.0, self._spent()
-        to_come = sum(max(0.0, each.committed - self.dollars[each.run.name]) for each in self.attempts)
-        total = spent + to_come / self.planner.groups + wanted
-        if total > self.max_dollars or spent >= self.max_dollars:
-            others = " and the runs under way" if self.attempts else ""
-            said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
-            self.reason = f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(spent)} are spent{said}"
-            return False
-        if not wanted:
-            say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
-        return True
-
-    def _start(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> None:
+    def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process. Its output is appended to the run's sweep.log."""
+        self.waiting.remove(run)
         name, variables = group = self.free.pop(0)
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
@@ -254,23 +239,40 @@ class SweepRunner:
             start_new_session=True,  # a Ctrl-C reaches only the sweep, which stops the runs by SIGTERM
             preexec_fn=_end_with_parent,
         )
-        tokens, committed = None, self.dollars.get(run.name, 0.0)
+        tokens, dollars, expected = None, self.dollars[run.name], ""
         if planned is not None and planned.plan.position is not None:
             tokens = planned.plan.position.tokens_seen + planned.plan.tokens()
-            committed += (planned.dollars or 0.0) * self.planner.groups
-        self.attempts.append(Attempt(run, group, process, log, tokens, committed))
+        if planned is not None and planned.seconds is not None:
+            dollars += planned.dollars or 0.0
+            expected = f", about {planned.seconds:,.0f} s"
+        self.attempts.append(Attempt(run, group, process, log, tokens, dollars))
         self.is_idle = False
-        expected = f", about {planned.seconds:,.0f} s" if planned and planned.seconds is not None else ""
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
-    def _end(self, attempt: Attempt, say: Say) -> None:
+    def _look_at(self, attempt: Attempt) -> str:
+        """Return the progress of a run that is being trained, as text. If there is a budget, also count its cost."""
+        progress = None
+        with suppress(UserError):
+            progress = read_progress(attempt.run.run.metrics)
+        if self.max_dollars is not None:
+            self._count(status_of(attempt.run))
+        place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs):,}"
+        return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
+
+    def _count(self, status: Status) -> None:
+        """Add to `spent` what a run has cost since this was last called. Only the runs under way share the machine's
+        cost: it costs as much while some groups have no run."""
+        self.spent += (status.dollars - self.dollars[status.run.name]) / len(self.attempts)
+        self.dollars[status.run.name] = status.dollars
+
+    def _end(self, attempt: Attempt) -> None:
         """Record how a run's process has ended. If it failed, its exit status is written to the run's log."""
+        name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
+        self._count(status)
         self.attempts.remove(attempt)
         self.free.append(attempt.group)
         self.planner.speeds.clear()  # the run may have measured a speed
-        name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         seconds = time.monotonic() - attempt.began
-        self.dollars[name] = status.dollars
         is_stopped = attempt.is_stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
         if is_finished:
@@ -292,14 +294,12 @@ class SweepRunner:
         if self.is_idle and not unfinished:
             said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
         reason = f" ({self.reason})" if self.reason else ""
-        print("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]), flush=True)
+        say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
-        states, of = [each.state for each in unfinished], f"of {len(statuses):,} runs"
-        left = len(states) - states.count("damaged")
-        if left and self.reason:
-            raise RunError(f"{left:,} {of} are left: {self.reason}")
+        left = sum(each.state != "damaged" for each in unfinished)
         if left:
-            raise RunError(f"{left:,} {of} failed; the same command tries them again")
-        if states:
-            raise RunError(f"{len(states):,} {of} are damaged and were left as they are")
+            why = f"are left: {self.reason}" if self.reason else "failed; the same command tries them again"
+            raise RunError(f"{left:,} of {len(statuses):,} runs {why}")
+        if unfinished:
+            raise RunError(f"{len(unfinished):,} of {len(statuses):,} runs are damaged and were left as they are")

@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.scaling.scaling import LAW, best_size, ladder
+from harness.scaling import laws
+from harness.scaling.data import CostLaw
+from harness.scaling.isoflop import fit_isoflop
+from harness.scaling.report import Analysis, as_json, describe
+from tests.scaling.scaling import LAW, best_size, ladder, points_with_flops
 from tests.support.forked_command import run_forked
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
@@ -41,17 +45,36 @@ def add_run(folder: Path, name: str, **changed: Any) -> None:
     (folder / name / "summary.json").write_text(json.dumps(summary | changed))
 
 
-def test_points_of_a_known_law_are_told_in_eighty_columns(points: str) -> None:
-    done = fit("--points", points, "--predict", "parameters=3e8,tokens=1e10", "--budget", "1e19", "--resamples", "100")
-    assert done.stderr == ""
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stdout.startswith("20 points\n")
-    assert "Left out: line 22: its loss is not finite" in done.stdout
-    assert "  Tokens were not given: FLOPs / 6 / parameters (the rule C = 6ND)\n" in done.stdout
-    assert "in every point" not in done.stdout, "tokens computed by the rule cannot confirm it"
-    assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in done.stdout
-    assert "best split of 1e19 FLOPs: loss " in done.stdout
-    assert "EXTRAPOLATED" not in done.stdout
+@pytest.fixture(scope="module")
+def report(points: str) -> subprocess.CompletedProcess[str]:
+    """What the command prints for the points and two plans. It loads neither torch nor matplotlib."""
+    arguments = ["fit_scaling.py", "--points", points, "--predict", "parameters=3e8,tokens=1e10", "--budget", "1e19"]
+    arguments += ["--predict", "quickstart-gpt2", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100"]
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = {arguments}\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n"
+        "    assert not {'torch', 'matplotlib'} & sys.modules.keys()\n"
+    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=100, text=True)
+
+
+def test_points_of_a_known_law_are_told_in_eighty_columns(report: subprocess.CompletedProcess[str]) -> None:
+    assert report.stderr == ""
+    assert max(map(len, report.stdout.splitlines())) <= 80
+    assert report.stdout.startswith("20 points\n")
+    assert "Left out: line 22: its loss is not finite" in report.stdout
+    assert "  Tokens were not given: FLOPs / 6 / parameters (the rule C = 6ND)\n" in report.stdout
+    assert "in every point" not in report.stdout, "tokens computed by the rule cannot confirm it"
+    assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in report.stdout
+    assert "best split of 1e19 FLOPs: loss " in report.stdout
+    planned = "quickstart-gpt2: 1.46M parameters, 1.6M tokens, "
+    inside, beyond = report.stdout.split(planned)
+    assert "EXTRAPOLATED" not in inside
+    assert "EXTRAPOLATED (parameters " in beyond, "what is predicted of a run that is planned is read from its files"
 
 
 # Losses of five model sizes at each of four numbers of FLOPs. In the best fit, the exponent of parameters is 0.01.
@@ -64,10 +87,17 @@ HARDLY_FALLING = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["huge", "flat"])
-def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, kind: str) -> None:
+def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fits of some resamples overflow, after one loss of 1e30, or by a law in which the loss hardly falls with size. No
     warning and no NaN is printed."""
+    from harness.scaling.charts import draw_scaling_chart  # loads matplotlib
+
+    monkeypatch.setattr(laws, "FLOORS", (0.5, 0.95))  # 8 starts in place of 48
+    monkeypatch.setattr(laws, "PARTS", (0.5,))
     known = ladder(0.003)
     parameters, flops, losses = known.parameters, known.flops, known.loss.copy()
     if kind == "huge":
@@ -75,15 +105,18 @@ def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, 
     else:
         parameters, losses = np.tile(np.geomspace(1e6, 1e8, 5), 4), np.array(HARDLY_FALLING)
         flops = np.repeat(1e15 * 4.0 ** np.arange(4), 5)
-    rows = zip(parameters.tolist(), flops.tolist(), losses.tolist(), strict=True)
-    file, chart = tmp_path / "points.csv", str(tmp_path / "chart.png")
-    file.write_text("\n".join(["parameters,flops,loss", *(",".join(map(repr, row)) for row in rows)]))
-    asked = ("--points", str(file), "--budget", "1e13", "--resamples", "100")
-    done = fit(*asked, "--predict", "parameters=1e3,tokens=1e3", "--chart", chart)
-    assert done.stderr == ""
-    assert "nan" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    json.loads(fit(*asked, "--json").stdout)
+    given = points_with_flops(parameters, flops / 6 / parameters, flops, losses)
+    law, cost = laws.fit_law(given, resamples=100), CostLaw()
+    assert isinstance(law, laws.LawFit)
+    predictions = [laws.predict(law, given, laws.Plan("", 1e3, 1e3, 6e6))]
+    splits = [laws.best_split(law, given, cost, 1e13)]
+    analysis = Analysis(given, cost, fit_isoflop(given, cost), law, predictions, splits, asked=True)
+    text = describe(analysis)
+    assert "unbounded" in text
+    assert "nan" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    json.dumps(as_json(analysis), allow_nan=False)
+    draw_scaling_chart(analysis, tmp_path / "chart.png")
 
 
 def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_holds(tmp_path: Path) -> None:
@@ -104,23 +137,23 @@ def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_
         "  FLOPs are 6 x parameters x tokens in every other point (the rule C = 6ND)",
     ]
     assert all(len(line) <= 80 for line in lines)
-    dropped = fit("--points", str(file), "--drop-highest", "1", "--json", "--resamples", "100").stdout
-    assert json.loads(dropped)["points"]["tokens_by_rule"] == 2
 
 
-def test_json_has_all_numbers_and_the_seed_decides_them(points: str, tmp_path: Path) -> None:
-    asked = ("--points", points, "--budget", "1e21", "--resamples", "100", "--json")
-    first, second = (fit(*asked, "--chart", str(tmp_path / name)).stdout for name in ("c.svg", "c.pdf"))
-    assert first == second
-    told = json.loads(first)
+def test_json_has_all_numbers_and_the_seed_decides_them(
+    points: str, report: subprocess.CompletedProcess[str], tmp_path: Path
+) -> None:
+    chart = tmp_path / "c.svg"
+    asked = ("--points", points, "--budget", "1e21", "--resamples", "100", "--json", "--chart", str(chart))
+    told = json.loads(fit(*asked).stdout)
     assert told["law"]["alpha"]["low"] < LAW.alpha < told["law"]["alpha"]["high"]
+    assert "α  {value:.4g} ".format(**told["law"]["alpha"]) in report.stdout
+    assert "[{low:.4g}, {high:.4g}]".format(**told["law"]["alpha"]) in report.stdout
     assert len(told["isoflop"]["profiles"]) == 4
     (split,) = told["best_splits"]
     assert split["parameters"]["low"] < best_size(1e21) < split["parameters"]["high"]
     assert split["beyond_the_points"] == ["FLOPs 15.6 times the largest"]
-    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml"), "the file name decides the image format"
-    assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
-    assert sorted(os.listdir(tmp_path)) == ["c.pdf", "c.svg"]
+    assert chart.read_bytes().startswith(b"<?xml"), "the file name decides the image format"
+    assert os.listdir(tmp_path) == ["c.svg"]
 
 
 def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_same(tmp_path: Path) -> None:
@@ -128,7 +161,7 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
         add_run(tmp_path, f"r{index}", final_validation_loss=2 + index / 10)
     (tmp_path / "going").mkdir()
     names = [*(f"r{index}" for index in range(9)), "going", "r0"]
-    chart = str(tmp_path / "c.png")
+    chart = str(tmp_path / "c.pdf")
     done = fit(*names, "--runs-dir", str(tmp_path), "--predict", "parameters=1e6,tokens=1e8", "--chart", chart)
     assert done.stdout.startswith("9 points\n"), "a run that is named twice counts once"
     assert "Left out: going: has not finished (no summary.json)" in done.stdout
@@ -137,15 +170,7 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
     assert "The best sizes: inconclusive, because no 4 sizes" in done.stdout
     assert "The law: inconclusive, because all points have the same size;" in done.stdout
     assert "Predicted losses: inconclusive" in done.stdout
-    assert Path(chart).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_that_is_planned_is_predicted_from_its_files(points: str) -> None:
-    done = fit(
-        "--points", points, "--predict", "quickstart-gpt2", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100"
-    )
-    assert "quickstart-gpt2: 1.46M parameters, 1.6M tokens, " in done.stdout
-    assert "EXTRAPOLATED (parameters " in done.stdout
+    assert Path(chart).read_bytes().startswith(b"%PDF")
 
 
 def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str, tmp_path: Path) -> None:
@@ -180,18 +205,6 @@ def test_what_cannot_be_done_is_one_line(points: str, arguments: tuple[str, ...]
     assert done.stderr.count("\n") == 1
 
 
-def test_nothing_of_it_loads_torch(points: str) -> None:
-    program = (
-        "import runpy, sys\n"
-        f"sys.argv = ['fit_scaling.py', '--points', {points!r}, '--resamples', '100']\n"
-        "try:\n"
-        f"    runpy.run_path({str(ROOT / 'fit_scaling.py')!r}, run_name='__main__')\n"
-        "finally:\n"
-        "    assert not {'torch', 'matplotlib'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, timeout=100)
-
-
 @pytest.mark.parametrize("header", ["Model Size,Training FLOP,loss", ",Model Size,Training Tokens,Training FLOP,loss"])
 def test_the_published_points_are_read_with_the_documented_names(tmp_path: Path, header: str) -> None:
     shown = (ROOT / "docs" / "scaling.md").read_text()
@@ -205,16 +218,26 @@ def test_the_published_points_are_read_with_the_documented_names(tmp_path: Path,
 
 
 @pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")
-def test_the_published_points_give_the_documented_output() -> None:
-    done = fit("--points", CHINCHILLA, "--drop-highest", "5", "--least-sizes", "6", "--resamples", "200")
-    assert "\n  E  1.817 " in done.stdout
+def test_the_published_points_give_the_published_laws_and_the_documented_output() -> None:
+    """Table 1 of Besiroglu et al. (arXiv:2404.10102), and table 2 of Hoffmann et al. (arXiv:2203.15556)."""
+    asked = ("--points", CHINCHILLA, "--drop-highest", "5", "--least-sizes", "6", "--resamples", "1000")
+    told = json.loads(fit(*asked, "--json").stdout)
+    assert len(told["points"]["names"]) == 240
+    law, isoflop = told["law"], told["isoflop"]
+    for name, value, error in (
+        *(("E", 1.8172, 0.03), ("A", 482.01, 124.58), ("B", 2085.43, 1293.23)),
+        *(("alpha", 0.3478, 0.02), ("beta", 0.3658, 0.02)),
+    ):
+        assert abs(law[name]["value"] - value) < error, name
+        assert law[name]["standard_error"] == pytest.approx(error, rel=0.35), name
+    assert law["best_parameters_exponent"]["value"] == pytest.approx(0.5126, abs=0.005)
+    assert law["best_parameters_exponent"]["standard_error"] == pytest.approx(0.02, abs=0.005)
+    assert len(isoflop["profiles"]) == 9, "as many as they trained"
+    assert isoflop["power_laws"]["parameters_exponent"]["value"] == pytest.approx(0.49, abs=0.01)
+    assert isoflop["power_laws"]["tokens_exponent"]["value"] == pytest.approx(0.51, abs=0.01)
     shown = (ROOT / "docs" / "scaling.md").read_text()
     for line in (
-        "best parameters ∝ C^0.490",
-        "best tokens     ∝ C^0.510",
-        "  E  1.817 ",
-        "  A  477.8 ",
-        "  α  0.3473 ",
+        *("C^{:.3f}".format(each["value"]) for each in isoflop["power_laws"].values()),
+        *(f"  {name}  {law[key]['value']:.4g} " for name, key in (("E", "E"), ("A", "A"), ("α", "alpha"), ("B", "B"))),
     ):
-        assert line in done.stdout
         assert line in shown

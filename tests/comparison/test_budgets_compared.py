@@ -8,8 +8,8 @@ from pathlib import Path
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
 from harness.comparison.table import RunsTable
-from harness.sweeps.derived_runs import Base, derive, write_runs
-from harness.sweeps.status import status_of
+from harness.sweeps.derived_runs import derive, load_base, write_runs
+from harness.sweeps.plan import status_of
 from tests.support.compared_runs import RunFolder
 from tests.support.forked_command import run_forked
 from tests.support.launch import Workshop
@@ -18,7 +18,7 @@ from tests.support.launch import Workshop
 def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     """A sweep's status and the table of runs show the share; a finished run counts as stopped once its budget grows."""
     RunFolder(tmp_path, "base")
-    derived = derive(Base.load(tmp_path, "base"), "r", {"train_steps": 8})
+    derived = derive(load_base(tmp_path, "base"), "r", {"train_steps": 8})
     write_runs([derived])
     trained = RunFolder(tmp_path / "trained", "r", {"min_train_tokens": None, "train_steps": 8})
     budget = {"key": "train_steps", "value": 8, "tokens": 8 * 128}
@@ -31,7 +31,7 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     assert "stopped, 50 %" in run_forked("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
     trained.finish(budget=budget).directory.summary.rename(derived.run.summary)
     assert status_of(derived).state == "finished"
-    longer = derive(Base.load(tmp_path, "base"), "r", {"train_steps": 9})
+    longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
     longer.run.train_json.write_text(json.dumps(longer.train))
     assert status_of(longer).state == "stopped"
     assert RunRecord.read(longer.run).state.word == "stopped", "compare_runs says the same as the sweep"

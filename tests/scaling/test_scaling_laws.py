@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy
 
 from harness.comparison.inconclusive import Inconclusive
-from harness.scaling.data import CostLaw, Points, read_points
+from harness.scaling import laws
+from harness.scaling.data import CostLaw, Points
 from harness.scaling.laws import HUBER_DELTA, LawFit, Plan, best_split, fit_law, predict
 from tests.scaling.scaling import LAW, best_size, ladder, points_of
 
 KNOWN = {name: float(value) for name, value in LAW.coefficients().items()}
-# Besiroglu et al. (arXiv:2404.10102), table 1: value and standard error.
-PUBLISHED = {
-    "E": (1.8172, 0.03),
-    "A": (482.01, 124.58),
-    "B": (2085.43, 1293.23),
-    "α": (0.3478, 0.02),
-    "β": (0.3658, 0.02),
-}
-CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
 
 
-def fitted(points: Points, resamples: int = 100) -> LawFit:
+def fitted(points: Points, resamples: int = 10) -> LawFit:
     fit = fit_law(points, resamples=resamples)
     assert isinstance(fit, LawFit), fit
     return fit
@@ -57,8 +47,7 @@ def test_the_intervals_of_a_noisy_law_hold_it() -> None:
 
 
 def test_the_fit_has_the_least_huber_loss_of_all_that_another_search_finds() -> None:
-    points = ladder(0.01, seed=3)
-    fitted_law = fitted(points).coefficients()
+    points, fit = of_ladder(3)
 
     def error(x: np.ndarray) -> float:
         """Return the sum of the Huber losses of ln L for the coefficients x = (E, ln A, ln B, alpha, beta)."""
@@ -66,7 +55,7 @@ def test_the_fit_has_the_least_huber_loss_of_all_that_another_search_finds() -> 
         residuals = np.log(loss) - np.log(points.loss)
         return float(scipy.special.huber(HUBER_DELTA, residuals).sum())
 
-    e, a, b, alpha, beta = (each.value for each in fitted_law.values())
+    e, a, b, alpha, beta = (each.value for each in fit.coefficients().values())
     ours = error(np.array([e, np.log(a), np.log(b), alpha, beta]))
     starts = np.random.default_rng(1).uniform([1, 4, 5, 0.2, 0.2], [2, 8, 9, 0.5, 0.5], (3, 5))
     options = {"maxiter": 3000, "maxfev": 3000, "xatol": 1e-8, "fatol": 1e-8}
@@ -102,10 +91,10 @@ def test_the_best_split_has_the_lowest_loss_of_all(cost: CostLaw) -> None:
 
 
 def test_predictions_hold_new_runs() -> None:
-    """About 95 % of 2,000 new runs in each of 6 experiments lie in the intervals."""
+    """About 95 % of 2,000 new runs in each of 4 experiments lie in the intervals."""
     size, noise, held = best_size(2e19), 0.004, []
     random = np.random.default_rng(0)
-    for seed in range(6):
+    for seed in range(4):
         points, fit = of_ladder(seed)
         prediction = predict(fit, points, Plan("", size, 2e19 / 6 / size, 2e19))
         new = LAW.loss(size, 2e19 / 6 / size) * np.exp(random.normal(0, noise, 2000))
@@ -168,25 +157,12 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(N, D, 3 * np.exp(NOISE)), "exponent"),
     ],
 )
-def test_what_the_points_do_not_tell_is_refused_with_the_reason(points: Points, reason: str) -> None:
-    answer = fit_law(points, resamples=100)
+def test_what_the_points_do_not_tell_is_refused_with_the_reason(
+    points: Points, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laws, "FLOORS", (0.5, 0.95))  # 8 starts in place of 48
+    monkeypatch.setattr(laws, "PARTS", (0.5,))
+    answer = fit_law(points, resamples=50)
     assert isinstance(answer, Inconclusive), answer
     assert reason in str(answer)
     assert str(answer).startswith("inconclusive, because ")
-
-
-# The published points
-
-
-@pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")
-def test_the_published_law_comes_from_the_published_points() -> None:
-    points = read_points(Path(CHINCHILLA))
-    assert len(points) == 245
-    fit = fitted(points.without_highest(5), 1000)
-    coefficients = fit.coefficients()
-    for name, (value, error) in PUBLISHED.items():
-        assert abs(coefficients[name].value - value) < error, name
-        assert coefficients[name].standard_error == pytest.approx(error, rel=0.35), name
-    exponent = fit.size_exponent(CostLaw())
-    assert exponent.value == pytest.approx(0.5126, abs=0.005)
-    assert exponent.standard_error == pytest.approx(0.02, abs=0.005)

@@ -16,12 +16,14 @@ from tests.support.isolation import ROOT
 MODULES = {
     "compare_runs.py": ("harness.comparison.page", "harness.comparison.machines"),
     "fit_scaling.py": ("harness.scaling.report", "harness.runs.budget", "scipy.optimize"),
+    "sweep_runs.py": ("harness.sweeps.run",),
+    "derive_run.py": ("harness.sweeps.derived_runs",),
 }
 DRAWING = {"compare_runs.py": "matplotlib.pyplot", "fit_scaling.py": "harness.scaling.charts"}
 
 
-def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a script of the root in a fork, and expect this exit status."""
+def run_forked(script: str, *arguments: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run a script of the root in a fork, and expect this exit status, or any if `status` is None."""
     drawing = [DRAWING[script]] if {"--chart", "--html"}.intersection(arguments) else []
     for module in (*MODULES[script], *drawing):
         importlib.import_module(module)
@@ -33,7 +35,8 @@ def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.Comp
                 os.chdir(ROOT)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
-                sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", encoding="utf-8") for descriptor in (1, 2))
+                streams = [os.fdopen(descriptor, "w", encoding="utf-8", closefd=False) for descriptor in (1, 2)]
+                sys.stdout, sys.stderr = streams
                 run_to_the_end(Script(str(ROOT / script), arguments).run)
             finally:
                 os._exit(70)  # the fork must never return and run tests
@@ -42,5 +45,5 @@ def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.Comp
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    assert ended == status, texts[1]
+    assert status in (None, ended), texts[1]
     return subprocess.CompletedProcess([script, *arguments], ended, *texts)

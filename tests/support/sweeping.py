@@ -10,8 +10,9 @@ from typing import Any
 
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import SweepRuns, load_sweep
-from harness.sweeps.status import status_of
-from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish
+from harness.sweeps.plan import status_of
+from tests.support.forked_command import run_forked
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop
 from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 
@@ -33,8 +34,9 @@ def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:
-    """Run one of the root's commands, and return its result, whatever its exit status."""
-    return finish([start(shop, name, *arguments)], expect=None, timeout=PATIENCE_SECONDS)
+    """Run one of the root's commands in a fork of this process, and return its result, whatever its exit status."""
+    done = run_forked(name, *arguments, "--runs-dir", str(shop.runs), status=None)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:

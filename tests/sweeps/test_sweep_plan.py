@@ -27,8 +27,8 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def plan(shop: Workshop, tps: float | None = None, groups: int = 1, processes: int = 1, **keys: Any) -> SweepPlan:
-    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=processes, assume_tps=tps)
+def plan(shop: Workshop, tps: float | None = None, groups: int = 1, **keys: Any) -> SweepPlan:
+    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1, assume_tps=tps)
     return plan_sweep(load(shop, **keys), planner)
 
 
@@ -52,20 +52,9 @@ def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
     found = plan(shop, 10.0, groups=2, vary={"random_seed": [1, 2, 3]})
     one = (TRAINING + VALIDATION) / 10
     assert found.seconds() == pytest.approx(2 * one)
-    assert [each.dollars for each in found.left] == pytest.approx([one / 100 / 2] * 3)
-
-
-def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> None:
-    keys: dict[str, Any] = {"vary": {"random_seed": [1, 2]}}
-    sweep = load(shop, **keys)
-    write_runs(sweep.runs)
-    add_summary(sweep.runs[0])
-    found = plan(shop, **keys)
-    assert (found.done, [each.run.name for each in found.left]) == ("1 finished", ["s-seed2"])
-    assert found.left[0].seconds == pytest.approx((TRAINING + VALIDATION) / 96)
     said = describe_sweep_plan(found, shop.runs)
-    assert "1 finished already" in said
-    assert "96 tokens/s (measured over 30 steps" in " ".join(said.split())
+    assert said.count(f" ${one / 100 / 2:.2f} ") == 3
+    assert f"cost: ${2 * one / 100:.2f}" in said, "the machine costs as much while one group is idle"
 
 
 def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> None:
@@ -86,18 +75,21 @@ def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> Non
         assert states(sweep) == {"seed1": state}
 
 
-def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop) -> None:
-    keys: dict[str, Any] = {"together": [{}, {"emb_dim": 32}]}
-    base = load(shop, **keys).runs[0]
-    write_runs([base])
-    add_summary(base)
-    found = plan(shop, **keys, set={"random_seed": 3}, name="t")
-    assert [each.seconds is None for each in found.left] == [False, True]
+def test_finished_runs_cost_nothing_and_give_their_speed(shop: Workshop) -> None:
+    """Runs whose speed is not known are named, and not counted."""
+    keys: dict[str, Any] = {"together": [{}, {"random_seed": 3}, {"emb_dim": 32}]}
+    finished = load(shop, **keys).runs[0]
+    write_runs([finished])
+    add_summary(finished)
+    found = plan(shop, **keys)
+    assert [(each.run.name, each.seconds is None) for each in found.left] == [("s-seed3", False), ("s-emb32", True)]
     said = " ".join(describe_sweep_plan(found, shop.runs).split())
     seconds = (TRAINING + VALIDATION) / 96
-    assert f"time: {seconds:,.0f} s, and what t-emb32 will take (unknown)" in said
-    assert f"cost: ${seconds / 100:,.2f}, and what t-emb32 will take (unknown)" in said
-    assert "Speed of t-emb32: unknown: no earlier run of this shape" in said
+    assert "1 finished already" in said
+    assert "Speed of s-seed3: 96 tokens/s (measured over 30 steps" in said
+    assert f"time: {seconds:,.0f} s, and what s-emb32 will take (unknown)" in said
+    assert f"cost: ${seconds / 100:,.2f}, and what s-emb32 will take (unknown)" in said
+    assert "Speed of s-emb32: unknown: no earlier run of this shape" in said
 
 
 def test_what_is_unknown_has_its_remedy(shop: Workshop) -> None:
@@ -107,12 +99,6 @@ def test_what_is_unknown_has_its_remedy(shop: Workshop) -> None:
     said = describe_sweep_plan(plan(shop, 10.0, vary={"random_seed": [1]}), shop.runs)
     assert "cost: unknown" in said
     assert 'put the machine\'s "price_per_hour" into the sweep\'s "set"' in said
-
-
-def test_every_line_fits_a_terminal(shop: Workshop) -> None:
-    keys: dict[str, Any] = {"vary": {"random_seed": [1, 2], "learning_rate": [0.1, 0.2]}}
-    found = plan(shop, 0.001, processes=2, name="a-rather-long-name-" * 3, **keys)
-    assert max(map(len, describe_sweep_plan(found, Path("runs")).splitlines())) <= 80
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
@@ -151,12 +137,15 @@ def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
 
 
 def test_the_command_prints_the_plan_before_anything_is_made(shop: Workshop) -> None:
-    load(shop, vary={"random_seed": [1, 2]})
-    done = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
+    load(shop, name="a-rather-long-name-" * 3, vary={"random_seed": [1, 2], "learning_rate": [0.1, 0.2]})
+    asked = ("plan", str(shop.datasets), "--assume-tps", "10")
+    done = sweep_command(shop, *asked, "--processes", "2")
     assert done.status == 0, done.stderr
-    assert f"time: {2 * (TRAINING + VALIDATION) / 10:,.0f} s" in done.stdout
+    assert "\na-rather-long-name-a-rather-long-name-a-rather-long-name--seed2-lr0.2\n" in done.stdout
+    assert "4 runs: nothing is trained" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert [each.name for each in shop.runs.iterdir()] == ["base"]
-    twice = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10", "--assume-device", "H100")
+    twice = sweep_command(shop, *asked, "--assume-device", "H100")
     assert (twice.status, twice.stderr) == (2, "error: --assume-device and --assume-tps: give one of them\n")
 
 

@@ -4,14 +4,16 @@ behaves as its settings say.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,8 @@ from harness.common.json_files import read_json_object
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.file import SweepRuns
-from harness.sweeps.plan import Planner
+from harness.sweeps.plan import Planner, status_lines, status_of
 from harness.sweeps.run import SweepRunner
-from harness.sweeps.status import status_lines, status_of
-from tests.support.isolation import ROOT
 from tests.support.launch import Process, Result, Workshop, finish, metrics
 from tests.support.sweeping import add_summary, command, has_reported, load, start, states, sweep_command, when
 from tests.support.warm import WarmProcess
@@ -79,61 +79,60 @@ def make(shop: Workshop, **keys: Any) -> SweepRuns:
     return sweep
 
 
-def runner_of(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None) -> SweepRunner:
+@dataclass
+class Ended:
+    """A sweep that has ended: the lines that it printed while training, those at its end, and the text of its error, ""
+    without one. `reason` and `spent` are the runner's."""
+
+    said: list[str]
+    end: list[str]
+    error: str
+    reason: str
+    spent: float
+
+
+def run(shop: Workshop, sweep: SweepRuns, *, groups: int = 1, max_dollars: float | None = None) -> Ended:
     planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1)
-    return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars=max_dollars)
-
-
-def run(
-    shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None
-) -> tuple[SweepRunner, list[str]]:
-    """Run the sweep, and return its runner and the lines that it printed."""
-    said: list[str] = []
-    runner = runner_of(shop, sweep, groups, max_dollars)
-    runner.run(said.append)
-    return runner, said
-
-
-def end_of(runner: SweepRunner, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
-    """Return the lines that the runner prints at the end, and the text of its error ("" without one)."""
-    capsys.readouterr()
-    error = ""
-    try:
-        runner.leave()
-    except (RunError, RunStopped) as caught:
-        error = str(caught)
-    return capsys.readouterr().out.splitlines(), error
+    runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars)
+    said, end, error = io.StringIO(), io.StringIO(), ""
+    with redirect_stdout(said):
+        runner.run()
+    with redirect_stdout(end):
+        try:
+            runner.leave()
+        except (RunError, RunStopped) as caught:
+            error = str(caught)
+    return Ended(said.getvalue().splitlines(), end.getvalue().splitlines(), error, runner.reason, runner.spent)
 
 
 def log_of(shop: Workshop, name: str) -> str:
     return (shop.runs / name / "sweep.log").read_text()
 
 
-def test_one_after_the_other_until_all_are_finished(shop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
     sweep = make(shop, vary={"random_seed": [1, 2]})
-    runner, said = run(shop, sweep)
+    ended = run(shop, sweep)
     assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
-    assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
-    assert "s-seed2: finished, validation loss 1.500" in said[3]
+    assert [line.split(":")[0] for line in ended.said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
+    assert "s-seed2: finished, validation loss 1.500" in ended.said[3]
     words = [sys.executable, str(shop.path / "in_place.py"), "s-seed1", str(shop.datasets)]
     words += ["--runs-dir", str(shop.runs), "--processes", "1"]
     assert log_of(shop, "s-seed1").splitlines()[1].startswith(f"$ {' '.join(words)}  # 20")
-    assert end_of(runner, capsys) == (["", "2 finished"], "")
-    again, said = run(shop, sweep)
-    assert said == []
-    assert end_of(again, capsys) == (["", "Nothing to do: all runs are finished"], "")
+    assert (ended.end, ended.error) == (["", "2 finished"], "")
+    ended = run(shop, sweep)
+    assert ended.said == []
+    assert (ended.end, ended.error) == (["", "Nothing to do: all runs are finished"], "")
 
 
-def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
     sweep = make(shop, vary={"eps": [1.0, 4.0, 5.0]})
-    runner, _ = run(shop, sweep)
+    ended = run(shop, sweep)
     assert states(sweep) == {"eps1.0": "failed", "eps4.0": "finished", "eps5.0": "finished"}
     assert log_of(shop, "s-eps1.0").endswith("\n# failed with exit status 1\n")
-    lines, error = end_of(runner, capsys)
-    assert lines[1] == "2 finished, 1 failed"
+    assert ended.end[1] == "2 finished, 1 failed"
     tail = ["    it is 1.0", "    something went before", "    error: the disk is full of \\x1b[31mred"]
-    assert lines[-3:] == tail
-    assert error == "1 of 3 runs failed; the same command tries them again"
+    assert ended.end[-3:] == tail
+    assert ended.error == "1 of 3 runs failed; the same command tries them again"
     assert status_lines([status_of(each) for each in sweep.runs])[-5:-2] == tail
     (shop.path / "in_place.py").write_text(IN_PLACE_OF_TRAINING.replace("eps == 1", "False"))
     run(shop, sweep)
@@ -143,24 +142,24 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop, capsys: 
 
 def test_groups_run_at_the_same_time(shop: Workshop) -> None:
     """Two runs that wait for each other both finish. Runs whose dataset is still to be downloaded take turns."""
-    _, said = run(shop, make(shop, vary={"random_seed": [1, 2]}), groups=2)
-    assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
+    ended = run(shop, make(shop, vary={"random_seed": [1, 2]}), groups=2)
+    assert [line.split(":")[0] for line in ended.said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
     shop.add_dataset()
     sweep = make(shop, name="t", set={"eps": 3.0}, vary={"random_seed": [1, 2]})
     for name in ("s-seed1", "s-seed2"):
         (shop.runs / name / "began").unlink()
-    _, said = run(shop, sweep, groups=2)
+    ended = run(shop, sweep, groups=2)
     assert {status_of(each).state for each in sweep.runs} == {"finished"}
-    assert "started on group 1" in said[0]
-    assert "started on group 2" in said[1]
+    assert "started on group 1" in ended.said[0]
+    assert "started on group 2" in ended.said[1]
 
 
 def test_a_dataset_without_a_split_stops_only_its_own_run(shop: Workshop) -> None:
     shop.add_dataset("local/part")
     sweep = make(shop, set={"eps": 5.0, "validation_interval": 5}, vary={"dataset": ["local/part", "local/letters"]})
     (shop.datasets / "local" / "part" / "validation.safetensors").unlink(missing_ok=True)
-    runner, _ = run(shop, sweep, groups=2)
-    assert not runner.reason
+    ended = run(shop, sweep, groups=2)
+    assert not ended.reason
     assert [len(log_of(shop, each.name)) > 0 for each in sweep.runs] == [True, True]
 
 
@@ -175,19 +174,27 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
     assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
-    runner, _ = run(shop, sweep, max_dollars=171.0)
-    assert runner.reason == "--max-dollars 171.00: $30.00 are spent, and with s-seed3 they would be $180.00"
+    ended = run(shop, sweep, max_dollars=171.0)
+    assert ended.reason == "--max-dollars 171.00: $30.00 are spent, and with s-seed3 they would be $180.00"
     assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
 
-def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
-    """The budget is enough for the plans of two runs at a time. No third is started, although little is spent yet."""
+def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> None:
+    """The machine costs 150 dollars while two runs of 150 dollars share it; a longer run beside them is not begun."""
     shop.add_dataset()
-    sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
+    entries = [{"random_seed": 1}, {"random_seed": 2}, {"random_seed": 3}, {"min_train_tokens": 2560}]
+    sweep = make(shop, together=entries)
     add_summary(sweep.runs[0], dollars={"total": 0.0})
-    run(shop, sweep, groups=3, max_dollars=149.0)
-    assert states(sweep) == {**dict.fromkeys(("seed1", "seed2", "seed3"), "finished"), "seed4": "never trained"}
+    ended = run(shop, sweep, groups=3, max_dollars=151.0)
+    assert {*states(sweep).items()} > {("seed1", "finished"), ("seed2", "finished"), ("tokens2560", "never trained")}
+    said = "$0.00 are spent, and with s-tokens2560 and the runs under way they would be $296.67"
+    assert ended.reason == f"--max-dollars 151.00: {said}"
+
+
+def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
+    """The run costs 10 dollars at the price of the machine, and the other group is idle."""
+    assert run(shop, make(shop, vary={"random_seed": [1]}), groups=2, max_dollars=1000.0).spent == 10.0
 
 
 def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop) -> None:
@@ -197,9 +204,14 @@ def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop
         add_summary(each, dollars={"total": 12.0})
     start = "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC"
     (shop.runs / "s-seed1" / "sweep.log").write_text(f"\n{start}\n")
-    (shop.runs / "s-seed2" / "sweep.log").write_text(f"\n{start}, 1 of 4 groups\n")
-    runner, _ = run(shop, sweep, groups=2, max_dollars=15.0)
-    assert runner.reason == "--max-dollars 15.00 are spent"
+    log = shop.runs / "s-seed2" / "sweep.log"
+    log.write_text(f"\n{start}, 1 of 4 groups\n")
+    ended = run(shop, sweep, groups=2, max_dollars=15.0)
+    assert ended.reason == "--max-dollars 15.00 are spent"
+    (shop.runs / "s-seed2" / "metrics.jsonl").touch()
+    os.utime(log, (0, 0))
+    ended = run(shop, sweep, groups=2, max_dollars=24.0)
+    assert ended.reason == "--max-dollars 24.00 are spent", "it was trained anew without a sweep since"
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
@@ -208,11 +220,11 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     """Spending is counted by the run's own clock, as in compare_runs.py, and includes what was spent before."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    runner, said = run(shop, sweep, max_dollars=25.0)
-    assert runner.reason == "--max-dollars 25.00 are spent"
-    assert said[0] == "s-seed1: what it costs is not known yet; it is stopped when the budget is spent"
+    ended = run(shop, sweep, max_dollars=25.0)
+    assert ended.reason == "--max-dollars 25.00 are spent"
+    assert ended.said[0] == "s-seed1: what it costs is not known yet; it is stopped when the budget is spent"
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
-    assert run(shop, sweep, max_dollars=25.0)[1] == [], "nothing is begun"
+    assert run(shop, sweep, max_dollars=25.0).said == [], "nothing is begun"
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
@@ -225,30 +237,26 @@ def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)
-def test_a_signal_stops_the_runs_with_checkpoints(
-    shop: Workshop, number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -> None:
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     when(lambda: has_reported(shop, "s-seed1"), lambda: os.kill(os.getpid(), number))
-    runner, said = run(shop, sweep)
+    ended = run(shop, sweep)
     name = signal.Signals(number).name
-    assert f"stopped by {name}: waiting for the checkpoints of s-seed1" in said
+    assert f"stopped by {name}: waiting for the checkpoints of s-seed1" in ended.said
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
-    lines, _ = end_of(runner, capsys)
-    assert lines[1] == f"1 stopped, 1 never trained (stopped by {name})"
-    assert lines[-1] == "s-seed2  never trained"
-    with pytest.raises(RunStopped):
-        runner.leave()
+    assert ended.end[1] == f"1 stopped, 1 never trained (stopped by {name})"
+    assert ended.end[-1] == "s-seed2  never trained"
+    assert ended.error == str(RunStopped(int(number)))
 
 
-def test_a_pruned_run_is_done(shop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pruned_run_is_done(shop: Workshop) -> None:
     sweep = make(shop, vary={"eps": [4.0, 5.0]})
     add_summary(sweep.runs[0])
     (shop.runs / "s-eps5.0" / "sweep.log").write_text("# pruned at global step 7\n")
     (shop.runs / "s-eps5.0" / "sweep-attempts.json").write_text('{"attempts": []}')  # of an earlier version
-    runner, said = run(shop, sweep)
-    assert said == []
-    assert end_of(runner, capsys) == (["", "Nothing to do: all runs are finished or pruned"], "")
+    ended = run(shop, sweep)
+    assert ended.said == []
+    assert (ended.end, ended.error) == (["", "Nothing to do: all runs are finished or pruned"], "")
     planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
     assert planned.endswith("\n1 finished, 1 pruned already\n")
 
@@ -285,17 +293,6 @@ def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
     assert "\ns-seed3  stopped " in status, "it was continued by hand since"
 
 
-def test_a_run_under_way_is_shown_with_the_time_left(shop: Workshop) -> None:
-    """The percentage is rounded down: 26.9 % of the tokens are shown as 26 %."""
-    (made,) = make(shop, vary={"random_seed": [1]}).runs
-    event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
-    MetricsFile(made.run.metrics).append(event)
-    lock = made.run.lock()
-    status = status_of(made)
-    assert (status.state, status.said) == ("going on", "global step 5, 26 %, loss 2.000, 10 s left")
-    os.close(lock.descriptor)
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     """On a terminal, one line is replaced again and again; elsewhere, a new line is printed from time to time."""
@@ -305,32 +302,31 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     said: list[str] = []
     shown: list[str] = []
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr("harness.sweeps.run.say", said.append)
+    monkeypatch.setattr("harness.sweeps.run.show", shown.append)
     lines = shown if is_terminal else said
     when(lambda: any("loss 2.500" in line for line in lines), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    runner_of(shop, sweep).run(said.append, shown.append if is_terminal else None)
+    planner = Planner(shop.datasets, shop.runs, groups=1, processes=1)
+    SweepRunner(sweep.runs, planner, shop.path / "in_place.py").run()
     pattern = r"run 1 of 2, s-seed1: global step \d+, \d+ %, loss 2\.500, \d+ s left"
     assert any(re.fullmatch(pattern, line) for line in lines)
     assert bool(shown) is is_terminal
 
 
-def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None:
+def test_a_run_that_is_being_trained_is_waited_for(shop: Workshop) -> None:
+    """The percentage is rounded down: 26.9 % of the tokens are shown as 26 %."""
     sweep = make(shop, vary={"random_seed": [1, 2]})
-    program = (
-        "import sys, time, pathlib; from harness.runs.directory import RunDirectory\n"
-        "lock = RunDirectory(pathlib.Path(sys.argv[1])).lock(); print('taken', flush=True); sys.stdin.read()"
-    )
-    arguments = [sys.executable, "-c", program, str(shop.runs / "s-seed1")]
-    other = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdout.readline()
-    assert states(sweep) == {"seed1": "going on", "seed2": "never trained"}
-    when((shop.runs / "s-seed2" / "summary.json").exists, other.stdin.close)
-    _, said = run(shop, sweep)
-    other.wait(PATIENCE_SECONDS)
-    other.stdout.close()
+    other = sweep.runs[0].run
+    event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
+    MetricsFile(other.metrics).append(event)
+    lock = other.lock()
+    status = status_of(sweep.runs[0])
+    assert (status.state, status.said) == ("going on", "global step 5, 26 %, loss 2.000, 10 s left")
+    when((shop.runs / "s-seed2" / "summary.json").exists, lambda: os.close(lock.descriptor))
+    ended = run(shop, sweep)
     assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
-    assert said[0] == "s-seed1: is being trained by another process; waiting for it"
+    assert ended.said[0] == "s-seed1: is being trained by another process; waiting for it"
 
 
 # Real runs
@@ -358,16 +354,15 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     """Missing runs are made. The last lines are the next commands; they name the runs by a pattern if it matches no
     other run."""
     shop.add_dataset()
-    entries = [{"random_seed": 1}, {"initial_weights": "missing.safetensors"}, {"min_train_tokens": 10**9}]
+    entries = [{"random_seed": 1}, {"min_train_tokens": 10**9}]
     sweep = make(shop, together=entries[:1])
     folders = [run.run.path for run in load(shop, together=entries).runs]
     assert "s-tokens1000000000 not made" in " ".join(sweep_command(shop, "status").stdout.split())
     done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
-    assert done.error_lines == ["error: 2 of 3 runs failed; the same command tries them again"]
-    assert "1 finished, 2 failed" in done.stdout
+    assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
+    assert "1 finished, 1 failed" in done.stdout
     errors = [line for line in done.stdout.splitlines() if line.startswith("    error: ")]
-    assert "missing.safetensors" in errors[0]
-    assert "the train split of local/letters is too short" in errors[1]
+    assert "the train split of local/letters is too short" in errors[0]
     loss = read_json_object(folders[0] / "summary.json")["final_validation_loss"]
     assert f" finished validation loss {loss:.3f}" in " ".join(sweep_command(shop, "status").stdout.split())
     load(shop, together=entries[:1])
@@ -376,8 +371,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     assert "sweep.log" not in again.stdout, "nothing is printed into it"
     assert f"test_loss.py {shop.datasets} s-seed1 --runs-dir" in again.stdout, "a pattern would name others"
     assert sweep_command(shop, "plan", str(shop.datasets)).stdout.endswith("1 finished already\n")
-    for folder in folders[1:]:
-        shutil.rmtree(folder)
+    shutil.rmtree(folders[1])
     assert sweep_command(shop, "run", str(shop.datasets)).stdout.endswith(
         f"Next:\n  uv run test_loss.py {shop.datasets} 's-*' --runs-dir {shop.runs}\n"
         f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
@@ -417,25 +411,14 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     assert weights(shop, "s-seed1") == weights(shop, "straight")
 
 
-def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
-    made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5, 6, 7]})
+def test_damaged_runs_hide_no_others(shop: Workshop) -> None:
+    made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
     add_summary(made.runs[0], final_validation_loss=2.5)
     folders = [run.run.path for run in made.runs]
     (folders[1] / "train.json").write_text('{"dataset": ')
-    (folders[2] / "train.json").write_text(
-        (folders[2] / "train.json").read_text().replace('"random_seed": 3', '"x": 3')
-    )
+    (folders[2] / "train.json").write_text((folders[2] / "train.json").read_text().replace("random_seed", "x"))
     (folders[3] / "summary.json").write_text('{"seconds": "many"}')
-    shutil.rmtree(folders[4])
-    folders[4].write_text("a file")
-    shop.add_run("s-seed6", learning_rate=0.5)
-    reasons = {
-        2: "/train.json:1: not valid JSON",
-        3: '/train.json: key "x": unknown',
-        4: '/summary.json: key "',
-        5: ": is a file",
-        6: ": there is another run of this name",
-    }
+    reasons = {2: "/train.json:1: not valid JSON", 3: '/train.json: key "x": unknown', 4: '/summary.json: key "'}
 
     def says(done: Result, *parts: object) -> bool:  # wherever lines are broken
         return "".join("".join(map(str, parts)).split()) in "".join(done.stdout.split())
@@ -444,10 +427,10 @@ def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
     planned = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
     assert (status.status, status.stderr, planned.status, planned.stderr) == (0, "", 0, "")
     assert max(map(len, status.stdout.splitlines()[1:])) <= 80
-    assert says(status, "Sweep s in ", shop.runs, ": 1 finished, 1 never trained, 5 damaged")
+    assert says(status, "Sweep s in ", shop.runs, ": 1 finished, 1 never trained, 3 damaged")
     assert says(status, "s-seed1 finished validation loss 2.500")
-    assert says(status, "s-seed7 never trained")
-    assert says(planned, "Plan of sweep s, 7 runs: nothing is trained or downloaded 1 finished already")
+    assert says(status, "s-seed5 never trained")
+    assert says(planned, "Plan of sweep s, 5 runs: nothing is trained or downloaded 1 finished already")
     assert says(planned, "Speed of all 1 runs")
     for seed, reason in reasons.items():
         assert says(status, f"s-seed{seed} damaged ", folders[seed - 1], reason)
@@ -455,12 +438,10 @@ def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
     refused = sweep_command(shop, "run", str(shop.datasets))
     assert refused.status == 2
     assert refused.stderr.startswith(f"error: {folders[1]}/train.json:1: not valid JSON")
-    assert not (folders[6] / "sweep.log").exists(), "nothing is trained"
+    assert not (folders[4] / "sweep.log").exists(), "nothing is trained"
 
 
-def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(
-    shop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(shop: Workshop) -> None:
     sweep = make(shop, vary={"random_seed": [1, 2]})
     spoilt = shop.runs / "s-seed1" / "summary.json"
     spoilt.write_text("{")
@@ -468,16 +449,12 @@ def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(
     assert status.state == "damaged"
     assert status.said.startswith(f"{spoilt}:1: not valid JSON")
     assert "move it away" in status.said
-    runner, _ = run(shop, sweep)
+    ended = run(shop, sweep)
     assert states(sweep) == {"seed1": "damaged", "seed2": "finished"}
     assert not (shop.runs / "s-seed1" / "began").exists(), "it is not trained anew"
     assert spoilt.read_text() == "{"
-    lines, error = end_of(runner, capsys)
-    assert lines[1:3] == ["1 finished, 1 damaged", "s-seed1  damaged"]
-    assert error == "1 of 2 runs are damaged and were left as they are"
-    planned = sweep_command(shop, "plan", str(shop.datasets))
-    assert planned.status == 0, "what is finished is shown"
-    assert "Cannot be trained: " in planned.stdout
+    assert ended.end[1:3] == ["1 finished, 1 damaged", "s-seed1  damaged"]
+    assert ended.error == "1 of 2 runs are damaged and were left as they are"
     spoilt.unlink()
     run(shop, sweep)
     assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
