@@ -177,7 +177,6 @@ def gather_facts(
     if datasets_dir:
         text = HeldOutText.choose(model.config, files.weights, datasets_dir)
         test = text.measure(model.to(only_device()), "auto")
-        test.keep(files.weights)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
     kind = native_class(model.config) or OWN_TYPE

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gpt import GPTModel, ModelConfig
-from harness.common.errors import RunError, UserError
+from harness.common.errors import UserError
 from harness.common.files import sha256
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
@@ -206,10 +208,8 @@ def test_a_continuation_longer_than_the_context_counts_each_token_once(subject: 
     assert answers == [(0.0, True)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
-@pytest.mark.parametrize("before", range(1, 10))
-def test_windows_predict_every_token_once_and_fit(length: int, before: int) -> None:
-    for count in range(10):
+def test_windows_predict_every_token_once_and_fit() -> None:
+    for length, before, count in itertools.product([1, 2, 3, 7], range(1, 10), range(10)):
         tokens = list(range(before + count))
         found = list(windows(tokens[:before], tokens[before:], length))
         assert [target for _, targets in found for target in targets] == tokens[before:]
@@ -313,16 +313,15 @@ def test_scores_of_a_checkpoint_stay_in_its_run(subject: Subject, tmp_path: Path
 
 
 def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task with too few examples for its few-shot prompts raises RunError with one line. So does a lack of memory."""
-    loaded = benchmarks.load([str(write_task(tmp_path, "choice"))], 99)
-    with (
-        pytest.raises(RunError, match="lm-eval failed: ValueError") as caught,
-        benchmarks.explained_failures(16),
-    ):
-        benchmarks.run(loaded, subject.scorer(), subject.tokenizer, limit=2)
-    assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(RunError, match="lower --batch-size"), benchmarks.explained_failures(16):
-        torch.empty(2**60)
+    """A task with too few examples for its few-shot prompts fails with one line. So does a lack of memory."""
+    options = ["--tasks", write_task(tmp_path, "choice"), "--limit", 2]
+    done = evaluate(subject, tmp_path, *options, "--num-fewshot", 99)
+    assert (done.status, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: lm-eval failed: ValueError")
+    assert done.stderr.count("\n") == 1
+    monkeypatch.setattr(benchmarks, "run", lambda *_, **__: torch.empty(2**60))
+    done = evaluate(subject, tmp_path, *options)
+    assert done.stderr == "error: out of memory with 16 texts per batch; lower --batch-size\n"
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -359,16 +358,41 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
     assert "its tokenizer has 300 tokens, the model 256" in done.stderr
 
 
-def test_a_group_is_shown_above_its_tasks() -> None:
-    long = "a_task_with_a_rather_long_name_of_its_own"
-    rows: dict[str, Any] = {name: {"acc,none": 0.5, "acc_stderr,none": 0.1, "sample_len": 4} for name in ("one", long)}
-    rows["both"] = {"acc,none": 1 / 3, "acc_stderr,none": "N/A", "sample_count": {"one": 4, long: 4}}
-    results = {"results": rows, "group_subtasks": {"outer": ["both"], "both": ["one", long]}}
-    lines = list(benchmarks.table(results, ["outer"]))
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two tasks, and the group `outer` with the group `both` of these tasks, in the index of lm-eval's names."""
+    from lm_eval.tasks import TaskManager
+
+    names = ["one", "a_task_with_a_rather_long_name_of_its_own"]
+    for name in names:
+        write_task(tmp_path, "choice", count=4, name=name)
+    scored = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
+    for group, members, more in (("both", names, scored), ("outer", ["both"], {})):
+        (tmp_path / f"{group}.yaml").write_text(json.dumps({"group": group, "task": members, **more}))
+    index = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr(benchmarks, "task_manager", lambda **_: index)
+    return names
+
+
+def test_a_named_group_is_shown_above_its_tasks(subject: Subject, tmp_path: Path, named: list[str]) -> None:
+    done = evaluate(subject, tmp_path, "--tasks", "outer")
+    lines = done.stdout.splitlines()
+    assert (done.status, done.stderr) == (0, "")
     assert all(len(line) <= 80 for line in lines)
-    assert [line[:12].rstrip() for line in lines] == ["task", "outer", "  both", "    one", "    a_task_w"]
-    assert lines[3].split() == ["one", "acc", "0.5000", "±", "0.1000", "4"]
-    assert benchmarks.scores(results, "both") == [benchmarks.Score("both", "acc", 1 / 3, None, 8)]
+    shown = [line[:12].rstrip() for line in lines]
+    assert shown == ["task", "outer", "  both", "    one", "", "    a_task_w", ""]
+    both, one, other = (float(lines[row].split()[-4]) for row in (2, 3, 5))
+    assert both == pytest.approx((one + other) / 2, abs=1e-4)
+    assert [lines[row].split()[-1] for row in (2, 3, 5)] == ["8", "4", "4"]
+    wild = evaluate(subject, tmp_path, "--tasks", "*o*").stdout.splitlines()
+    assert [line[:5].strip() for line in wild if line[0] != " "] == ["task", *sorted(["one", "a_tas"])]
+
+
+def test_unknown_names_are_refused_with_the_nearest(named: list[str]) -> None:
+    assert benchmarks.known_names("*o*") == sorted([*named, "both", "outer"])
+    for name, hint in (("oen", "did you mean one?"), ("qqq", "--list")):
+        with pytest.raises(UserError, match=f'"{name}": no task, group or tag of lm-eval.*{re.escape(hint)}'):
+            benchmarks.load([name])
 
 
 REFUSED = [
@@ -404,15 +428,15 @@ def test_tasks_that_cannot_be_run_are_one_line(
 
 
 @pytest.mark.slow
-def test_unknown_task_names_are_refused() -> None:
-    """Names are looked up in lm-eval's index of all its tasks, which takes seconds to build."""
+def test_lm_evals_own_names_are_known() -> None:
+    """lm-eval's index of all its tasks takes seconds to build."""
+    for name in ("arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"):
+        assert benchmarks.known_names(name) == [name]
+    assert "lambada_openai" in benchmarks.known_names("lambada*")
     with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
         benchmarks.load(["helaswag"])
     with pytest.raises(UserError, match=r"humaneval.*are programs, which this command does not run"):
         benchmarks.load(["humaneval"])
-    for name in ("arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"):
-        assert benchmarks.known_names(name) == [name]
-    assert "lambada_openai" in benchmarks.known_names("lambada*")
 
 
 def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +105,6 @@ def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> No
     assert [line.get("prompt") for line in bench.lines()] == [None] * 5 + ["book"] * 30 + ["notebook"] * 30
 
 
-def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Bench) -> None:
-    bench.judge.faults = [text("about 80")] * 3
-    judgement = bench.run(prompt="notebook", parallel=1)
-    missing = np.isnan(judgement.scores[:, 0])
-    assert missing.sum() == 1, "one of fifteen"
-    assert (judgement.scores[:, 0][~missing] == true_scores(bench.models)[~missing]).all()
-    report = JudgeReport(judgement, replace(bench.settings, prompt="notebook"))
-    assert report.comparison is not None
-    assert report.comparison.questions == QUESTIONS - 1, "for every model, so that differences stay paired"
-    shortfall = str(report.shortfall())
-    assert "no valid answer to 1 of 15 prompts, after 3 attempts each (question 1; " in shortfall
-    assert '"about 80" is not an integer from 0 to 100' in shortfall
-
-
 # Faults --------------------------------------------------------------------------------------------------------------
 
 NO_CHAT = [b"<html>Welcome!</html>", b"", b"\xff\xfe", b"1", b'{"error": {"code": 502}}']
@@ -133,48 +118,38 @@ INVALID = [
     (text(f"your key is {KEY}"), "your key is ***"),
     (Fault(refusal="I would rather not"), "refused: I would rather not"),
     *((Fault(body=body), "not the reply of a chat") for body in NO_CHAT),
+    (Fault(delay_seconds=0.05, trickle=True), "the reply took more than 1 seconds"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "reason"), INVALID)
-def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Bench, fault: Fault, reason: str) -> None:
-    bench.judge.faults = [fault]
-    judgement = bench.run(parallel=1)
+def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Bench) -> None:
+    bench.judge.faults = [fault for fault, _ in INVALID]
+    judgement = bench.run(timeout=1.0, parallel=1, attempts=len(INVALID) + 1)
     bench.assert_true(judgement)
-    assert len(bench.judge.requests) == judgement.spent.answers == QUESTIONS + 1
-    assert reason in bench.invalid()[0]
-    counted = bench.judge.requests[fault.body is not None :]  # a reply that is not a chat's has no token count
+    assert len(bench.judge.requests) == judgement.spent.answers == QUESTIONS + len(INVALID)
+    for said, (_, reason) in zip(bench.invalid(), INVALID, strict=True):
+        assert reason in said
+    # A reply that is not a chat's, or that did not end, has no token count.
+    counted = [*bench.judge.requests[:5], *bench.judge.requests[len(INVALID) :]]
     assert judgement.spent.prompt == sum(request.prompt_tokens for request in counted)
     assert judgement.spent.completion == sum(request.completion_tokens for request in counted)
+    assert judgement.spent.uncounted == len(INVALID) - 5
     assert KEY not in bench.cache.read_text()
 
 
-def test_a_reply_that_never_ends_is_given_up(bench: Bench) -> None:
-    bench.judge.faults = [Fault(delay_seconds=0.05, trickle=True)]
-    bench.assert_true(bench.run(timeout=1.0, parallel=1))
-    assert bench.invalid() == ["the reply took more than 1 seconds"]
-
-
 def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
+    """The time that Retry-After asks for is waited for."""
     bench.judge.faults = [
-        *(status(429), status(500), status(529, retry_after="soon"), status(408), Fault(hang_up=True)),
-        *(status(503, retry_after="Fri, 31 Dec 1999 23:59:59 GMT"), Fault(delay_seconds=60)),
+        *(status(429, retry_after="0.7"), status(500), status(529, retry_after="soon"), Fault(hang_up=True)),
+        *(status(503, retry_after="Fri, 31 Dec 1999 23:59:59 GMT"), status(408), Fault(delay_seconds=60)),
     ]
     failures, began = len(bench.judge.faults), time.monotonic()
     bench.assert_true(bench.run(timeout=0.8, parallel=1, attempts=failures + 1))
     assert time.monotonic() - began < 20
-    assert len(bench.judge.requests) == QUESTIONS + failures
-    assert len(bench.lines()) == QUESTIONS
-
-
-@pytest.mark.parametrize("is_date", [False, True])
-def test_retry_after_is_waited_for(bench: Bench, is_date: bool) -> None:
-    """Retry-After gives seconds, or a date to the second."""
-    bench.models = make_models(1)
-    bench.judge.faults = [status(429, retry_after=formatdate(time.time() + 4, usegmt=True) if is_date else "0.7")]
-    bench.assert_true(bench.run())
-    first, second = bench.judge.requests
+    first, second, *others = bench.judge.requests
     assert second.at >= first.at + 0.7
+    assert len(others) + 2 == QUESTIONS + failures
+    assert len(bench.lines()) == QUESTIONS
 
 
 def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
@@ -267,43 +242,29 @@ def test_without_the_openai_package(bench: Bench, monkeypatch: pytest.MonkeyPatc
     assert not bench.cache.exists()
 
 
-@pytest.mark.parametrize("key", [None, "", "  ", "clé"])
-def test_without_a_key(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
-    if key is None:
-        monkeypatch.delenv("OPENAI_API_KEY")
-    else:
-        monkeypatch.setenv("OPENAI_API_KEY", key)
+@pytest.mark.parametrize("key", ["", "  ", "clé"])
+def test_without_a_key(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UserError, match="OPENAI_API_KEY"):
         bench.run()
     assert not bench.cache.exists()
 
 
-def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The endpoint is that of the option, else that of OPENAI_BASE_URL, else OpenAI's."""
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    assert JudgeSettings.choose("m", None).base_url == "https://api.openai.com/v1"
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-    assert JudgeSettings.choose("m", None).base_url == "http://127.0.0.1:8000/v1"
-    assert JudgeSettings.choose("m", "http://127.0.0.1:9000/v1/").base_url == "http://127.0.0.1:9000/v1"
-
-
-@pytest.mark.parametrize(
-    ("model", "url", "words"),
-    [
-        *(
-            ("m", url, "--base-url: ")
-            for url in ("judge", "ftp://judge/v1", "http://", "http://judge:99999", "http://[")
-        ),
-        ("m", "https://me:password@judge/v1", "--base-url: no name or password belongs in it"),
-        ("", None, "the judge: "),
-        ("gpt-\udcff", None, "the judge: "),
-    ],
-)
-def test_invalid_endpoints_and_names_are_refused(model: str, url: str | None, words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        JudgeSettings.choose(model, url)
-    assert str(caught.value).startswith(words)
-    assert "password@" not in str(caught.value)
+def test_the_endpoint_is_the_options_or_the_environments_or_openais(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment, option, expected in (
+        ("", None, "https://api.openai.com/v1"),
+        ("http://127.0.0.1:8000/v1", None, "http://127.0.0.1:8000/v1"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:9000/v1/", "http://127.0.0.1:9000/v1"),
+    ):
+        monkeypatch.setenv("OPENAI_BASE_URL", environment)
+        assert JudgeSettings.choose("m", option).base_url == expected
+    for url in ("judge", "ftp://judge/v1", "http://", "http://judge:99999", "http://[", "https://me:password@judge/v1"):
+        with pytest.raises(UserError, match=r"^--base-url: ") as caught:
+            JudgeSettings.choose("m", url)
+        assert "password@" not in str(caught.value)
+    for model in ("", "gpt-\udcff"):
+        with pytest.raises(UserError, match=r"^the judge: "):
+            JudgeSettings.choose(model, None)
 
 
 # Cache ---------------------------------------------------------------------------------------------------------------
@@ -331,19 +292,16 @@ def test_a_line_cut_off_anywhere_costs_that_line_alone(tmp_path: Path) -> None:
             assert len(cache.records) == (3 if cut == 1 else 2)
 
 
-@pytest.mark.parametrize("content", ['{"model": "small"}', "# Notes\n", "\n\nx", '{"key": "1"}\n{"other": 1}\n'])
-def test_another_file_is_not_written_to(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "notes"
-    path.write_text(content)
-    with pytest.raises(UserError, match=r"notes:\d: not a judge's answer; give --cache another file"):
-        JudgeCache(path)
-    assert path.read_text() == content
-
-
 def test_what_cannot_be_a_cache(tmp_path: Path) -> None:
-    for path in (Path("/dev/null"), tmp_path):
-        with pytest.raises(UserError, match="not a file"):
+    path = tmp_path / "notes"
+    for content in ('{"model": "small"}', "# Notes\n", "\n\nx", '{"key": "1"}\n{"other": 1}\n'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"notes:\d: not a judge's answer; give --cache another file"):
             JudgeCache(path)
+        assert path.read_text() == content
+    for folder in (Path("/dev/null"), tmp_path):
+        with pytest.raises(UserError, match="not a file"):
+            JudgeCache(folder)
     with pytest.raises(RunError, match="No such file or directory"):
         JudgeCache(tmp_path / "missing" / "cache.jsonl")
 
@@ -407,32 +365,24 @@ def fork(bench: Bench, *options: str, prelude: str = "") -> Process:
     return Workshop(bench.folder).fork([str(ROOT / "judge_ift.py"), *judged], environment, prelude)
 
 
-def test_killed_judging_goes_on_and_pays_for_nothing_twice(bench: Bench) -> None:
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
+def test_a_judging_that_is_stopped_continues_and_pays_for_nothing_twice(bench: Bench, number: signal.Signals) -> None:
     bench.models = make_models(12)
     bench.judge.honest_requests = 5
     process = fork(bench, "--parallel", "3")
-    wait_until(lambda: bench.kept() == 5)
-    wait_until(lambda: len(bench.judge.requests) == 8)
-    process.kill()
-    finish([process], expect=-signal.SIGKILL, timeout=60)
+    wait_until(lambda: bench.kept() == 5 and len(bench.judge.requests) == 8)
+    began = time.monotonic()
+    process.send_signal(number)
+    stopped = number == signal.SIGINT
+    stderr = finish([process], expect=128 + number if stopped else -number, timeout=60).stderr
+    assert time.monotonic() - began < 5
+    if stopped:
+        assert one_line(stderr) == "stopped by SIGINT; to continue, run the same command again"
+    assert len(bench.lines()) == 5
     bench.judge.released.set()
-
     bench.judge.honest_requests = None
     bench.assert_true(bench.run())
     assert len(bench.judge.paid) == len(set(bench.judge.paid)) == 12
-
-
-def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None:
-    bench.models = make_models(12)
-    bench.judge.honest_requests = 5
-    process = fork(bench, "--parallel", "3")
-    wait_until(lambda: bench.kept() == 5)
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    stderr = finish([process], expect=128 + signal.SIGINT, timeout=60).stderr
-    assert time.monotonic() - began < 5
-    assert one_line(stderr) == "stopped by SIGINT; to continue, run the same command again"
-    assert len(bench.lines()) == 5
 
 
 @pytest.mark.slow
