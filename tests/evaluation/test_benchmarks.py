@@ -435,8 +435,6 @@ def test_lm_evals_own_names_are_known() -> None:
     assert "lambada_openai" in benchmarks.known_names("lambada*")
     with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
         benchmarks.load(["helaswag"])
-    with pytest.raises(UserError, match=r"humaneval.*are programs, which this command does not run"):
-        benchmarks.load(["humaneval"])
 
 
 def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,9 @@ GUIDE = (ROOT / "docs" / "after-training.md").read_text()
 # Whole ---------------------------------------------------------------------------------------------------------------
 
 
-def test_every_model_gets_its_own_scores(bench: Bench) -> None:
+def test_every_model_gets_its_own_scores_and_nothing_is_asked_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judgement = bench.run(repeats=3)
     bench.assert_true(judgement)
     requests = bench.judge.requests
@@ -44,35 +45,24 @@ def test_every_model_gets_its_own_scores(bench: Bench) -> None:
     assert spent.completion == sum(request.completion_tokens for request in requests)
     assert KEY not in bench.cache.read_text()
 
+    with monkeypatch.context() as patch:
+        patch.delenv("OPENAI_API_KEY")  # no request is sent, so no key is needed
+        bench.models.reverse()
+        again = bench.run(repeats=3)
+        bench.assert_true(again)
+        assert again.labels == tuple(reversed(LABELS))
+        assert (again.spent, again.spent_now.answers) == (spent, 0)
 
-def test_nothing_is_asked_again_whatever_the_order_of_the_files(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.run()
-    bench.models.reverse()
-    monkeypatch.delenv("OPENAI_API_KEY")  # no request is sent, so no key is needed
-    judgement = bench.run()
-    bench.assert_true(judgement)
-    assert judgement.labels == tuple(reversed(LABELS))
-    assert len(bench.judge.requests) == QUESTIONS
-    assert judgement.spent_now.answers == 0
-    assert judgement.spent.answers == QUESTIONS
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"repeats": 2},
-        {"model": "another"},
-        {"models": make_models(labels=LABELS[:2])},
-        {"models": [*make_models()[:2], make_models(labels=(*LABELS, "largest"))[3]]},
-    ],
-    ids=["repeats", "judge", "fewer models", "another model"],
-)
-def test_what_was_not_asked_before_is_asked(bench: Bench, change: dict[str, Any]) -> None:
-    bench.run()
-    if "models" in change:
-        bench.models = change.pop("models")
-    bench.assert_true(bench.run(**change))
-    assert len(bench.judge.requests) == 2 * QUESTIONS
+    others = make_models(labels=(*LABELS, "largest"))
+    for change in ({"repeats": 4}, {"model": "another"}, {"models": others[:2]}, {"models": [*others[:2], others[3]]}):
+        asked = len(requests)
+        bench.models = change.pop("models", bench.models)  # type: ignore[assignment]
+        bench.assert_true(bench.run(**change))
+        assert len(requests) == asked + QUESTIONS
+    # Scores of other names in the cache are no answer.
+    bench.cache.write_text(bench.cache.read_text().replace('"C":', '"X":'))
+    bench.assert_true(bench.run())
+    assert len(requests) == asked + 2 * QUESTIONS
 
 
 def test_a_question_that_is_there_twice_is_asked_once(bench: Bench) -> None:
@@ -123,17 +113,17 @@ INVALID = [
 
 
 def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Bench) -> None:
-    bench.judge.faults = [fault for fault, _ in INVALID]
+    bench.judge.faults = [*(fault for fault, _ in INVALID), Fault(has_usage=False)]
     judgement = bench.run(timeout=1.0, parallel=1, attempts=len(INVALID) + 1)
     bench.assert_true(judgement)
     assert len(bench.judge.requests) == judgement.spent.answers == QUESTIONS + len(INVALID)
     for said, (_, reason) in zip(bench.invalid(), INVALID, strict=True):
         assert reason in said
-    # A reply that is not a chat's, or that did not end, has no token count.
-    counted = [*bench.judge.requests[:5], *bench.judge.requests[len(INVALID) :]]
+    # A reply that is not a chat's, that did not end, or that has no usage has no token count.
+    counted = [*bench.judge.requests[:5], *bench.judge.requests[len(INVALID) + 1 :]]
     assert judgement.spent.prompt == sum(request.prompt_tokens for request in counted)
     assert judgement.spent.completion == sum(request.completion_tokens for request in counted)
-    assert judgement.spent.uncounted == len(INVALID) - 5
+    assert judgement.spent.uncounted == len(bench.judge.requests) - len(counted)
     assert KEY not in bench.cache.read_text()
 
 
@@ -150,18 +140,6 @@ def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
     assert second.at >= first.at + 0.7
     assert len(others) + 2 == QUESTIONS + failures
     assert len(bench.lines()) == QUESTIONS
-
-
-def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
-    bench.judge.faults = [Fault(has_usage=False)]
-    judgement = bench.run()
-    bench.assert_true(judgement)
-    assert judgement.spent.uncounted == 1
-    counted = [line["prompt_tokens"] for line in bench.lines() if "prompt_tokens" in line]
-    assert len(counted) == QUESTIONS - 1
-    assert judgement.spent.prompt == sum(counted)
-    lines = "\n".join(JudgeReport(judgement, bench.settings).lines())
-    assert "(1 of the answers came without a count)" in " ".join(lines.split())
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -304,23 +282,12 @@ def test_what_cannot_be_a_cache(tmp_path: Path) -> None:
             JudgeCache(folder)
     with pytest.raises(RunError, match="No such file or directory"):
         JudgeCache(tmp_path / "missing" / "cache.jsonl")
-
-
-def test_a_cache_has_one_owner(tmp_path: Path) -> None:
-    path = tmp_path / "cache.jsonl"
-    with JudgeCache(path) as cache:
+    with JudgeCache(tmp_path / "cache.jsonl") as cache:
         with pytest.raises(UserError, match="another judging uses it"):
-            JudgeCache(path)
+            JudgeCache(cache.path)
         cache.append(record(1))
-    with JudgeCache(path) as cache:
+    with JudgeCache(cache.path) as cache:
         assert cache.records == [record(1)]
-
-
-def test_scores_of_other_names_in_the_cache_are_no_answer(bench: Bench) -> None:
-    bench.run()
-    bench.cache.write_text(bench.cache.read_text().replace('"C":', '"X":'))
-    bench.assert_true(bench.run())
-    assert len(bench.judge.requests) == 2 * QUESTIONS
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -403,31 +370,26 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "words"),
+    ("options", "environment", "words"),
     [
-        ([], "", "OPENAI_API_KEY is not in the environment"),
-        (["other.json"], KEY, "/small.json and other.json: not the same questions: number 5 differs"),
-        (["none.json"], KEY, "none.json: no such file"),
-        (["--price-in", "1"], KEY, "--price-in and --price-out: give both, or none"),
+        ([], {"OPENAI_API_KEY": ""}, "OPENAI_API_KEY is not in the environment"),
+        (["other.json"], {}, "/small.json and other.json: not the same questions: number 5 differs"),
+        (["none.json"], {}, "none.json: no such file"),
+        (["--price-in", "1"], {}, "--price-in and --price-out: give both, or none"),
+        ([], {"ALL_PROXY": "gopher://127.0.0.1:1"}, "no connection can be set up"),
+        ([], {"SSL_CERT_FILE": "/nowhere"}, "no connection can be set up"),
     ],
 )
 def test_wrong_commands_end_with_one_line_and_leave_nothing(
-    bench: Bench, options: list[str], key: str, words: str
+    bench: Bench, options: list[str], environment: dict[str, str], words: str
 ) -> None:
     write_responses(bench.folder / "other.json", Responses(model="other", responses=make_models(4)[0].responses))
     before = sorted([*bench.folder.iterdir(), *map(Path, bench.write())])
-    line = one_line(bench.command(*options, expect=2, OPENAI_API_KEY=key).stderr)
+    line = one_line(bench.command(*options, expect=2, **environment).stderr)
     assert line.startswith("error: ")
     assert words in line
+    assert all(variable in line for variable in environment)
     assert sorted(bench.folder.iterdir()) == before
-    assert not bench.judge.requests
-
-
-@pytest.mark.parametrize(("variable", "value"), [("ALL_PROXY", "gopher://127.0.0.1:1"), ("SSL_CERT_FILE", "/nowhere")])
-def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, variable: str, value: str) -> None:
-    line = one_line(bench.command(expect=2, **{variable: value}).stderr)
-    assert "no connection can be set up" in line
-    assert variable in line
     assert not bench.judge.requests
 
 
@@ -475,4 +437,5 @@ def test_tables_fit_a_terminal(count: int) -> None:
     rows = [line for line in lines if " : " in line]
     assert len(rows) == (count * (count - 1) // 2 if count <= 8 else count - 1)
     assert "$1,350.0000" in "".join(lines)
+    assert "(3 of the answers came without a count)" in " ".join(" ".join(lines).split())
     assert len(report.as_json()["pairs"]) == count * (count - 1) // 2
