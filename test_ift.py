@@ -139,16 +139,11 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Print the judge's scores, and write them to the run. Raises RunError if the judge did not score every answer."""
-    from harness.evaluation.judge.report import JudgeReport, keep_scores
-    from harness.evaluation.judge.requests import judge
+    from harness.evaluation.judge.report import judge_and_report
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
-        report = JudgeReport(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
-        click.echo("\n".join(report.lines()))
-        keep_scores([path], [responses], report)
-        if (shortfall := report.shortfall()) is not None:
-            raise RunError(shortfall)
+        judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")
     except RunStopped:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise

@@ -187,6 +187,10 @@ def test_generated_texts_are_those_of_lm_evals_own_model(subject: Subject) -> No
     assert ours == subject.peer.generate_until(requests)
     assert all(ours[1::3])
     assert not any(" the" in text for text in ours[::3])
+    # lm-eval's own model fails with an assertion if a text as long as the context is asked for.
+    long = instances("generate_until", [(sentence(draw, 40), {"until": [], "max_gen_toks": CONTEXT + 8})])
+    [text] = subject.under_test().generate_until(long)
+    assert len(subject.tokenizer.encode(text)) > CONTEXT // 2
 
 
 def test_a_continuation_longer_than_the_context_counts_each_token_once(subject: Subject) -> None:
@@ -235,14 +239,6 @@ def test_padding_of_the_vocabulary_is_never_chosen(subject: Subject) -> None:
     assert tempted.scorer().score([(prompt, [likeliest])])[0].is_greedy
 
 
-def test_a_text_as_long_as_the_context_can_be_asked_for(subject: Subject) -> None:
-    """lm-eval's own model fails with an assertion in this case."""
-    prompt = sentence(random.Random(4), 40)
-    requests = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": CONTEXT + 8})])
-    [text] = subject.under_test().generate_until(requests)
-    assert len(subject.tokenizer.encode(text)) > CONTEXT // 2
-
-
 def test_sampling_is_repeatable_and_each_repeat_draws_its_own(subject: Subject) -> None:
     way: dict[str, Any] = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.5}
     requests = instances("generate_until", [("the", way)] * 6)
@@ -276,40 +272,38 @@ def evaluate(subject: Subject, folder: Path, *options: object) -> Result:
     return call("evaluate_benchmarks", *subject.arguments, *options, folder=folder)
 
 
-def test_the_command_prints_a_table_and_writes_a_file(subject: Subject, tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_writes_files(subject: Subject, tmp_path: Path) -> None:
+    """Scores of a run's checkpoint stay in the run, too."""
+    run = tmp_path / "runs" / "r"
+    checkpoint = shutil.copytree(subject.folder, run / "checkpoints" / "20260101Z000000-iteration-9")
+    (run / "checkpoints" / "best").symlink_to(checkpoint.name)
+    (checkpoint / "model.json").rename(run / "model.json")
     tasks = [str(write_task(tmp_path, "choice", name="one")), str(write_task(tmp_path, "last_word", name="two"))]
     options = ["--tasks", tasks[0], "--tasks", f"{tasks[1]},", "--limit", "6", "--output", "out.json"]
-    done = evaluate(subject, tmp_path, *options)
+    done = call("evaluate_benchmarks", "r", *options, folder=tmp_path)
+    assert (done.status, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["task", "one", "", "two", ""]
     assert [line[33:].split()[0] for line in lines] == ["metric", "acc", "acc_norm", "perplexity", "acc"]
     assert [line.split()[-1] for line in lines] == ["examples", *["6"] * 4]
     assert all(len(line) <= 80 for line in lines)
-    assert (done.status, done.stderr) == (0, "")
+    printed = [float(line[33:].split()[1]) for line in lines[1:]]
+
     written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
-    assert written["results"]["one"]["acc,none"] == pytest.approx(float(lines[1][33:].split()[1]), abs=1e-4)
+    assert written["results"]["one"]["acc,none"] == pytest.approx(printed[0], abs=1e-4)
     assert written["n-samples"]["two"] == {"original": 24, "effective": 6}
     assert written["model"]["config"]["context_length"] == CONTEXT
-    assert written["model"]["sha256"] == sha256(subject.folder / "model.safetensors")
+    assert written["model"]["sha256"] == sha256(checkpoint / "model.safetensors")
     assert written["settings"]["limit"] == 6
     assert written["configs"]["one"]["output_type"] == "multiple_choice"
 
-
-def test_scores_of_a_checkpoint_stay_in_its_run(subject: Subject, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "r"
-    checkpoint = shutil.copytree(subject.folder, run / "checkpoints" / "20260101Z000000-iteration-9")
-    (run / "checkpoints" / "best").symlink_to(checkpoint.name)
-    (checkpoint / "model.json").rename(run / "model.json")
-    task = str(write_task(tmp_path, "choice", name="one"))
-    done = call("evaluate_benchmarks", "r", "--tasks", task, "--limit", 6, folder=tmp_path)
-    assert (done.status, done.stderr) == (0, "")
     [result] = read_results(RunDirectory(run)).of(BenchmarkResult)
-    assert (result.tasks, result.limit, result.num_fewshot, result.precision) == ([task], 6, None, "fp32")
-    assert result.weights.sha256 == sha256(checkpoint / "model.safetensors")
+    assert (result.tasks, result.limit, result.num_fewshot, result.precision) == (tasks, 6, None, "fp32")
+    assert result.weights.sha256 == written["model"]["sha256"]
     kept = [(score.task, score.metric, score.examples, score.higher_is_better) for score in result.scores]
-    assert kept == [("one", "acc", 6, True), ("one", "acc_norm", 6, True)]
-    printed = [float(line[33:].split()[1]) for line in done.stdout.splitlines()[1:]]
-    assert [score.value for score in result.scores] == pytest.approx(printed, abs=1e-4)
+    assert kept[:2] == [("one", "acc", 6, True), ("one", "acc_norm", 6, True)]
+    assert kept[2:] == [("two", "perplexity", 6, False), ("two", "acc", 6, True)]
+    assert [score.value for score in result.scores] == pytest.approx(printed, rel=1e-4)
 
 
 def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,20 +326,17 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     assert benchmarks.load([str(one), str(one)]).asked == ["choice"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path) -> None:
+    for options, words in (
         (["--tasks", "x", "--output", "."], "is a directory"),
         (["--tasks", "x", "--output", "gone/out.json"], "no file can be written"),
         (["--tasks", ","], "at least one name"),
         (["--tasks", "x.yaml"], "no such task file"),
         (["--tasks", "x", "--limit", "0"], "--limit"),
-    ],
-)
-def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path, options: list[str], words: str) -> None:
-    done = evaluate(subject, tmp_path, *options)
-    assert (done.status, done.stdout) == (2, "")
-    assert words in done.stderr.splitlines()[-1]
+    ):
+        done = evaluate(subject, tmp_path, *options)
+        assert (done.status, done.stdout) == (2, "")
+        assert words in done.stderr.splitlines()[-1]
 
 
 def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: Path) -> None:

@@ -104,15 +104,15 @@ def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
         assert (result.device, result.precision, result.torch) == (device_name(CPU), "fp32", torch.__version__)
 
 
-def test_a_bar_on_a_terminal(trained: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_on_a_terminal(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A progress bar is shown even on a terminal that does not report its size, where tqdm by itself shows nothing."""
-    run = trained.runs / "r"
+    run = shop.runs / "r"
     model = load_model(load_model_config(run / "model.json"), Path(files_of(run)[1]), CPU)
     master, slave = os.openpty()
     shown = b""
     with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
         monkeypatch.setattr(sys, "stderr", terminal)
-        HeldOutText.choose(model.config, Path(files_of(run)[1]), trained.datasets).measure(model, "fp32")
+        HeldOutText.choose(model.config, Path(files_of(run)[1]), shop.datasets).measure(model, "fp32")
         monkeypatch.undo()
         terminal.flush()
         while b"5/5 [" not in shown:

@@ -214,17 +214,6 @@ def test_the_weights_kept_are_those_from_before_the_rise(
     assert not model.training
 
 
-def test_a_first_epoch_that_spoils_the_model_leaves_it_as_it_came(data: Path, tokenizer: Tokenizer) -> None:
-    model = tiny()
-    before = [parameter.clone() for parameter in model.parameters()]
-    for learning_rate in (50.0, 1e30):  # the loss rises, and then is not finite
-        result = fine_tune(model, tokenizer, InstructionSplits.load(data), FineTuneSettings(learning_rate))
-        assert result.rose
-        assert result.kept_epoch == 0
-        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
-    assert result.validation_losses[-1] is None
-
-
 def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     splits = InstructionSplits.load(data)
     cut = [asked("red " * 200, "", "blue")] * 3
@@ -317,15 +306,18 @@ def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> 
     assert f"{kept.mean:.2f}" in done.stdout
 
 
-def test_a_model_that_learns_nothing_is_told_so(shop: Workshop) -> None:
-    result = ift(shop, "--data data.json --responses-only --learning-rate 1e12 --responses r.json --save tuned")
-    assert result.status == 0, result.stderr
-    assert "stopped: the loss is not a number; kept: epoch 0" in result.stdout
-    assert "try a lower --learning-rate" in result.stderr
-    assert read_responses(shop.path / "r.json").fine_tuning["validation_losses"][-1] is None
+def test_a_model_that_learns_nothing_is_told_so_and_left_as_it_came(shop: Workshop) -> None:
     start = load_file(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors")
-    kept = load_file(shop.path / "tuned" / "model.safetensors")
-    assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
+    for rate, reason in (("50", "the validation loss rose"), ("1e12", "the loss is not a number")):
+        result = ift(
+            shop, f"--data data.json --responses-only --learning-rate {rate} --responses {rate} --save m{rate}"
+        )
+        assert result.status == 0, result.stderr
+        assert f"stopped: {reason}; kept: epoch 0" in result.stdout
+        assert "try a lower --learning-rate" in result.stderr
+        kept = load_file(shop.path / f"m{rate}" / "model.safetensors")
+        assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
+    assert read_responses(shop.path / rate).fine_tuning["validation_losses"][-1] is None
 
 
 def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
@@ -344,37 +336,35 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
     assert len(read_responses(shop.path / "r.json").responses) == 4
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "words"),
-    [
-        ("r", "--data bad.json --responses-only", ["bad.json: entry 41", '"output"']),
-        ("r", "--data none.json --responses-only", ["none.json: no such file"]),
-        ("r", "--data data.json", ["OPENAI_API_KEY", "--responses-only"]),
-        ("r", "--data data.json --responses . --responses-only", ["exists"]),
-        ("r", "--data data.json --responses no/such/x.json --responses-only", ["no/such: no file can be written"]),
-        ("r", "--data data.json --save . --responses-only", ["--save"]),
-        ("r", "--data data.json --save bad.json/x --responses-only", ["bad.json: no file can be written"]),
-        ("r", "--data data.json --responses /proc/o.json --responses-only", ["/proc: no file"]),
-        ("r", "--data data.json --responses both --save both --responses-only", ["--save"]),
-        ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
-        ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
-        ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
-        # Refused before anything is downloaded:
-        ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
-        ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_trained(
-    shop: Workshop, model: str, options: str, words: list[str]
-) -> None:
+REFUSED = [
+    ("r", "--data bad.json --responses-only", ["bad.json: entry 41", '"output"']),
+    ("r", "--data none.json --responses-only", ["none.json: no such file"]),
+    ("r", "--data data.json", ["OPENAI_API_KEY", "--responses-only"]),
+    ("r", "--data data.json --responses . --responses-only", ["exists"]),
+    ("r", "--data data.json --responses no/such/x.json --responses-only", ["no/such: no file can be written"]),
+    ("r", "--data data.json --save . --responses-only", ["--save"]),
+    ("r", "--data data.json --save bad.json/x --responses-only", ["bad.json: no file can be written"]),
+    ("r", "--data data.json --responses /proc/o.json --responses-only", ["/proc: no file"]),
+    ("r", "--data data.json --responses both --save both --responses-only", ["--save"]),
+    ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
+    ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
+    ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
+    # Refused before anything is downloaded:
+    ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
+    ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),
+]
+
+
+def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop) -> None:
     (shop.path / "bad.json").write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
     save_weights(tiny(emb_dim=64).to_checkpoint_names(), shop.path / "other.safetensors")
     (shop.path / "empty").mkdir()
-    result = ift(shop, options, model)
-    assert (result.status, result.stdout) == (2, "")
-    [line] = result.stderr.splitlines()
-    assert all(word in line for word in words), line
-    assert not (shop.runs / "r" / "ift-responses.json").exists()
+    for model, options, words in REFUSED:
+        result = ift(shop, options, model)
+        assert (result.status, result.stdout) == (2, "")
+        [line] = result.stderr.splitlines()
+        assert all(word in line for word in words), line
+        assert not (shop.runs / "r" / "ift-responses.json").exists()
 
 
 class _Web(http.server.BaseHTTPRequestHandler):

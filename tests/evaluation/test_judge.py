@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, Jud
 from tests.support.fake_judge import Fault, status, text
 from tests.support.in_process import call
 from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores, wait_until
-from tests.support.launch import ROOT, Process, Workshop, finish
+from tests.support.launch import ROOT, Workshop, finish
 
 GUIDE = (ROOT / "docs" / "after-training.md").read_text()
 
@@ -325,18 +326,13 @@ def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
     assert [p["win_rate"] for p in result["pairs"] if (p["first"], p["second"]) == ("large", "small")] == [wins]
 
 
-def fork(bench: Bench, *options: str, prelude: str = "") -> Process:
-    """Start judge_ift.py on all models in its own process."""
-    environment = {"NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": KEY}
-    judged = [*bench.write(), "--model", "referee", "--base-url", bench.judge.url, *options]
-    return Workshop(bench.folder).fork([str(ROOT / "judge_ift.py"), *judged], environment, prelude)
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_judging_that_is_stopped_continues_and_pays_for_nothing_twice(bench: Bench, number: signal.Signals) -> None:
     bench.models = make_models(12)
     bench.judge.honest_requests = 5
-    process = fork(bench, "--parallel", "3")
+    judged = [*bench.write(), "--model", "referee", "--base-url", bench.judge.url, "--parallel", "3"]
+    environment = {"NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": KEY}
+    process = Workshop(bench.folder).fork([str(ROOT / "judge_ift.py"), *judged], environment)
     wait_until(lambda: bench.kept() == 5 and len(bench.judge.requests) == 8)
     began = time.monotonic()
     process.send_signal(number)
@@ -352,14 +348,16 @@ def test_a_judging_that_is_stopped_continues_and_pays_for_nothing_twice(bench: B
     assert len(bench.judge.paid) == len(set(bench.judge.paid)) == 12
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> None:
+def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.models = make_models(12)
-    # A bytecode file must not be written, because it would be cut short, too, and break every later process.
-    prelude = "import resource, sys\nsys.dont_write_bytecode = True\n"
-    prelude += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))\n"
-    stderr = finish([fork(bench, prelude=prelude)], expect=1, timeout=60).stderr
-    assert one_line(stderr).startswith(f"error: {bench.cache}: File too large; ")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # bytecode files would be cut short, too
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
+    try:
+        with pytest.raises(RunError, match=f"^{re.escape(str(bench.cache))}: File too large; "):
+            bench.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert bench.cache.stat().st_size == 1024
     *lines, cut = bench.cache.read_text().split("\n")
     whole = len(lines) + cut.endswith("}")  # a line that only lacks its newline is whole

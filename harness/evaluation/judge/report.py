@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
-from harness.common.errors import printable
+from harness.common.errors import RunError, printable
 from harness.common.messages import abbreviated
 from harness.common.statistics import Estimate, estimate, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
-from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens
+from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens, judge
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, now, write_result
 from harness.runs.trained_model import find_measured, warned_if_not_kept
@@ -194,6 +195,27 @@ class JudgeReport:
             f"wins: of {comparison.questions:,} questions, where the first scores higher; a tie is half a win",
             "",
         ]
+
+
+def judge_and_report(
+    paths: Sequence[Path],
+    models: Sequence[Responses],
+    settings: JudgeSettings,
+    cache: Path,
+    *,
+    prices: tuple[float, float] | None = None,
+    as_json: bool = False,
+) -> None:
+    """Have the answers of the models judged, print the report, and write each model's scores to the run in whose folder
+    its responses file is. `paths` are the responses files of `models`, in the same order.
+
+    Raises UserError and RunError as `judge` does, and RunError if the judge gave no valid answer to some prompt.
+    """
+    report = JudgeReport(judge(models, settings, cache), settings, prices)
+    click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
+    keep_scores(paths, models, report)
+    if (shortfall := report.shortfall()) is not None:
+        raise RunError(shortfall)
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
