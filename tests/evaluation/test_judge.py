@@ -351,13 +351,13 @@ def test_a_judging_that_is_stopped_continues_and_pays_for_nothing_twice(bench: B
 def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.models = make_models(12)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # bytecode files would be cut short, too
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
         with pytest.raises(RunError, match=f"^{re.escape(str(bench.cache))}: File too large; "):
             bench.run()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert bench.cache.stat().st_size == 1024
     *lines, cut = bench.cache.read_text().split("\n")
     whole = len(lines) + cut.endswith("}")  # a line that only lacks its newline is whole

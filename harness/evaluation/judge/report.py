@@ -233,7 +233,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
         if alone is None or not run.model_json.is_file():  # no valid answer, or no run
             continue
         with warned_if_not_kept():
-            measured = own.weights and find_measured(run, own.weights.checkpoint, own.weights.sha256)
+            measured = find_measured(run, own.weights.checkpoint, own.weights.sha256) if own.weights else None
             if own.weights is None or measured is None:
                 reason = f"the weights that answered are no checkpoint of {run.path} any more"
                 if own.weights is None:
