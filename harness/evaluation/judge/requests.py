@@ -273,14 +273,13 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
         reasons = ask_all(missing, JudgeClient(settings), cache, kept=len(answers)) if missing else {}
         answers, spent, spent_now = valid_answers(), Tokens.of(own_records()), Tokens.of(cache.records[known:])
     scores_QxRxM = np.full((len(models[0].responses), settings.repeats, len(models)), np.nan)
+    unanswered = []
     for key, prompt in prompts:
-        for model, score in prompt.by_model(answers[key]).items() if key in answers else ():
-            scores_QxRxM[prompt.question, prompt.repeat, model] = score
-    unanswered = [
-        Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key])
-        for key, prompt in prompts
-        if key not in answers
-    ]
+        if key in answers:
+            for model, score in prompt.by_model(answers[key]).items():
+                scores_QxRxM[prompt.question, prompt.repeat, model] = score
+        else:
+            unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
     labels = tuple(model.model for model in models)
     return Judgement(labels, scores_QxRxM, tuple(unanswered), spent, spent_now)
 
