@@ -42,15 +42,18 @@ class Instruction(_Part):
     input: Text
     output: Text
 
-    @property
-    def prompt(self) -> str:
-        """The text before the answer, in the words of Stanford Alpaca (Taori et al. 2023)."""
+    def request(self, input_heading: str = "### Input:") -> str:
+        """Return instruction and input in the words of Stanford Alpaca (Taori et al. 2023)."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
         )
-        given = f"\n\n### Input:\n{self.input}" if self.input else ""
-        return f"{request}{given}\n\n### Response:\n"
+        return request + (f"\n\n{input_heading}\n{self.input}" if self.input else "")
+
+    @property
+    def prompt(self) -> str:
+        """The text before the answer."""
+        return f"{self.request()}\n\n### Response:\n"
 
     @property
     def question(self) -> tuple[str, str, str]:

@@ -45,10 +45,6 @@ SCORES: TypeAdapter[dict[str, Score]] = TypeAdapter(dict[str, Score])
 #
 # Copyright (c) Sebastian Raschka, under Apache License 2.0. Source: Build a Large Language Model (From Scratch),
 # chapter 7, `format_input` and `generate_model_scores`; github.com/rasbt/LLMs-from-scratch, ch07/01_main-chapter-code.
-REQUEST = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n"
-)
 BOOK_TASK = (
     "Given the input `{asked}` and correct output `{output}`, score the model response `{response}` on a scale from 0 "
     "to 100, where 100 is the best score. Respond with the integer number only."
@@ -148,6 +144,5 @@ def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: i
 def alone_prompt(wording: str, answer: Response, model: int, *, question: int, repeat: int) -> Prompt:
     """Return a prompt about the answer of the model with the index `model`, in the words of ALONE[wording]."""
     task, input_heading = ALONE[wording]
-    asked = REQUEST + answer.instruction + (f"\n\n{input_heading}\n{answer.input}" if answer.input else "")
-    text = task.format(asked=asked, output=answer.output, response=answer.response)
+    text = task.format(asked=answer.request(input_heading), output=answer.output, response=answer.response)
     return Prompt(text, (ALONE_NAME,), (model,), question, repeat, wording)
