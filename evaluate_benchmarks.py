@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import RunError, UserError, one_line_errors
 from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.options import MODEL, RUNS_DIR, Command
@@ -77,6 +77,7 @@ def main(
         named = find_model(model, runs_dir)
         from gpt import load_model
         from harness.common.device import device_name, only_device
+        from harness.common.memory import is_out_of_memory
         from harness.evaluation.benchmarks import run as benchmarks
         from harness.evaluation.likelihood import Scorer
         from harness.model.precision import Precision
@@ -91,8 +92,15 @@ def main(
         chosen = Precision.resolve(precision, device)
         scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)
         asked = benchmarks.load(specs, num_fewshot)
-        with benchmarks.explained_failures(batch_size):
+        try:
             results = benchmarks.run(asked, scorer, tokenizer, limit=limit)
+        except (UserError, RunError):
+            raise
+        except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
+            if is_out_of_memory(error):
+                raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RunError(f"lm-eval failed: {reason[: benchmarks.REASON_CHARACTERS]}") from None
         for line in benchmarks.table(results, asked.asked):
             click.echo(line)
         settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}

@@ -9,13 +9,12 @@ judge is kept, so that the same command resumes a judging that was stopped, and 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from harness.common.errors import RunError, RunStopped, UserError, one_line_errors
+from harness.common.errors import RunStopped, UserError, one_line_errors
 from harness.common.options import Command, FiniteNumber
 from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
@@ -60,8 +59,8 @@ def main(
     """
     with one_line_errors():
         from harness.evaluation.instruct.responses import read_comparable
-        from harness.evaluation.judge.report import JudgeReport, keep_scores
-        from harness.evaluation.judge.requests import JudgeSettings, judge
+        from harness.evaluation.judge.report import judge_and_report
+        from harness.evaluation.judge.requests import JudgeSettings
 
         if (price_in is None) != (price_out is None):
             raise UserError("--price-in and --price-out: give both, or none")
@@ -70,15 +69,10 @@ def main(
         models = read_comparable(responses)
         cache = cache or min(path.absolute() for path in responses).parent / "judgements.jsonl"
         try:
-            judgement = judge(models, settings, cache)
+            judge_and_report(responses, models, settings, cache, prices=prices, as_json=as_json)
         except RunStopped:
             click.echo("stopped by SIGINT; to continue, run the same command again", err=True)
             raise
-        report = JudgeReport(judgement, settings, prices)
-        click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
-        keep_scores(responses, models, report)
-        if (shortfall := report.shortfall()) is not None:
-            raise RunError(shortfall)
 
 
 if __name__ == "__main__":

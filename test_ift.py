@@ -17,10 +17,7 @@ from harness.evaluation.instruct.responses import BOOK_DATA
 from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
 if TYPE_CHECKING:
-    from gpt import GPTModel
-    from harness.data.tokenizers.tokenizer import Tokenizer
-    from harness.evaluation.instruct.finetune import FineTuneSettings, FineTuning
-    from harness.evaluation.instruct.responses import InstructionSplits, Responses
+    from harness.evaluation.instruct.responses import Responses
     from harness.evaluation.judge.requests import JudgeSettings
 
 RESPONSES = "ift-responses.json"
@@ -65,14 +62,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
         from gpt import load_model
         from harness.common.device import device_name, only_device
         from harness.common.download import local_copy
-        from harness.evaluation.instruct.finetune import FineTuneSettings, answer, usual_learning_rate
-        from harness.evaluation.instruct.responses import (
-            AnsweringModel,
-            InstructionData,
-            InstructionSplits,
-            Responses,
-            write_responses,
-        )
+        from harness.evaluation.instruct import finetune, responses
         from harness.runs.trained_model import (
             check_tokenizer_fits,
             model_in_run,
@@ -81,44 +71,43 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
             write_model,
         )
 
-        data = local_copy(options["data"], InstructionSplits.load)
-        splits, device = InstructionSplits.load(data), only_device()
+        data = local_copy(options["data"], responses.InstructionSplits.load)
+        splits, device = responses.InstructionSplits.load(data), only_device()
         weights = None
         if measured := model_in_run(named.weights):
-            weights = AnsweringModel(
-                checkpoint=measured.weights.checkpoint,
-                sha256=measured.weights.sha256,
-                device=device_name(device),
-                torch=torch.__version__,
+            checkpoint, digest = measured.weights.checkpoint, measured.weights.sha256
+            weights = responses.AnsweringModel(
+                checkpoint=checkpoint, sha256=digest, device=device_name(device), torch=torch.__version__
             )
         tuned, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
         check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
-        settings = FineTuneSettings(
-            learning_rate=options["learning_rate"] or usual_learning_rate(named.config.emb_dim),
-            max_epochs=options["max_epochs"],
-            seed=options["seed"],
-            answers_only=options["answers_only"],
-        )
-        tuning = fine_tune(tuned, tokenizer, splits, settings)
+        rate = options["learning_rate"] or finetune.RATE_TIMES_WIDTH / named.config.emb_dim
+        settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
+        tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
         # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
-        run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
-        own_name = run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}"
+        run, folder = named.folder.absolute(), named.weights.absolute().parent
+        own_name = run.name if folder == run else f"{run.name}/{folder.resolve().name}"
         name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]
-        about_data = InstructionData(
-            file=as_unicode(data.name), sha256=sha256(data), entries=splits.entries, test_entries=len(splits.test)
+        about_data = responses.InstructionData(
+            file=as_unicode(data.name),
+            sha256=sha256(data),
+            entries=sum(map(len, splits)),
+            test_entries=len(splits.test),
         )
-        course = {**asdict(settings), "max_new_tokens": longest, **tuning.as_json()}
+        course = {**asdict(settings), "max_new_tokens": longest, **asdict(tuning)}
         if options["save"]:
             facts = {"fine_tuned_from": name, "data": about_data.model_dump(), "fine_tuning": course}
             shape, kept_tokenizer = tuned.config.model_dump(mode="json"), tokenizer_file_of(named.weights)
             write_model(options["save"], shape, tuned.to_checkpoint_names(), tokenizer=kept_tokenizer, facts=facts)
             click.echo(f"{options['save']}: the fine-tuned model")
-        answers = answer(tuned, tokenizer, splits.test, longest)
-        responses = Responses(model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers)
-        write_responses(path, responses)
-        click.echo(f"{path}: {len(responses.responses):,} answers")
+        answers = finetune.answer(tuned, tokenizer, splits.test, longest)
+        answered = responses.Responses(
+            model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers
+        )
+        responses.write_responses(path, answered)
+        click.echo(f"{path}: {len(answers):,} answers")
         if judge is not None:
-            score(responses, judge, path)
+            score(answered, judge, path)
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
@@ -148,36 +137,13 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
         raise UserError(f"--name {options['name']!r}: not a name")
 
 
-def fine_tune(
-    model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
-) -> FineTuning:
-    """Fine-tune the model on the instructions, and print the progress."""
-    from harness.evaluation.instruct.finetune import encode, fine_tune
-
-    context_length = model.config.context_length
-    parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
-    cut = sum(not example.has_answer for part in parts for example in part)
-    if cut:
-        click.echo(f"{cut:,} instructions leave no room for an answer in {context_length:,} tokens, and are left out")
-    tuning = fine_tune(model, (parts[0], parts[1]), tokenizer.eot_token, settings, click.echo)
-    click.echo(f"stopped: {tuning.reason}; kept: epoch {tuning.kept_epoch}")
-    if tuning.kept_epoch == 0:
-        click.echo("nothing was learned, and the weights are unchanged: try a lower --learning-rate", err=True)
-    return tuning
-
-
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Print the judge's scores, and write them to the run. Raises RunError if the judge did not score every answer."""
-    from harness.evaluation.judge.report import JudgeReport, keep_scores
-    from harness.evaluation.judge.requests import judge
+    from harness.evaluation.judge.report import judge_and_report
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
-        report = JudgeReport(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
-        click.echo("\n".join(report.lines()))
-        keep_scores([path], [responses], report)
-        if (shortfall := report.shortfall()) is not None:
-            raise RunError(shortfall)
+        judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")
     except RunStopped:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise

@@ -62,9 +62,7 @@ def main(
         measured: dict[tuple[str, str], TestLoss] = {}  # a model that was named in two ways is measured once
         for model, text in zip(named, texts, strict=True):
             if model.identity not in measured:
-                test = text.measure(load_model(model.config, model.weights, device), precision)
-                test.keep(model.weights)
-                measured[model.identity] = test
+                measured[model.identity] = text.measure(load_model(model.config, model.weights, device), precision)
         for line in loss_lines([(model, measured[model.identity]) for model in named]):
             click.echo(line)
 

@@ -5,7 +5,7 @@ prompts and the printing of samples for test_smoke.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -68,44 +68,23 @@ def continue_prompts(
     stops: Sequence[str] = (),
 ) -> list[list[int]]:
     """Return up to `count` new tokens for every prompt. A row ends before an end-of-text token, or with the token that
-    completes one of `stops`. The rows' random draws are those of `continue_batch`."""
+    completes one of `stops`."""
     # Number of tokens to search for a stop string. Each token has at least one byte, so that a string of n bytes which
     # was just completed is in the last n tokens. The first of them may begin inside a character, which is why more
     # tokens are decoded.
     reach = max((len(stop.encode()) for stop in stops), default=0) + CHARACTER_BYTES
-
-    def is_done(tokens: Sequence[int]) -> bool:
-        tail = tokenizer.decode(tokens[-reach:]) if stops else ""
-        return len(tokens) >= count or tokens[-1] == tokenizer.eot_token or any(stop in tail for stop in stops)
-
-    added = continue_batch(model, prompts, sampling, is_done=is_done, vocab_size=tokenizer.vocab_size)
-    return [tokens[:-1] if tokens[-1] == tokenizer.eot_token else tokens for tokens in added]
-
-
-def continue_batch(
-    model: GPTModel,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    is_done: Callable[[Sequence[int]], bool],
-    vocab_size: int | None = None,
-) -> list[list[int]]:
-    """Return the new tokens of every prompt. A row ends with the first token for which `is_done(new tokens)` is true.
-
-    Row i draws with the seed `sampling.seed + i`, so that it does not depend on the other rows. Ids from `vocab_size`
-    on, which exist if the head is padded, are never chosen.
-    """
-    rows = GrowingRows(model, prompts)
-    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
+    rows = GrowingRows(model, prompts, sampling, tokenizer.vocab_size)
     added: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     while alive:
-        logits_BxV = rows.next_logits()[:, :vocab_size].float().cpu()
-        chosen = [choose(logits, sampling, generators[row]) for logits, row in zip(logits_BxV, alive, strict=True)]
-        for row, token in zip(alive, chosen, strict=True):
+        going = []
+        for index, (row, token) in enumerate(zip(alive, rows.grow(), strict=True)):
+            if token == tokenizer.eot_token:
+                continue
             added[row].append(token)
-        rows.append(chosen)
-        going = [index for index, row in enumerate(alive) if not is_done(added[row])]
+            tail = tokenizer.decode(added[row][-reach:]) if stops else ""
+            if len(added[row]) < count and not any(stop in tail for stop in stops):
+                going.append(index)
         if len(going) < len(alive):
             alive = [alive[index] for index in going]
             rows.keep(going)
@@ -115,31 +94,45 @@ def continue_batch(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, one by one and without end. They equal the first row of `continue_batch`.
-
-    Uses its own random generator with the seed `sampling.seed`, and does not change the global random state.
-    """
-    rows = GrowingRows(model, [prompt])
-    generator = torch.Generator().manual_seed(sampling.seed)
+    """Yield tokens that continue `prompt`, one by one and without end. They are those of the first of several
+    prompts in `continue_prompts`."""
+    rows = GrowingRows(model, [prompt], sampling, vocab_size)
     while True:
-        [logits_V] = rows.next_logits()[:, :vocab_size].float().cpu()
-        token = choose(logits_V, sampling, generator)
-        rows.append([token])
-        yield token
+        yield from rows.grow()
 
 
 class GrowingRows:
-    """Rows of tokens that grow, and the model's logits for the next token of each row.
+    """Rows of tokens that grow by a token at a time.
 
     While all rows fit the context, each step computes only the new tokens. After that, the model sees the last
     `context_length` tokens of each row. Their positions change with every step, so that the cache is useless and each
     step costs a whole forward pass.
     """
 
-    def __init__(self, model: GPTModel, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, model: GPTModel, prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int | None
+    ) -> None:
+        """Begin the rows with the prompts. Ids from `vocab_size` on, which exist if the head is padded, are never
+        chosen.
+
+        Row i draws with the seed `sampling.seed + i`, so that it does not depend on the other rows. The global random
+        state does not change.
+        """
         self.model = model
+        self.sampling = sampling
+        self.vocab_size = vocab_size
         self.rows = [list(prompt) for prompt in prompts]
+        self.generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
         self.cache: KeyValueCache | None = KeyValueCache()
+
+    def grow(self) -> list[int]:
+        """Append a token to each row, and return these tokens. Raises RunError if a logit is not finite."""
+        logits_BxV = self.next_logits()[:, : self.vocab_size].float().cpu()
+        pairs = zip(logits_BxV, self.generators, strict=True)
+        chosen = [choose(logits_V, self.sampling, generator) for logits_V, generator in pairs]
+        for row, token in zip(self.rows, chosen, strict=True):
+            row.append(token)
+        return chosen
 
     def next_logits(self) -> Tensor:
         """Return the logits for each row's next token, (rows, vocabulary), on the model's device."""
@@ -158,14 +151,10 @@ class GrowingRows:
             features_BxTxC = self.model.features(tokens_BxT, lengths, self.cache)
             return self.model.out_head(features_BxTxC[range(len(lengths)), [length - 1 for length in lengths]])
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Append one token to each row."""
-        for row, token in zip(self.rows, tokens, strict=True):
-            row.append(token)
-
     def keep(self, indexes: list[int]) -> None:
         """Keep only the rows with these indexes, in this order."""
         self.rows = [self.rows[index] for index in indexes]
+        self.generators = [self.generators[index] for index in indexes]
         if self.cache is not None and indexes:
             self.cache.keep(indexes)
 

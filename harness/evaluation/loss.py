@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,39 +83,19 @@ class TestLoss:
     __test__ = False  # not a test for pytest
 
     text: Text
-    place: str  # a description of `text` for people
+    place: str  # a description of `text` and the precision for people
     precision: str
-    device: str
-    window_losses: np.ndarray = field(compare=False)  # fp32 of shape [windows]
-    loss: float  # nats per token: the mean of `window_losses`
+    loss: float  # nats per token
     bits_per_byte: float | None
     is_exact: bool  # bits_per_byte counts the bytes of the predicted tokens; if false, it uses the split's mean
-
-    def keep(self, weights: Path) -> None:
-        """Write the result to the run that the weights file belongs to, if it belongs to one.
-
-        If that fails, print a warning and continue, because the caller prints the result, too.
-        """
-        with warned_if_not_kept():
-            if (model := model_in_run(weights)) is not None:
-                result = LossResult(
-                    weights=model.weights,
-                    date=now(),
-                    device=self.device,
-                    torch=torch.__version__,
-                    text=self.text,
-                    precision=self.precision,
-                    loss=finite(self.loss),
-                    bits_per_byte=finite(self.bits_per_byte),
-                    bits_are_exact=self.is_exact,
-                )
-                write_loss(model.run, result, self.window_losses)
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Text on which a finished model is tested: the loader's first `batches` microbatches of a dataset's split."""
+    """Text on which the model in the file `weights` is tested: the loader's first `batches` microbatches of a dataset's
+    split."""
 
+    weights: Path
     dataset: Dataset
     split: str
     loader: TokenLoader
@@ -164,24 +144,28 @@ class HeldOutText:
                 f"{batch_size} sequences of {config.context_length:,} tokens from {start:,}), but there are "
                 f"{len(tokens):,}; see --start-token, --batches, --batch-size"
             )
-        return cls(opened, split, TokenLoader(tokens, start, layout), batches)
+        return cls(weights, opened, split, TokenLoader(tokens, start, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """Measure the model's loss, with a progress bar on a terminal. Raises UserError for a precision that the
-        model's device does not compute."""
+        """Measure the model's loss, with a progress bar on a terminal, and write it to the run that the weights belong
+        to, if they belong to one. If that fails, print a warning. Raises UserError for a precision that the model's
+        device does not compute."""
         device = next(model.parameters()).device
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
         columns, lines = shutil.get_terminal_size()
         indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
         losses = window_losses(model, map(self.loader.microbatch, indexes), precision)
-        loss = mean(losses.tolist())
-        exact = self._bytes_per_token()
+        loss, exact = mean(losses.tolist()), self._bytes_per_token()
         bytes_per_token = exact or self.dataset.bytes_per_token(self.split)
+        bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
         tokenizer, tokens, layout = self.dataset.tokenizer, self.loader.tokens, self.loader.layout
         start, end = self.loader.start_token, self.loader.start_token + self.batches * layout.microbatch_tokens
         size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"
-        place = f"{self.dataset.name}, {self.split} split, tokens {start:,} to {end:,} of {len(tokens):,} ({size})"
+        place = (
+            f"{self.dataset.name}, {self.split} split, tokens {start:,} to {end:,} of {len(tokens):,} ({size}), "
+            f"in {precision.name}"
+        )
         text = Text(
             dataset=self.dataset.name,
             sha256=tokens.fingerprint(),
@@ -191,8 +175,21 @@ class HeldOutText:
             windows=self.batches * layout.microbatch_size,
             context_length=layout.context_length,
         )
-        bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
-        return TestLoss(text, place, precision.name, device_name(device), losses, loss, bits, exact is not None)
+        with warned_if_not_kept():
+            if (measured := model_in_run(self.weights)) is not None:
+                result = LossResult(
+                    weights=measured.weights,
+                    date=now(),
+                    device=device_name(device),
+                    torch=torch.__version__,
+                    text=text,
+                    precision=precision.name,
+                    loss=finite(loss),
+                    bits_per_byte=finite(bits),
+                    bits_are_exact=exact is not None,
+                )
+                write_loss(measured.run, result, losses)
+        return TestLoss(text, place, precision.name, loss, bits, exact is not None)
 
     def _bytes_per_token(self) -> float | None:
         """Return the mean number of UTF-8 bytes of a predicted token, counted with the dataset's tokenizer.
@@ -266,7 +263,7 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
             f"{model.config.parameters:,}",
         )
     test = group[0][1]
-    notes = [f"Measured on {test.place}, in {test.precision}"]
+    notes = [f"Measured on {test.place}"]
     if any(test.bits_per_byte is not None and not test.is_exact for _, test in group):
         notes.append(f"~ {BY_MEAN}")
     for note in notes:

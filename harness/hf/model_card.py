@@ -66,7 +66,7 @@ def model_card(facts: ModelFacts) -> str:
         front_matter=_front_matter(facts, model_type).to_yaml(),
         name=json.dumps(facts.name),
         tokens=facts.number("tokens_seen"),
-        prompt=Instruction("…", "", "").prompt.rstrip("\n"),
+        prompt=Instruction(instruction="…", input="", output="").prompt.rstrip("\n"),
         brings_code=model_type == OWN_TYPE,
         losses=[row for row in _losses(facts) if row[1] is not None],
         chart=CHART if run is not None and run.chart.is_file() else None,

@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_judge import FakeJudge
+from tests.support.in_process import InProcess
 from tests.support.judging import KEY, Bench
-from tests.support.launch import Workshop
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
     """A workshop with the run r, trained on the dataset local/letters, with checkpoints of steps 0, 10 and later."""
-    shop = Workshop(tmp_path_factory.mktemp("trained"), {"TIKTOKEN_CACHE_DIR": "none"})
+    shop = InProcess(tmp_path_factory.mktemp("trained"), {"TIKTOKEN_CACHE_DIR": "none"})
     shop.add_dataset()
     shop.add_run(validation_interval=10)
-    shop.train(ranks=1)
+    assert shop.attempt().status == 0
     return shop
 
 
 @pytest.fixture
-def shop(trained: Workshop, tmp_path: Path) -> Workshop:
+def shop(trained: InProcess, tmp_path: Path) -> InProcess:
     """The test's own copy of the trained workshop."""
     shutil.copytree(trained.path, tmp_path / "shop", symlinks=True)
-    return Workshop(tmp_path / "shop", dict(trained.environment))
+    return InProcess(tmp_path / "shop", dict(trained.environment))
 
 
 @pytest.fixture

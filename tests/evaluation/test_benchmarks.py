@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gpt import GPTModel, ModelConfig
-from harness.common.errors import RunError, UserError
+from harness.common.errors import UserError
 from harness.common.files import sha256
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
@@ -167,6 +169,7 @@ def test_log_likelihoods_are_those_of_lm_evals_own_model(subject: Subject) -> No
     assert [total for total, _ in ours] == pytest.approx([total for total, _ in theirs], rel=1e-5)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
     assert len({greedy for _, greedy in ours}) == 2
+    assert subject.under_test().loglikelihood(instances("loglikelihood", [("the", "")])) == [(0.0, True)]
     texts = instances("loglikelihood_rolling", [(sentence(draw, words),) for words in (1, 5, 40, 200)] + [("",)])
     found = subject.under_test().loglikelihood_rolling(texts)
     assert found == pytest.approx(subject.peer.loglikelihood_rolling(texts), rel=1e-5)
@@ -185,31 +188,14 @@ def test_generated_texts_are_those_of_lm_evals_own_model(subject: Subject) -> No
     assert ours == subject.peer.generate_until(requests)
     assert all(ours[1::3])
     assert not any(" the" in text for text in ours[::3])
+    # lm-eval's own model fails with an assertion if a text as long as the context is asked for.
+    long = instances("generate_until", [(sentence(draw, 40), {"until": [], "max_gen_toks": CONTEXT + 8})])
+    [text] = subject.under_test().generate_until(long)
+    assert len(subject.tokenizer.encode(text)) > CONTEXT // 2
 
 
-def test_a_continuation_longer_than_the_context_counts_each_token_once(subject: Subject) -> None:
-    """The expected value is by the chain rule: each token's log-probability is from a forward pass of its own."""
-    draw = random.Random(3)
-    context, continuation = sentence(draw, 8), " " + sentence(draw, 3 * CONTEXT)
-    [(total, greedy)] = subject.under_test().loglikelihood(instances("loglikelihood", [(context, continuation)]))
-    before, tokens = subject.tokenizer.encode(context), subject.tokenizer.encode(context + continuation)
-    expected, start = 0.0, len(before)
-    with torch.no_grad():
-        for at in range(start, len(tokens)):
-            place = at - (at - start) % CONTEXT  # where its window begins to predict
-            last = min(place + CONTEXT, len(tokens)) - 1
-            seen = torch.tensor([tokens[max(0, last - CONTEXT) : at]])
-            expected += float(torch.log_softmax(subject.model(seen)[0, -1], dim=-1)[tokens[at]])
-    assert total == pytest.approx(expected, rel=1e-5)
-    assert not greedy
-    answers = subject.under_test().loglikelihood(instances("loglikelihood", [("the", "")]))
-    assert answers == [(0.0, True)]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
-@pytest.mark.parametrize("before", range(1, 10))
-def test_windows_predict_every_token_once_and_fit(length: int, before: int) -> None:
-    for count in range(10):
+def test_windows_predict_every_token_once_and_fit() -> None:
+    for length, before, count in itertools.product([1, 2, 3, 7], range(1, 10), range(10)):
         tokens = list(range(before + count))
         found = list(windows(tokens[:before], tokens[before:], length))
         assert [target for _, targets in found for target in targets] == tokens[before:]
@@ -233,14 +219,6 @@ def test_padding_of_the_vocabulary_is_never_chosen(subject: Subject) -> None:
     requests = instances("generate_until", [("the river", {"until": [], "max_gen_toks": 1})])
     assert tempted.under_test().generate_until(requests) == [subject.tokenizer.decode([likeliest])]
     assert tempted.scorer().score([(prompt, [likeliest])])[0].is_greedy
-
-
-def test_a_text_as_long_as_the_context_can_be_asked_for(subject: Subject) -> None:
-    """lm-eval's own model fails with an assertion in this case."""
-    prompt = sentence(random.Random(4), 40)
-    requests = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": CONTEXT + 8})])
-    [text] = subject.under_test().generate_until(requests)
-    assert len(subject.tokenizer.encode(text)) > CONTEXT // 2
 
 
 def test_sampling_is_repeatable_and_each_repeat_draws_its_own(subject: Subject) -> None:
@@ -276,53 +254,50 @@ def evaluate(subject: Subject, folder: Path, *options: object) -> Result:
     return call("evaluate_benchmarks", *subject.arguments, *options, folder=folder)
 
 
-def test_the_command_prints_a_table_and_writes_a_file(subject: Subject, tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_writes_files(subject: Subject, tmp_path: Path) -> None:
+    """Scores of a run's checkpoint stay in the run, too."""
+    run = tmp_path / "runs" / "r"
+    checkpoint = shutil.copytree(subject.folder, run / "checkpoints" / "20260101Z000000-iteration-9")
+    (run / "checkpoints" / "best").symlink_to(checkpoint.name)
+    (checkpoint / "model.json").rename(run / "model.json")
     tasks = [str(write_task(tmp_path, "choice", name="one")), str(write_task(tmp_path, "last_word", name="two"))]
     options = ["--tasks", tasks[0], "--tasks", f"{tasks[1]},", "--limit", "6", "--output", "out.json"]
-    done = evaluate(subject, tmp_path, *options)
+    done = call("evaluate_benchmarks", "r", *options, folder=tmp_path)
+    assert (done.status, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["task", "one", "", "two", ""]
     assert [line[33:].split()[0] for line in lines] == ["metric", "acc", "acc_norm", "perplexity", "acc"]
     assert [line.split()[-1] for line in lines] == ["examples", *["6"] * 4]
     assert all(len(line) <= 80 for line in lines)
-    assert (done.status, done.stderr) == (0, "")
+    printed = [float(line[33:].split()[1]) for line in lines[1:]]
+
     written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
-    assert written["results"]["one"]["acc,none"] == pytest.approx(float(lines[1][33:].split()[1]), abs=1e-4)
+    assert written["results"]["one"]["acc,none"] == pytest.approx(printed[0], abs=1e-4)
     assert written["n-samples"]["two"] == {"original": 24, "effective": 6}
     assert written["model"]["config"]["context_length"] == CONTEXT
-    assert written["model"]["sha256"] == sha256(subject.folder / "model.safetensors")
+    assert written["model"]["sha256"] == sha256(checkpoint / "model.safetensors")
     assert written["settings"]["limit"] == 6
     assert written["configs"]["one"]["output_type"] == "multiple_choice"
 
-
-def test_scores_of_a_checkpoint_stay_in_its_run(subject: Subject, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "r"
-    checkpoint = shutil.copytree(subject.folder, run / "checkpoints" / "20260101Z000000-iteration-9")
-    (run / "checkpoints" / "best").symlink_to(checkpoint.name)
-    (checkpoint / "model.json").rename(run / "model.json")
-    task = str(write_task(tmp_path, "choice", name="one"))
-    done = call("evaluate_benchmarks", "r", "--tasks", task, "--limit", 6, folder=tmp_path)
-    assert (done.status, done.stderr) == (0, "")
     [result] = read_results(RunDirectory(run)).of(BenchmarkResult)
-    assert (result.tasks, result.limit, result.num_fewshot, result.precision) == ([task], 6, None, "fp32")
-    assert result.weights.sha256 == sha256(checkpoint / "model.safetensors")
+    assert (result.tasks, result.limit, result.num_fewshot, result.precision) == (tasks, 6, None, "fp32")
+    assert result.weights.sha256 == written["model"]["sha256"]
     kept = [(score.task, score.metric, score.examples, score.higher_is_better) for score in result.scores]
-    assert kept == [("one", "acc", 6, True), ("one", "acc_norm", 6, True)]
-    printed = [float(line[33:].split()[1]) for line in done.stdout.splitlines()[1:]]
-    assert [score.value for score in result.scores] == pytest.approx(printed, abs=1e-4)
+    assert kept[:2] == [("one", "acc", 6, True), ("one", "acc_norm", 6, True)]
+    assert kept[2:] == [("two", "perplexity", 6, False), ("two", "acc", 6, True)]
+    assert [score.value for score in result.scores] == pytest.approx(printed, rel=1e-4, abs=1e-4)
 
 
 def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task with too few examples for its few-shot prompts raises RunError with one line. So does a lack of memory."""
-    loaded = benchmarks.load([str(write_task(tmp_path, "choice"))], 99)
-    with (
-        pytest.raises(RunError, match="lm-eval failed: ValueError") as caught,
-        benchmarks.explained_failures(16),
-    ):
-        benchmarks.run(loaded, subject.scorer(), subject.tokenizer, limit=2)
-    assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(RunError, match="lower --batch-size"), benchmarks.explained_failures(16):
-        torch.empty(2**60)
+    """A task with too few examples for its few-shot prompts fails with one line. So does a lack of memory."""
+    options = ["--tasks", write_task(tmp_path, "choice"), "--limit", 2]
+    done = evaluate(subject, tmp_path, *options, "--num-fewshot", 99)
+    assert (done.status, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: lm-eval failed: ValueError")
+    assert done.stderr.count("\n") == 1
+    monkeypatch.setattr(benchmarks, "run", lambda *_, **__: torch.empty(2**60))
+    done = evaluate(subject, tmp_path, *options)
+    assert done.stderr == "error: out of memory with 16 texts per batch; lower --batch-size\n"
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -333,20 +308,17 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     assert benchmarks.load([str(one), str(one)]).asked == ["choice"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path) -> None:
+    for options, words in (
         (["--tasks", "x", "--output", "."], "is a directory"),
         (["--tasks", "x", "--output", "gone/out.json"], "no file can be written"),
         (["--tasks", ","], "at least one name"),
         (["--tasks", "x.yaml"], "no such task file"),
         (["--tasks", "x", "--limit", "0"], "--limit"),
-    ],
-)
-def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path, options: list[str], words: str) -> None:
-    done = evaluate(subject, tmp_path, *options)
-    assert (done.status, done.stdout) == (2, "")
-    assert words in done.stderr.splitlines()[-1]
+    ):
+        done = evaluate(subject, tmp_path, *options)
+        assert (done.status, done.stdout) == (2, "")
+        assert words in done.stderr.splitlines()[-1]
 
 
 def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: Path) -> None:
@@ -359,16 +331,41 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
     assert "its tokenizer has 300 tokens, the model 256" in done.stderr
 
 
-def test_a_group_is_shown_above_its_tasks() -> None:
-    long = "a_task_with_a_rather_long_name_of_its_own"
-    rows: dict[str, Any] = {name: {"acc,none": 0.5, "acc_stderr,none": 0.1, "sample_len": 4} for name in ("one", long)}
-    rows["both"] = {"acc,none": 1 / 3, "acc_stderr,none": "N/A", "sample_count": {"one": 4, long: 4}}
-    results = {"results": rows, "group_subtasks": {"outer": ["both"], "both": ["one", long]}}
-    lines = list(benchmarks.table(results, ["outer"]))
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two tasks, and the group `outer` with the group `both` of these tasks, in the index of lm-eval's names."""
+    from lm_eval.tasks import TaskManager
+
+    names = ["one", "a_task_with_a_rather_long_name_of_its_own"]
+    for name in names:
+        write_task(tmp_path, "choice", count=4, name=name)
+    scored = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
+    for group, members, more in (("both", names, scored), ("outer", ["both"], {})):
+        (tmp_path / f"{group}.yaml").write_text(json.dumps({"group": group, "task": members, **more}))
+    index = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr(benchmarks, "task_manager", lambda **_: index)
+    return names
+
+
+def test_a_named_group_is_shown_above_its_tasks(subject: Subject, tmp_path: Path, named: list[str]) -> None:
+    done = evaluate(subject, tmp_path, "--tasks", "outer")
+    lines = done.stdout.splitlines()
+    assert (done.status, done.stderr) == (0, "")
     assert all(len(line) <= 80 for line in lines)
-    assert [line[:12].rstrip() for line in lines] == ["task", "outer", "  both", "    one", "    a_task_w"]
-    assert lines[3].split() == ["one", "acc", "0.5000", "±", "0.1000", "4"]
-    assert benchmarks.scores(results, "both") == [benchmarks.Score("both", "acc", 1 / 3, None, 8)]
+    shown = [line[:12].rstrip() for line in lines]
+    assert shown == ["task", "outer", "  both", "    one", "", "    a_task_w", ""]
+    both, one, other = (float(lines[row].split()[-4]) for row in (2, 3, 5))
+    assert both == pytest.approx((one + other) / 2, abs=1e-4)
+    assert [lines[row].split()[-1] for row in (2, 3, 5)] == ["8", "4", "4"]
+    wild = evaluate(subject, tmp_path, "--tasks", "*o*").stdout.splitlines()
+    assert [line[:5].strip() for line in wild if line[0] != " "] == ["task", *sorted(["one", "a_tas"])]
+
+
+def test_unknown_names_are_refused_with_the_nearest(named: list[str]) -> None:
+    assert benchmarks.known_names("*o*") == sorted([*named, "both", "outer"])
+    for name, hint in (("oen", "did you mean one?"), ("qqq", "--list")):
+        with pytest.raises(UserError, match=f'"{name}": no task, group or tag of lm-eval.*{re.escape(hint)}'):
+            benchmarks.load([name])
 
 
 REFUSED = [
@@ -404,15 +401,13 @@ def test_tasks_that_cannot_be_run_are_one_line(
 
 
 @pytest.mark.slow
-def test_unknown_task_names_are_refused() -> None:
-    """Names are looked up in lm-eval's index of all its tasks, which takes seconds to build."""
-    with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
-        benchmarks.load(["helaswag"])
-    with pytest.raises(UserError, match=r"humaneval.*are programs, which this command does not run"):
-        benchmarks.load(["humaneval"])
+def test_lm_evals_own_names_are_known() -> None:
+    """lm-eval's index of all its tasks takes seconds to build."""
     for name in ("arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"):
         assert benchmarks.known_names(name) == [name]
     assert "lambada_openai" in benchmarks.known_names("lambada*")
+    with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
+        benchmarks.load(["helaswag"])
 
 
 def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +26,14 @@ from harness.evaluation.generation import (
     GrowingRows,
     Sampling,
     choose,
-    continue_batch,
+    continue_prompts,
     prompts_of,
     sample_tokens,
 )
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.in_process import call
+
+ENDLESS: Any = SimpleNamespace(eot_token=-1, vocab_size=None)  # in place of a tokenizer: no token ends a text
 
 
 def logits_without_cache(model: GPTModel, row: Sequence[int]) -> Tensor:
@@ -52,13 +56,14 @@ def test_rows_of_unequal_lengths_are_what_each_is_alone(tied: bool, qkv_bias: bo
     model = random_model(shape(tie_weights=tied, qkv_bias=qkv_bias)).eval()
     text = random_tokens(model.config, 2).flatten().tolist()
     prompts = [text[:length] for length in (1, 7, 24, 30, 20)]
-    rows, kept = GrowingRows(model, prompts), list(range(5))
+    rows, kept = GrowingRows(model, prompts, GREEDY, None), list(range(5))
     for step, leaving in enumerate((None, 1, None, 3, 0, None, None)):
         logits = rows.next_logits()
         for index, row in enumerate(kept):
             expected = logits_without_cache(model, [*prompts[row], *text[:step]])
             torch.testing.assert_close(logits[index], expected, rtol=1e-4, atol=1e-5)
-        rows.append([text[step]] * len(kept))
+        for grown in rows.rows:
+            grown.append(text[step])
         if leaving is not None:
             kept = [row for index, row in enumerate(kept) if index != leaving]
             rows.keep([index for index in range(len(kept) + 1) if index != leaving])
@@ -77,7 +82,7 @@ def test_tokens_in_the_context_are_computed_once() -> None:
 def test_a_batch_samples_what_whole_passes_sample(sampling: Sampling) -> None:
     model = random_model(shape()).eval()
     prompts = [[1, 2, 3], [4] * 20, [5]]
-    together = continue_batch(model, prompts, sampling, is_done=lambda new: len(new) == 30)
+    together = continue_prompts(model, ENDLESS, prompts, 30, sampling)
     for row, prompt in enumerate(prompts):
         own = Sampling(sampling.temperature, sampling.top_k, sampling.seed + row)
         assert together[row] == sample_without_cache(model, prompt, own, 30)
@@ -86,18 +91,19 @@ def test_a_batch_samples_what_whole_passes_sample(sampling: Sampling) -> None:
 
 def test_each_row_ends_by_itself() -> None:
     model = random_model(shape()).eval()
-    free = continue_batch(model, [[1], [2], [3]], GREEDY, is_done=lambda new: len(new) == 12)
+    free = continue_prompts(model, ENDLESS, [[1], [2], [3]], 12, GREEDY)
     end = free[1][4]
-    ended = continue_batch(model, [[1], [2], [3]], GREEDY, is_done=lambda new: len(new) == 12 or new[-1] == end)
+    ending: Any = SimpleNamespace(eot_token=end, vocab_size=None)
+    ended = continue_prompts(model, ending, [[1], [2], [3]], 12, GREEDY)
     for row, new in zip(free, ended, strict=True):
-        assert new == (row[: row.index(end) + 1] if end in row else row)
-    assert len(ended[1]) <= 5
+        assert new == (row[: row.index(end)] if end in row else row)
+    assert len(ended[1]) <= 4
 
 
 def test_sampling_leaves_the_model_and_the_random_state_as_they_were() -> None:
     model = random_model(shape(drop_rate=0.4)).train()
     before = torch.get_rng_state()
-    new = continue_batch(model, [[1, 2]], GREEDY, is_done=lambda new: len(new) == 5)
+    new = continue_prompts(model, ENDLESS, [[1, 2]], 5, GREEDY)
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
     assert new == [sample_without_cache(model.eval(), [1, 2], GREEDY, 5)], "sampled without dropout"
@@ -199,18 +205,15 @@ def test_files_without_valid_prompts_are_refused(tmp_path: Path, name: str, cont
         prompts_of(path, None, "x")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "prompts"),
-    [
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    for name, text, prompts in (
         ("p.txt", "\ufeffone\u2028still one\r\ntwo\x0cstill two\n", ["one\u2028still one", "two\x0cstill two"]),
         ("p.jsonl", '\ufeff"a\u2028b"\r\n', ["a\u2028b"]),
-    ],
-)
-def test_a_line_ends_at_a_newline_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
-    (tmp_path / name).write_bytes(text.encode())
-    assert prompts_of(tmp_path / name, None, "x") == prompts
+    ):
+        (tmp_path / name).write_bytes(text.encode())
+        assert prompts_of(tmp_path / name, None, "x") == prompts
     with pytest.raises(UserError, match="give one of them"):
-        prompts_of(tmp_path / name, "text", "x")
+        prompts_of(tmp_path / "p.txt", "text", "x")
 
 
 def test_a_stream_of_tokens_never_splits_a_character(model_files: tuple[Path, Path]) -> None:

@@ -9,7 +9,6 @@ import math
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,11 @@ from harness.evaluation.instruct.finetune import (
     FineTuneSettings,
     answer,
     batches,
-    collate,
     encode,
     fine_tune,
     mean_loss,
 )
-from harness.evaluation.instruct.responses import (
-    AnsweringModel,
-    Instruction,
-    InstructionSplits,
-    load_instructions,
-    read_responses,
-)
+from harness.evaluation.instruct.responses import AnsweringModel, Instruction, InstructionSplits, read_responses
 from harness.model.precision import Precision
 from harness.model.weights import save_weights
 from harness.runs.directory import RunDirectory
@@ -71,9 +63,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(data: Path) -> Tokenizer:
-    entries = load_instructions(data)
-    train_bpe((entry.prompt + entry.output for entry in entries), 330, data.parent / "tokenizer.json")
+    texts = (Instruction(**entry).prompt + entry["output"] for entry in ENTRIES)
+    train_bpe(texts, 330, data.parent / "tokenizer.json")
     return load_tokenizer(data.parent / "tokenizer.json")
+
+
+def asked(instruction: str, given: str, output: str) -> Instruction:
+    return Instruction(instruction=instruction, input=given, output=output)
 
 
 def tiny(**changes: Any) -> GPTModel:
@@ -86,13 +82,12 @@ def tiny(**changes: Any) -> GPTModel:
 
 
 def test_the_prompt_is_alpacas() -> None:
-    with_input = Instruction("Name it.", "a cat", "Tom")
     request = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     )
-    assert with_input.prompt == f"{request}### Instruction:\nName it.\n\n### Input:\na cat\n\n### Response:\n"
-    without = replace(with_input, input="")
-    assert without.prompt == f"{request}### Instruction:\nName it.\n\n### Response:\n"
+    for given, heading in (("a cat", "### Input:\na cat\n\n"), ("", "")):
+        prompt = f"{request}### Instruction:\nName it.\n\n{heading}### Response:\n"
+        assert asked("Name it.", given, "Tom").prompt == prompt
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1100, (935, 55, 110)), (40, (34, 2, 4)), (20, (17, 1, 2))])
@@ -106,20 +101,20 @@ def test_the_split_is_the_books(tmp_path: Path, count: int, sizes: tuple[int, in
     assert in_order == list(range(count))
 
 
+ENTRY: dict[str, Any] = {"instruction": "a", "input": "", "output": "b"}
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (
-            [{"instruction": "a", "input": "", "output": "b"}, {"instruction": "a", "input": ""}],
-            'entry 2: key "output"',
-        ),
-        ([{"instruction": "a", "output": "b"}], 'entry 1: key "input": missing ("" where there is none)'),
-        ([{"instruction": 3, "input": "", "output": "b"}], 'entry 1: key "instruction": 3 is not text'),
-        ([{"instruction": " ", "input": "", "output": "b"}], 'entry 1: key "instruction": empty'),
-        ([{"instruction": "a", "input": "", "output": "\ud800"}], 'entry 1: key "output"'),
+        ([ENTRY, {"instruction": "a", "input": ""}], 'entry 2: key "output": missing'),
+        ([{"instruction": "a", "output": "b"}], 'entry 1: key "input": missing; the file must be a list of objects'),
+        ([ENTRY | {"instruction": 3}], 'entry 1: key "instruction": '),
+        ([ENTRY | {"instruction": " "}], 'entry 1: key "instruction": empty'),
+        ([ENTRY | {"output": "\ud800"}], 'entry 1: key "output"'),
         (["a"], "entry 1"),
-        ({"a": 1}, "must be a JSON list"),
-        ([{"instruction": "a", "input": "", "output": "b"}] * 19, "19 entries"),
+        ({"a": 1}, "must be a list of objects with instruction, input"),
+        ([ENTRY] * 19, "19 entries"),
     ],
 )
 def test_files_that_are_no_instruction_data(tmp_path: Path, content: object, fault: str) -> None:
@@ -135,12 +130,11 @@ def test_files_that_are_no_instruction_data(tmp_path: Path, content: object, fau
 
 
 def test_padding_is_ignored_but_for_the_end_of_text(tokenizer: Tokenizer) -> None:
-    entries = [
-        Instruction("Say red 1.", "", "red"),
-        Instruction("Say green and blue and pink.", "", "green, blue, pink"),
-    ]
+    entries = [asked("Say red 1.", "", "red"), asked("Say green and blue and pink.", "", "green, blue, pink")]
     examples = [encode(entry, tokenizer, 128) for entry in entries]
-    batch = collate(examples, tokenizer.eot_token, answers_only=False)
+    [batch], [answers] = (
+        batches(examples, 8, tokenizer.eot_token, answers_only=only, generator=None) for only in (False, True)
+    )
     for row, (entry, example) in enumerate(zip(entries, examples, strict=True)):
         learnt = batch.targets[row][batch.targets[row] != IGNORED].tolist()
         whole = tokenizer.encode(entry.prompt + entry.output)
@@ -148,18 +142,16 @@ def test_padding_is_ignored_but_for_the_end_of_text(tokenizer: Tokenizer) -> Non
         assert batch.inputs[row][: len(whole)].tolist() == whole
         assert (batch.targets[row][len(learnt) :] == IGNORED).all()
         assert example.has_answer
-    assert len(set(map(len, (example.tokens for example in examples)))) == 2, "one of them is padded"
-    answers = collate(examples, tokenizer.eot_token, answers_only=True).targets
-    for row, entry in enumerate(entries):
-        learnt = answers[row][answers[row] != IGNORED].tolist()
+        learnt = answers.targets[row][answers.targets[row] != IGNORED].tolist()
         assert learnt == [*tokenizer.encode(entry.output), tokenizer.eot_token]
+    assert len({len(example.tokens) for example in examples}) == 2, "one of them is padded"
 
 
 @pytest.mark.parametrize("answers_only", [False, True])
 def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer, answers_only: bool) -> None:
     """The batch size does not matter. Rows without any token to learn are ignored, and never make the loss NaN."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
-    entries = [Instruction(f"Say {word}.", "", f"{word} " * number) for number, word in enumerate(WORDS, start=1)]
+    entries = [asked(f"Say {word}.", "", f"{word} " * number) for number, word in enumerate(WORDS, start=1)]
     examples = [encode(entry, tokenizer, 64) for entry in entries]
     losses = []
     for example in examples:
@@ -168,7 +160,7 @@ def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer,
             row = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
         losses.append(row[example.answer_start - 1 :] if answers_only else row)
     if answers_only:
-        cut = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
+        cut = encode(asked("red " * 200, "", "blue"), tokenizer, 64)
         examples = [cut, *examples[:3], cut, *examples[3:], cut, cut, cut]
         assert not list(batches([cut, cut], 8, 0, answers_only=True, generator=None))
     for size in (1, 3, 8):
@@ -177,13 +169,12 @@ def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer,
 
 
 def test_long_entries_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
-    entry = Instruction("Say it.", "", "red " * 200)
-    example = encode(entry, tokenizer, 64)
-    batch = collate([example], tokenizer.eot_token, answers_only=False)
+    example = encode(asked("Say it.", "", "red " * 200), tokenizer, 64)
+    [batch] = batches([example], 8, tokenizer.eot_token, answers_only=False, generator=None)
     assert batch.inputs.shape == batch.targets.shape == (1, 64)
     assert batch.targets[0, -1] != IGNORED
     assert tokenizer.eot_token not in batch.targets, "the answer is cut off, so there is no end to learn"
-    long_question = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
+    long_question = encode(asked("red " * 200, "", "blue"), tokenizer, 64)
     assert not long_question.has_answer
     assert len(long_question.tokens) == 65
 
@@ -203,66 +194,45 @@ def test_every_entry_is_trained_on_once_an_epoch_in_a_seeds_order() -> None:
 # When it stops ----------------------------------------------------------------------------------------------------
 
 
-def parts_of(data: Path, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
-    splits = InstructionSplits.load(data)
-    train, validation = ([encode(entry, tokenizer, 64) for entry in part] for part in (splits.train, splits.validation))
-    return train, validation
-
-
-def test_the_weights_kept_are_those_from_before_the_rise(data: Path, tokenizer: Tokenizer) -> None:
+def test_the_weights_kept_are_those_from_before_the_rise(
+    data: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A fine-tuning with max_epochs set to the kept epoch ends with exactly the same weights."""
-    parts = parts_of(data, tokenizer)
-    settings = FineTuneSettings(learning_rate=0.01, max_epochs=60)
-    lines: list[str] = []
-    model = tiny()
-    result = fine_tune(model, parts, tokenizer.eot_token, settings, lines.append)
-    losses = result.validation_losses
+    splits, model, other = InstructionSplits.load(data), tiny(), tiny()
+    result = fine_tune(model, tokenizer, splits, FineTuneSettings(0.01, max_epochs=60))
+    losses = [loss for loss in result.validation_losses if loss is not None]
     assert result.rose
     assert result.kept_epoch == len(losses) - 2 >= 2
     assert all(after <= before for before, after in itertools.pairwise(losses[:-1]))
     assert losses[-1] > losses[-2]
-    assert len(lines) == len(losses)
-    other = tiny()
-    again = fine_tune(
-        other, parts, tokenizer.eot_token, replace(settings, max_epochs=result.kept_epoch), lambda line: None
-    )
-    assert not again.rose
+    assert len(capsys.readouterr().out.splitlines()) == len(losses) + 1, "one for each, and one at the end"
+    assert not fine_tune(other, tokenizer, splits, FineTuneSettings(0.01, max_epochs=result.kept_epoch)).rose
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
-    held_out = list(batches(parts[1], 8, 0, answers_only=False, generator=None))
+    examples = [encode(entry, tokenizer, 64) for entry in splits.validation]
+    held_out = list(batches(examples, 8, 0, answers_only=False, generator=None))
     assert mean_loss(model, held_out, FP32) == pytest.approx(min(losses), rel=1e-6)
     assert not model.training
 
 
-def test_a_first_epoch_that_spoils_the_model_leaves_it_as_it_came(data: Path, tokenizer: Tokenizer) -> None:
-    model = tiny()
-    before = [parameter.clone() for parameter in model.parameters()]
-    for learning_rate in (50.0, 1e30):  # the loss rises, and then is not finite
-        settings = FineTuneSettings(learning_rate=learning_rate)
-        result = fine_tune(model, parts_of(data, tokenizer), tokenizer.eot_token, settings, lambda line: None)
-        assert result.rose
-        assert result.kept_epoch == 0
-        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
-    assert not math.isfinite(result.validation_losses[-1])
-
-
-def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer) -> None:
-    train, validation = parts_of(data, tokenizer)
-    cut = [Example(example.tokens, 999) for example in validation]
+def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    splits = InstructionSplits.load(data)
+    cut = [asked("red " * 200, "", "blue")] * 3
     with pytest.raises(UserError, match="context length"):
-        fine_tune(tiny(), (train, cut), 0, FineTuneSettings(0.01), lambda line: None)
+        fine_tune(tiny(), tokenizer, splits._replace(validation=cut), FineTuneSettings(0.01))
+    assert capsys.readouterr().out.startswith("3 instructions leave no room for an answer in 64 tokens")
     broken = tiny()
     with torch.no_grad():
         for parameter in broken.final_norm.parameters():
             parameter.fill_(math.nan)
     with pytest.raises(RunError, match="not finite"):
-        fine_tune(broken, (train, validation), 0, FineTuneSettings(0.01), lambda line: None)
+        fine_tune(broken, tokenizer, splits, FineTuneSettings(0.01))
 
 
 def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
     """Answers also agree if a question is longer than the context."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
-    entries = [Instruction(f"Say {word} {number}.", "", word) for number in range(3) for word in WORDS]
-    entries.append(Instruction("red " * 100, "", "blue"))
+    entries = [asked(f"Say {word} {number}.", "", word) for number in range(3) for word in WORDS]
+    entries.append(asked("red " * 100, "", "blue"))
     together = answer(model, tokenizer, entries, 20)
     assert [response.instruction for response in together] == [entry.instruction for entry in entries]
     assert together == [answer(model, tokenizer, [entry], 20)[0] for entry in entries]
@@ -303,8 +273,7 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path) -> None:
     assert "stopped: the validation loss rose; kept: epoch " in result.stdout
     responses = read_responses(shop.runs / "r" / "ift-responses.json")
     splits = InstructionSplits.load(data)
-    asked = [Instruction(each.instruction, each.input, each.output) for each in responses.responses]
-    assert asked == splits.test
+    assert [each.question for each in responses.responses] == [each.question for each in splits.test]
     assert responses.model == "r/20260101Z000000-iteration-9"
     assert responses.fine_tuning["rose"] is True
     assert responses.weights == AnsweringModel(
@@ -337,15 +306,18 @@ def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> 
     assert f"{kept.mean:.2f}" in done.stdout
 
 
-def test_a_model_that_learns_nothing_is_told_so(shop: Workshop) -> None:
-    result = ift(shop, "--data data.json --responses-only --learning-rate 1e12 --responses r.json --save tuned")
-    assert result.status == 0, result.stderr
-    assert "stopped: the loss is not a number; kept: epoch 0" in result.stdout
-    assert "try a lower --learning-rate" in result.stderr
-    assert read_responses(shop.path / "r.json").fine_tuning["validation_losses"][-1] is None
+def test_a_model_that_learns_nothing_is_told_so_and_left_as_it_came(shop: Workshop) -> None:
     start = load_file(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors")
-    kept = load_file(shop.path / "tuned" / "model.safetensors")
-    assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
+    for rate, reason in (("3", "the validation loss rose"), ("1e12", "the loss is not a number")):
+        result = ift(
+            shop, f"--data data.json --responses-only --learning-rate {rate} --responses {rate} --save m{rate}"
+        )
+        assert result.status == 0, result.stderr
+        assert f"stopped: {reason}; kept: epoch 0" in result.stdout
+        assert "try a lower --learning-rate" in result.stderr
+        kept = load_file(shop.path / f"m{rate}" / "model.safetensors")
+        assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
+    assert read_responses(shop.path / rate).fine_tuning["validation_losses"][-1] is None
 
 
 def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
@@ -364,37 +336,35 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
     assert len(read_responses(shop.path / "r.json").responses) == 4
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "words"),
-    [
-        ("r", "--data bad.json --responses-only", ["bad.json: entry 41", '"output"']),
-        ("r", "--data none.json --responses-only", ["none.json: no such file"]),
-        ("r", "--data data.json", ["OPENAI_API_KEY", "--responses-only"]),
-        ("r", "--data data.json --responses . --responses-only", ["exists"]),
-        ("r", "--data data.json --responses no/such/x.json --responses-only", ["no/such: no file can be written"]),
-        ("r", "--data data.json --save . --responses-only", ["--save"]),
-        ("r", "--data data.json --save bad.json/x --responses-only", ["bad.json: no file can be written"]),
-        ("r", "--data data.json --responses /proc/o.json --responses-only", ["/proc: no file"]),
-        ("r", "--data data.json --responses both --save both --responses-only", ["--save"]),
-        ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
-        ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
-        ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
-        # Refused before anything is downloaded:
-        ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
-        ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_trained(
-    shop: Workshop, model: str, options: str, words: list[str]
-) -> None:
+REFUSED = [
+    ("r", "--data bad.json --responses-only", ["bad.json: entry 41", '"output"']),
+    ("r", "--data none.json --responses-only", ["none.json: no such file"]),
+    ("r", "--data data.json", ["OPENAI_API_KEY", "--responses-only"]),
+    ("r", "--data data.json --responses . --responses-only", ["exists"]),
+    ("r", "--data data.json --responses no/such/x.json --responses-only", ["no/such: no file can be written"]),
+    ("r", "--data data.json --save . --responses-only", ["--save"]),
+    ("r", "--data data.json --save bad.json/x --responses-only", ["bad.json: no file can be written"]),
+    ("r", "--data data.json --responses /proc/o.json --responses-only", ["/proc: no file"]),
+    ("r", "--data data.json --responses both --save both --responses-only", ["--save"]),
+    ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
+    ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
+    ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
+    # Refused before anything is downloaded:
+    ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
+    ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),
+]
+
+
+def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop) -> None:
     (shop.path / "bad.json").write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
     save_weights(tiny(emb_dim=64).to_checkpoint_names(), shop.path / "other.safetensors")
     (shop.path / "empty").mkdir()
-    result = ift(shop, options, model)
-    assert (result.status, result.stdout) == (2, "")
-    [line] = result.stderr.splitlines()
-    assert all(word in line for word in words), line
-    assert not (shop.runs / "r" / "ift-responses.json").exists()
+    for model, options, words in REFUSED:
+        result = ift(shop, options, model)
+        assert (result.status, result.stdout) == (2, "")
+        [line] = result.stderr.splitlines()
+        assert all(word in line for word in words), line
+        assert not (shop.runs / "r" / "ift-responses.json").exists()
 
 
 class _Web(http.server.BaseHTTPRequestHandler):
@@ -430,4 +400,4 @@ def test_instructions_are_downloaded_once_and_whole_into_the_users_cache(shop: W
             assert refused.error_lines[0].startswith(f"error: {address}/{name}:")
         server.shutdown()
     [kept] = [path for path in (shop.path / "cache").rglob("*") if path.is_file()]
-    assert len(load_instructions(kept)) == len(ENTRIES), "nothing half-written"
+    assert json.loads(kept.read_text()) == ENTRIES, "nothing half-written"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,7 @@ from harness.evaluation.instruct.responses import (
     read_responses,
     write_responses,
 )
-from harness.evaluation.judge.prompts import (
-    InvalidAnswerError,
-    Prompt,
-    alone_prompt,
-    neutral_name,
-    shuffled,
-    together_prompt,
-)
+from harness.evaluation.judge.prompts import InvalidAnswerError, Prompt, alone_prompt, together_prompt
 from tests.support.fake_judge import question_of
 
 TOGETHER = Prompt("", ("A", "B", "C"), (0, 1, 2), 0, 0)
@@ -58,7 +52,7 @@ def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, ran
     place = {"question": 3, "repeat": 1, "seed": seed}
     prompt = together_prompt({label: answer(answers[label]) for label in labels}, **place)
     given_to = question_of(prompt.text)["answers"]
-    assert list(given_to) == list(prompt.names) == [neutral_name(number) for number in range(len(labels))]
+    assert list(given_to) == list(prompt.names)
     number_of = {text: float(number) for number, text in enumerate(dict.fromkeys(answers.values()))}
     scores = prompt.by_model({name: number_of[text] for name, text in given_to.items()})
     assert scores == {number: number_of[answers[label]] for number, label in enumerate(labels)}
@@ -67,17 +61,20 @@ def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, ran
     assert together_prompt(renamed, **place).text == prompt.text, "the prompt does not depend on the models' names"
 
 
+def order_of(texts: Iterable[str], *, question: int = 0, repeat: int = 0, seed: int = 0) -> tuple[int, ...]:
+    answers = {f"model {9 - number}": answer(text) for number, text in enumerate(texts)}
+    return together_prompt(answers, question=question, repeat=repeat, seed=seed).order
+
+
 def test_every_order_is_as_likely() -> None:
-    texts, labels = ["one", "two", "three"], ["small", "medium", "large"]
+    texts = ["one", "two", "three"]
     places = itertools.product(range(600), range(2))
-    orders = Counter(shuffled(texts, labels, question=at, repeat=repeat, seed=0) for at, repeat in places)
+    orders = Counter(order_of(texts, question=at, repeat=repeat) for at, repeat in places)
     assert len(orders) == 6
     # Chi-squared with 5 degrees of freedom exceeds 20.5 once in a thousand times; these hashes never change.
     assert sum((count - 200) ** 2 / 200 for count in orders.values()) < 20.5
-    seeds = [shuffled(texts, labels, question=0, repeat=0, seed=seed) for seed in range(2)]
-    assert seeds[0] != seeds[1]
-    for at in range(2):
-        assert shuffled(["same"] * 3, labels, question=at, repeat=0, seed=0) == (2, 1, 0)
+    assert order_of(texts, seed=0) != order_of(texts, seed=1)
+    assert order_of(["same"] * 3) == order_of(["same"] * 3, question=1) == (2, 1, 0), "equal texts are sorted by label"
 
 
 def test_no_answer_can_leave_its_place() -> None:
@@ -90,8 +87,9 @@ def test_no_answer_can_leave_its_place() -> None:
 
 
 def test_there_are_names_for_any_number_of_models() -> None:
-    names = [neutral_name(number) for number in range(1000)]
-    assert names[:2] + names[25:28] + names[701:703] == ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]
+    answers = {str(number): answer("") for number in range(1000)}
+    names = together_prompt(answers, question=0, repeat=0, seed=0).names
+    assert names[:2] + names[25:28] + names[701:703] == ("A", "B", "Z", "AA", "AB", "ZZ", "AAA")
     assert len(set(names)) == 1000
 
 
@@ -100,13 +98,10 @@ def test_there_are_names_for_any_number_of_models() -> None:
 FINE = {"A": 0, "B": 55.5, "C": 100}
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{}", " \n{}\n", "```json\n{}\n```", "```\n{}\n```\n", "```JSON\n\n{}\n\n```"],
-)
-def test_valid_answers(text: str) -> None:
-    assert TOGETHER.parse(text.replace("{}", json.dumps(FINE))) == FINE
-    assert TOGETHER.parse(text.replace("{}", json.dumps(FINE, indent=2))) == FINE
+def test_valid_answers() -> None:
+    for text in ("{}", " \n{}\n", "```json\n{}\n```", "```\n{}\n```\n", "```JSON\n\n{}\n\n```"):
+        for indent in (None, 2):
+            assert TOGETHER.parse(text.replace("{}", json.dumps(FINE, indent=indent))) == FINE
 
 
 @pytest.mark.parametrize(
@@ -163,17 +158,13 @@ def test_a_borrowed_prompt_is_word_for_word(wording: str, colon: str, scale: str
     assert question_of(prompt.text)["answers"] == {"": entry["response"]}
 
 
-@pytest.mark.parametrize(("text", "score"), [("0", 0), ("100", 100), (" 85\n", 85), ("007", 7)])
-def test_an_integer_is_an_answer(text: str, score: int) -> None:
-    assert alone_prompt("book", answer("2"), 0, question=0, repeat=0).parse(text) == {"answer": score}
-
-
-@pytest.mark.parametrize(
-    "text", ["", " ", "101", "1000", "-1", "85.", "85.0", "85/100", "1e2", "٣", "Score: 85", "[85]"]
-)
-def test_anything_but_an_integer_is_invalid(text: str) -> None:
-    with pytest.raises(InvalidAnswerError, match=r"an empty answer|is not an integer from 0 to 100"):
-        alone_prompt("notebook", answer("2"), 0, question=0, repeat=0).parse(text)
+def test_an_integer_is_an_answer_and_nothing_else() -> None:
+    prompt = alone_prompt("book", answer("2"), 0, question=0, repeat=0)
+    for text, score in (("0", 0), ("100", 100), (" 85\n", 85), ("007", 7)):
+        assert prompt.parse(text) == {"answer": score}
+    for text in ("", " ", "101", "1000", "-1", "85.", "85.0", "85/100", "1e2", "٣", "Score: 85", "[85]"):
+        with pytest.raises(InvalidAnswerError, match=r"an empty answer|is not an integer from 0 to 100"):
+            prompt.parse(text)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

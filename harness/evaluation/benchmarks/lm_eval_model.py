@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
@@ -61,11 +62,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         # Requests with equal settings come next to each other, those with the longest prompts first.
         order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at][1]), -len(jobs[at][0]), at))
         batches: list[list[int]] = []
-        for at in order:
-            fits = batches and len(batches[-1]) < self.scorer.batch_size
-            if not fits or jobs[batches[-1][0]][1] != jobs[at][1]:
-                batches.append([])
-            batches[-1].append(at)
+        for _, group in groupby(order, key=lambda at: jobs[at][1]):
+            same = list(group)
+            batches += [same[at : at + self.scorer.batch_size] for at in range(0, len(same), self.scorer.batch_size)]
 
         def work(batch: list[int]) -> list[str]:
             prompts, settings = [jobs[at][0] for at in batch], jobs[batch[0]][1]

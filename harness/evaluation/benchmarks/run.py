@@ -6,7 +6,6 @@ lm_eval is an optional extra and takes seconds to import, so it is imported only
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import math
 import os
@@ -20,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import to_json
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
-from harness.common.memory import is_out_of_memory
 from harness.common.messages import nearest
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.likelihood import Scorer
@@ -32,9 +31,9 @@ TASK_FILE_SUFFIXES = {".yaml", ".yml"}
 REASON_CHARACTERS = 160
 # Names of the classes of errors that libraries raise if data is not available. Names, because several libraries have
 # classes of their own with the same name.
-OFFLINE_ERRORS = {"OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError"}
-NETWORK_ERRORS = OFFLINE_ERRORS | {
-    *("ConnectError", "ConnectTimeout", "ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),
+UNAVAILABLE = {
+    *("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"),
+    *("ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),
     *("DatasetNotFoundError", "GatedRepoError", "RepositoryNotFoundError"),
 }
 # lm-eval's default seeds, so that scores equal those of lm-eval itself. The second seed is for NumPy, torch and the
@@ -101,8 +100,17 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     found = Benchmarks({}, {}, [])
     with seeded_apart():
         for name in [name for spec in specs for name in _names_of(spec)]:
-            loaded = _load(name)
+            is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # a file needs no index
+            try:
+                loaded = task_manager(with_index=not is_file).load([name])
+            except Exception as error:  # of lm_eval, datasets, huggingface_hub, jinja2, yaml, and the task's functions
+                raise UserError(f'task "{name}": {_diagnosis(error)}') from None
             for key, task in loaded["tasks"].items():
+                if getattr(task, "UNSAFE_CODE", False):  # lm-eval refuses these, too, but only when they are run
+                    fault = "runs programs that a model wrote, which this command does not; leave it out"
+                    raise UserError(f'task "{key}": {fault}')
+                if getattr(task, "MULTIMODAL", False):
+                    raise UserError(f'task "{key}": asks about pictures or sound; these models read text')
                 other = found.tasks.setdefault(key, task)
                 if other is not task and other.dump_config().get("metadata") != task.dump_config().get("metadata"):
                     raise UserError(f'two different tasks are called "{key}"; give one of them another name')
@@ -120,7 +128,7 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 def known_names(pattern: str) -> list[str]:
     """Return the names of lm-eval's tasks, groups and tags that match a pattern (`arc*`). Raises UserError if none
     does."""
-    manager = _manager(with_index=True)
+    manager = task_manager(with_index=True)
     if found := manager.match_tasks([pattern]):
         return list(found)
     near = nearest(pattern, manager.all_tasks)
@@ -136,11 +144,11 @@ def _names_of(spec: str) -> list[str]:
         return [spec]
     names = known_names(spec)
     # Leave out groups and tags that a wildcard matches, because the list has their tasks already.
-    return names if names == [spec] else [name for name in names if name in _manager(with_index=True).all_subtasks]
+    return names if names == [spec] else [name for name in names if name in task_manager(with_index=True).all_subtasks]
 
 
 @cache
-def _manager(*, with_index: bool) -> Any:
+def task_manager(*, with_index: bool) -> Any:
     """Return lm-eval's TaskManager. Its index of all tasks is made from thousands of files, which takes seconds."""
     # Keeps the library `evaluate`, which reads the variable when it is imported, from downloading metrics and running
     # them: they are programs.
@@ -164,24 +172,6 @@ def quieten() -> None:
     datasets.disable_progress_bars()
 
 
-def _load(name: str) -> Any:
-    """Load a benchmark by its name in lm-eval's index or by the path of a task file. Returns lm-eval's dict {"tasks":
-    …, "groups": …, "group_map": …}."""
-    is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # a file needs no index
-    try:
-        loaded = _manager(with_index=not is_file).load([name])
-    except Exception as error:  # of lm_eval, datasets, huggingface_hub, jinja2, yaml, and the task's own functions
-        raise UserError(f'task "{name}": {_diagnosis(error)}') from None
-    for key, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False):  # lm-eval refuses these tasks, too, but only when they are run
-            raise UserError(
-                f'task "{key}": runs programs that a model wrote, which this command does not; leave it out'
-            )
-        if getattr(task, "MULTIMODAL", False):
-            raise UserError(f'task "{key}": asks about pictures or sound; these models read text')
-    return loaded
-
-
 def _diagnosis(error: Exception) -> str:
     """Return an explanation, for the user, of an error that lm-eval or another library raised."""
     import huggingface_hub.constants as hub
@@ -199,13 +189,11 @@ def _diagnosis(error: Exception) -> str:
         return "has a metric that is not lm-eval's own; the Hub's metrics are programs, which this command does not run"
     if isinstance(error, TypeError):  # lm-eval raises it for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
-    if hub.HF_HUB_OFFLINE and (names & OFFLINE_ERRORS or "offline" in reason.lower()):
-        return "its data is not on this machine, and HF_HUB_OFFLINE is set; unset it to download the data once"
-    if names & NETWORK_ERRORS:
-        return (
-            f"its data is not on this machine and cannot be loaded from the Hugging Face Hub ({reason}); check the "
-            "network, HF_ENDPOINT and HF_TOKEN, or copy HF_HOME from a machine that has it"
-        )
+    if names & UNAVAILABLE or (hub.HF_HUB_OFFLINE and "offline" in reason.lower()):
+        remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or copy HF_HOME from a machine that has it"
+        if hub.HF_HUB_OFFLINE:
+            remedy = "HF_HUB_OFFLINE is set; unset it to download the data once"
+        return f"its data is not on this machine and cannot be loaded from the Hugging Face Hub ({reason}); {remedy}"
     return f"cannot be loaded: {type(error).__name__}: {reason}"
 
 
@@ -270,20 +258,6 @@ def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> floa
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
 
-@contextmanager
-def explained_failures(batch_size: int) -> Iterator[None]:
-    """Turn every other exception of tasks and lm-eval into a RunError with one line."""
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
-        if is_out_of_memory(error):
-            raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(f"lm-eval failed: {reason[:REASON_CHARACTERS]}") from None
-
-
 def scores(results: dict[str, Any], name: str) -> list[Score]:
     """Return the metrics of a task or group, in lm-eval's order. A group without scores of its own has none."""
     row = results["results"].get(name, {})
@@ -338,22 +312,12 @@ def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) ->
     from importlib.metadata import version
 
     whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}
-    text = json.dumps(_as_json(whole), indent=2, ensure_ascii=False, allow_nan=False)
+
+    def converted(value: Any) -> Any:  # a NumPy number, or a function in a task's configuration
+        return value.item() if hasattr(value, "item") else str(value)
+
+    text = to_json(whole, indent=2, inf_nan_mode="null", fallback=converted).decode()
     try:
         replace_text(path, text + "\n")
     except OSError as error:
         raise RunError(f"{path}: cannot write the results: {error.strerror}") from None
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a value to JSON's types. NumPy's numbers become Python's, numbers that are not finite become null, and
-    anything else becomes text."""
-    if isinstance(value, dict):
-        return {str(key): _as_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_as_json(each) for each in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import click
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from harness.common.errors import RunError, UserError
 from harness.common.json_files import finite
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.generation import GREEDY, continue_prompts
-from harness.evaluation.instruct.responses import Instruction, Response
+from harness.evaluation.instruct.responses import Instruction, InstructionSplits, Response
 from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
@@ -28,6 +29,10 @@ from harness.model.precision import Precision
 IGNORED = -100  # a target that does not count; the same value as ignore_index of torch's cross-entropy
 BATCH_SIZE, WEIGHT_DECAY = 8, 0.1  # as in the book
 ANSWERS_AT_ONCE = 16
+# The default learning rate is this number divided by emb_dim: the book's 5e-5 at the width of GPT-2 small. Adam's best
+# rate is inversely proportional to the width (Yang et al. 2022, arXiv:2203.03466, table 3), and at 5e-5 a narrow model
+# would take hours to learn anything.
+RATE_TIMES_WIDTH = 5e-5 * 768
 
 
 @dataclass(frozen=True)
@@ -59,45 +64,33 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-def collate(examples: Sequence[Example], padding: int, *, answers_only: bool) -> Batch:
-    """Return a batch of rows, padded on the right to the longest. Targets in the padding are IGNORED, and with
-    `answers_only` targets in the prompts, too.
-
-    The end-of-text after an answer is learned, even if the padding is the same token. A row without targets to learn
-    has no effect, because `batch_loss` is a mean over tokens, not over rows.
-    """
-    width = max(len(example.tokens) for example in examples) - 1
-    inputs, targets = [], []
-    for example in examples:
-        row = example.tokens
-        room = width - (len(row) - 1)
-        learnt = list(row[1:])
-        if answers_only:
-            hidden = min(example.answer_start - 1, len(learnt))  # the last token of the prompt predicts the answer
-            learnt[:hidden] = [IGNORED] * hidden
-        inputs.append([*row[:-1], *[padding] * room])
-        targets.append([*learnt, *[IGNORED] * room])
-    return Batch(torch.tensor(inputs).view(-1, width), torch.tensor(targets).view(-1, width))
-
-
 def batches(
     examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
 ) -> Iterator[Batch]:
-    """Yield all examples in batches of up to `size`, shuffled if there is a generator. A batch without targets to learn
-    is left out, because its mean loss would be 0 / 0."""
+    """Yield all examples in batches of up to `size` rows, shuffled if there is a generator. Rows are padded on the
+    right to the longest. Targets in the padding are IGNORED, and with `answers_only` targets in the prompts, too.
+
+    The end-of-text after an answer is learned, even if the padding is the same token. A row without targets to learn
+    has no effect, because `batch_loss` is a mean over tokens, not over rows. A batch of such rows is left out, because
+    its mean loss would be 0 / 0.
+    """
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
     for start in range(0, count, size):
-        batch = collate([examples[index] for index in order[start : start + size]], padding, answers_only=answers_only)
+        chosen = [examples[index] for index in order[start : start + size]]
+        width = max(len(example.tokens) for example in chosen) - 1
+        inputs, targets = [], []
+        for example in chosen:
+            row, room = example.tokens, width - (len(example.tokens) - 1)
+            learnt = list(row[1:])
+            if answers_only:
+                hidden = min(example.answer_start - 1, len(learnt))  # the last token of the prompt predicts the answer
+                learnt[:hidden] = [IGNORED] * hidden
+            inputs.append([*row[:-1], *[padding] * room])
+            targets.append([*learnt, *[IGNORED] * room])
+        batch = Batch(torch.tensor(inputs).view(-1, width), torch.tensor(targets).view(-1, width))
         if (batch.targets != IGNORED).any():
             yield batch
-
-
-def usual_learning_rate(emb_dim: int) -> float:
-    """Return a learning rate that is inversely proportional to the model's width: the book's 5e-5 at the width of
-    GPT-2 small. Adam's best rate falls with the width (Yang et al. 2022, arXiv:2203.03466, table 3), and at 5e-5 a
-    narrow model would take hours to learn anything."""
-    return 5e-5 * 768 / emb_dim
 
 
 @dataclass(frozen=True)
@@ -112,41 +105,29 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """Losses of a fine-tuning by epoch, and the epoch whose weights the model has at the end. Epoch 0 is the model
-    before fine-tuning."""
+    """Losses of a fine-tuning by epoch (None: not finite), and the epoch whose weights the model has at the end. Epoch
+    0 is the model before fine-tuning."""
 
-    validation_losses: list[float] = field(default_factory=list)  # from epoch 0 on
-    train_losses: list[float] = field(default_factory=list)  # from epoch 1 on
+    validation_losses: list[float | None]  # from epoch 0 on
+    train_losses: list[float | None] = field(default_factory=list)  # from epoch 1 on
     kept_epoch: int = 0
     rose: bool = False  # False if max_epochs was reached before the validation loss rose
 
-    @property
-    def reason(self) -> str:
-        """The reason why fine-tuning stopped, for the user."""
-        if not self.rose:
-            return f"--max-epochs {self.kept_epoch} reached"
-        return "the validation loss rose" if math.isfinite(self.validation_losses[-1]) else "the loss is not a number"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for a JSON file, with null for a loss that is not finite."""
-        losses = {key: list(map(finite, getattr(self, key))) for key in ("validation_losses", "train_losses")}
-        return {**losses, "kept_epoch": self.kept_epoch, "rose": self.rose}
-
 
 def fine_tune(
-    model: GPTModel,
-    parts: tuple[Sequence[Example], Sequence[Example]],
-    padding: int,
-    settings: FineTuneSettings,
-    say: Callable[[str], None],
+    model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train on the first of `parts` until the loss on the second rises from one epoch to the next or is not a number,
-    or until `max_epochs`. Afterwards the model has the weights from before the rise, and is in evaluation mode.
+    """Train on the training part until the loss on the validation part rises from one epoch to the next or is not a
+    number, or until `max_epochs`. Afterwards the model has the weights from before the rise, and is in evaluation mode.
 
-    The result depends on the settings' seed only. `say` is called with a line after each epoch. Raises UserError if a
-    part has no example with an answer, or RunError if the model's loss is not finite before training.
+    The result depends on the settings' seed only. Prints a line after each epoch, and why it stopped. Raises UserError
+    if a part has no example with an answer, or RunError if the model's loss is not finite before training.
     """
+    context_length, padding = model.config.context_length, tokenizer.eot_token
+    parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
     train, validation = ([example for example in part if example.has_answer] for part in parts)
+    if cut := sum(map(len, parts)) - len(train) - len(validation):
+        click.echo(f"{cut:,} instructions leave no room for an answer in {context_length:,} tokens, and are left out")
     if not train or not validation:
         raise UserError("no answer of the training or validation part fits the model's context length")
     device = next(model.parameters()).device
@@ -156,10 +137,11 @@ def fine_tune(
     optimizer = torch.optim.AdamW(list(model.parameters()), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
     only = settings.answers_only
     held_out = list(batches(validation, BATCH_SIZE, padding, answers_only=only, generator=None))
-    result = FineTuning([mean_loss(model, held_out, precision)])
-    if not math.isfinite(result.validation_losses[0]):
+    before = mean_loss(model, held_out, precision)
+    if not math.isfinite(before):
         raise RunError("the model's loss on instructions is not finite: its weights are broken")
-    say(f"before: validation loss {result.validation_losses[0]:.3f}")
+    click.echo(f"before: validation loss {before:.3f}")
+    result, reason = FineTuning([before]), f"--max-epochs {settings.max_epochs} reached"
     scaler = precision.scaler()
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     for epoch in range(1, settings.max_epochs + 1):
@@ -174,18 +156,23 @@ def fine_tune(
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
-        result.train_losses.append(float(torch.stack(losses).double().mean()))
-        result.validation_losses.append(mean_loss(model, held_out, precision))
-        before, after = result.validation_losses[-2:]
-        say(f"epoch {epoch}: training loss {result.train_losses[-1]:.3f}, validation loss {after:.3f}")
+        train_loss, after = float(torch.stack(losses).double().mean()), mean_loss(model, held_out, precision)
+        click.echo(f"epoch {epoch}: training loss {train_loss:.3f}, validation loss {after:.3f}")
+        result.train_losses.append(finite(train_loss))
+        result.validation_losses.append(finite(after))
         if not after <= before:
             result.rose = True
+            reason = "the validation loss rose" if math.isfinite(after) else "the loss is not a number"
             with torch.no_grad():
                 for parameter, saved in zip(model.parameters(), kept, strict=True):
                     parameter.copy_(saved)
             break
-        result.kept_epoch, kept = epoch, [parameter.detach().clone() for parameter in model.parameters()]
+        before, result.kept_epoch = after, epoch
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
     model.eval()
+    click.echo(f"stopped: {reason}; kept: epoch {result.kept_epoch}")
+    if not result.kept_epoch:
+        click.echo("nothing was learned, and the weights are unchanged: try a lower --learning-rate", err=True)
     return result
 
 
@@ -226,7 +213,4 @@ def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction]
             for index, tokens in zip(rows, added, strict=True):
                 texts[index] = tokenizer.decode(tokens).strip()
             bar.update(len(rows))
-    return [
-        Response(instruction=entry.instruction, input=entry.input, output=entry.output, response=text)
-        for entry, text in zip(entries, texts, strict=True)
-    ]
+    return [Response(**entry.model_dump(), response=text) for entry, text in zip(entries, texts, strict=True)]

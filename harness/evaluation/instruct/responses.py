@@ -6,49 +6,61 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.common.json_files import RecordedCount, parse_config, read_json
-from harness.common.messages import as_unicode, is_unicode, quoted
+from harness.common.messages import as_unicode
 
 # Data of the book on which these models are based: Raschka, Build a Large Language Model (From Scratch), chapter 7.
 BOOK_DATA = (
     "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
 )
-FIELDS = ("instruction", "input", "output")
 # Shares as in the book. The file's first entries are for training, the next for testing, and the rest for validation.
 TRAIN_PART, TEST_PART = 0.85, 0.1
 FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
+NOTEBOOK_SUFFIX = "-ift-test-results"
+# With a length to check, pydantic also refuses half of a surrogate pair, which cannot be written to a file.
+Text = Annotated[str, Field(min_length=0)]
 
 
-@dataclass(frozen=True)
-class Instruction:
+class _Part(BaseModel):
+    """Base class of the parts of an instruction file or a responses file. Unknown keys are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Instruction(_Part):
     """One entry of an instruction file. `input` is "" if the instruction needs none."""
 
-    instruction: str
-    input: str
-    output: str
+    instruction: Text
+    input: Text
+    output: Text
 
-    @property
-    def prompt(self) -> str:
-        """The text before the answer, in the words of Stanford Alpaca (Taori et al. 2023)."""
+    def request(self, input_heading: str = "### Input:") -> str:
+        """Return instruction and input in the words of Stanford Alpaca (Taori et al. 2023)."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
         )
-        given = f"\n\n### Input:\n{self.input}" if self.input else ""
-        return f"{request}{given}\n\n### Response:\n"
+        return request + (f"\n\n{input_heading}\n{self.input}" if self.input else "")
+
+    @property
+    def prompt(self) -> str:
+        """The text before the answer."""
+        return f"{self.request()}\n\n### Response:\n"
+
+    @property
+    def question(self) -> tuple[str, str, str]:
+        return self.instruction, self.input, self.output
 
 
-@dataclass(frozen=True)
-class InstructionSplits:
+class InstructionSplits(NamedTuple):
     """The three parts of an instruction file."""
 
     train: list[Instruction]
@@ -57,69 +69,37 @@ class InstructionSplits:
 
     @classmethod
     def load(cls, path: Path) -> InstructionSplits:
-        """Read an instruction file and split it. Raises UserError if it has too few entries, or as
-        `load_instructions` does."""
-        entries = load_instructions(path)
+        """Read an instruction file, a JSON list of objects with instruction, input and output, and split it.
+
+        Raises UserError, naming the file and the number (from 1) of the first invalid entry, or if there are too few
+        entries.
+        """
+        wanted = 'a list of objects with instruction, input ("" where there is none) and output'
+        values, entries = read_json(path), []
+        if not isinstance(values, list):
+            raise UserError(f"{path}: must be {wanted}")
+        for number, value in enumerate(values, start=1):
+            place = f"{path}: entry {number}"
+            try:
+                entries.append(parse_config(Instruction, value, Path(place)))
+            except UserError as error:
+                raise UserError(f"{error}; the file must be {wanted}") from None
+            if not entries[-1].instruction.strip():
+                raise UserError(f'{place}: key "instruction": empty')
         if len(entries) < FEWEST_ENTRIES:
             raise UserError(f"{path}: {len(entries)} entries; to train, validate and test takes {FEWEST_ENTRIES}")
         train, test = int(len(entries) * TRAIN_PART), int(len(entries) * TEST_PART)
         return cls(entries[:train], entries[train + test :], entries[train : train + test])
 
-    @property
-    def entries(self) -> int:
-        return sum(map(len, (self.train, self.validation, self.test)))
 
-
-def load_instructions(path: Path) -> list[Instruction]:
-    """Return all entries of a file, which must be a JSON list of objects with instruction, input and output.
-
-    Raises UserError, naming the file and the number (from 1) of the first invalid entry.
-    """
-    values = read_json(path)
-    if not isinstance(values, list):
-        raise UserError(f"{path}: must be a JSON list of objects with {', '.join(FIELDS)}")
-    return [_entry(value, f"{path}: entry {number}") for number, value in enumerate(values, start=1)]
-
-
-def _entry(value: Any, place: str) -> Instruction:
-    if not isinstance(value, dict):
-        raise UserError(f"{place}: {quoted(value)} is not an object with {', '.join(FIELDS)}")
-    for field in FIELDS:
-        if field not in value:
-            hint = ' ("" where there is none)' if field == "input" else ""
-            raise UserError(f"{place}: key {json.dumps(field)}: missing{hint}")
-        if not isinstance(value[field], str) or not is_unicode(value[field]):
-            raise UserError(f"{place}: key {json.dumps(field)}: {quoted(value[field])} is not text")
-    if not value["instruction"].strip():
-        raise UserError(f'{place}: key "instruction": empty')
-    return Instruction(*(value[field] for field in FIELDS))
-
-
-NOTEBOOK_SUFFIX = "-ift-test-results"
-REQUIRED = ("model", "responses")
-# With a length to check, pydantic also refuses half of a surrogate pair, which cannot be written to a file.
-Text = Annotated[str, Field(min_length=0)]
-
-
-class Response(BaseModel):
+class Response(Instruction):
     """Question of the dataset, its reference answer (`output`), and the model's answer (`response`)."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    instruction: Text
-    input: Text  # "" if the instruction needs none
-    output: Text
     response: Text
 
-    @property
-    def question(self) -> tuple[str, str, str]:
-        return self.instruction, self.input, self.output
 
-
-class InstructionData(BaseModel):
+class InstructionData(_Part):
     """Instruction file from which the questions are."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
 
     file: Text
     sha256: str
@@ -127,10 +107,8 @@ class InstructionData(BaseModel):
     test_entries: RecordedCount
 
 
-class AnsweringModel(BaseModel):
+class AnsweringModel(_Part):
     """Checkpoint of a run that was fine-tuned and then answered, with the device and the version of torch used."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
 
     checkpoint: Text  # the name of its folder
     sha256: str  # of its model.safetensors, before fine-tuning
@@ -138,10 +116,8 @@ class AnsweringModel(BaseModel):
     torch: Text
 
 
-class Responses(BaseModel):
+class Responses(_Part):
     """Contents of a responses file. `model` is the model's name in tables."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
 
     model: str = Field(min_length=1)
     weights: AnsweringModel | None = None  # None if the model is of no run, or if an earlier version wrote the file
@@ -170,17 +146,16 @@ def read_responses(path: Path) -> Responses:
     """
     value = read_json(path)
     if isinstance(value, list):
-        name = as_unicode(path.stem).removesuffix(NOTEBOOK_SUFFIX)
-        value = {"model": name, "responses": [_from_list(each) for each in value]}
+        answers = [
+            {**each, "response": each["model_response"]}
+            if isinstance(each, dict) and "model_response" in each
+            else each
+            for each in value
+        ]
+        value = {"model": as_unicode(path.stem).removesuffix(NOTEBOOK_SUFFIX), "responses": answers}
     if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold one JSON object with {', '.join(REQUIRED)}, or a list of answers")
+        raise UserError(f"{path}: must hold one JSON object with model, responses, or a list of answers")
     return parse_config(Responses, value, path)
-
-
-def _from_list(entry: Any) -> Any:
-    if isinstance(entry, dict) and "model_response" in entry:
-        return {**entry, "response": entry["model_response"]}
-    return entry
 
 
 def write_responses(path: Path, responses: Responses) -> None:
@@ -212,8 +187,7 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
         model if names[model.model] == 1 else model.model_copy(update={"model": f"{model.model} ({path})"})
         for path, model in zip(paths, models, strict=True)
     ]
-    names = Counter(model.model for model in told_apart)
-    for path, model in zip(paths, told_apart, strict=True):
-        if names[model.model] > 1:
-            raise UserError(f'{path}: key "model": another file\'s model is called {model.model}, too; rename one')
+    if (most := Counter(model.model for model in told_apart).most_common(1)[0])[1] > 1:
+        path = paths[[model.model for model in told_apart].index(most[0])]
+        raise UserError(f'{path}: key "model": another file\'s model is called {most[0]}, too; rename one')
     return told_apart

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count, islice, product
+from string import ascii_uppercase
 from typing import Annotated
 
 import click
@@ -43,10 +45,6 @@ SCORES: TypeAdapter[dict[str, Score]] = TypeAdapter(dict[str, Score])
 #
 # Copyright (c) Sebastian Raschka, under Apache License 2.0. Source: Build a Large Language Model (From Scratch),
 # chapter 7, `format_input` and `generate_model_scores`; github.com/rasbt/LLMs-from-scratch, ch07/01_main-chapter-code.
-REQUEST = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n"
-)
 BOOK_TASK = (
     "Given the input `{asked}` and correct output `{output}`, score the model response `{response}` on a scale from 0 "
     "to 100, where 100 is the best score. Respond with the integer number only."
@@ -85,24 +83,51 @@ class Prompt:
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """Return the scores by name from a judge's reply. Raises InvalidAnswerError unless the reply has exactly one
-        valid score for each name."""
+        """Return the scores by name, each from 0 to 100, from a judge's reply. Raises InvalidAnswerError unless the
+        reply has exactly one valid score for each name."""
         text = text.strip()
         if not text:
             raise InvalidAnswerError("an empty answer")
-        if self.wording is None:
-            return parse_scores(text, self.names)
-        if not INTEGER.fullmatch(text) or int(text) > LARGEST:
-            raise InvalidAnswerError(f"{quoted(text)} is not an integer from 0 to {LARGEST}")
-        return {ALONE_NAME: float(text)}
+        if self.wording is not None:
+            if not INTEGER.fullmatch(text) or int(text) > LARGEST:
+                raise InvalidAnswerError(f"{quoted(text)} is not an integer from 0 to {LARGEST}")
+            return {ALONE_NAME: float(text)}
+        fenced = FENCED.fullmatch(text)
+        try:
+            scores = SCORES.validate_python(strict_json(fenced[1] if fenced else text))
+        except json.JSONDecodeError:
+            raise InvalidAnswerError(f"not JSON: {quoted(text)}") from None
+        except ValidationError as error:
+            fault = error.errors()[0]
+            key = f"{quoted(str(fault['loc'][0]))}: " if fault["loc"] else ""
+            wanted = "a score from 0 to 100" if key else "an object of scores"
+            raise InvalidAnswerError(f"{key}{quoted(fault['input'])} is not {wanted}") from None
+        except (ValueError, RecursionError) as error:
+            raise InvalidAnswerError(f"not valid JSON: {error}") from None
+        if unknown := [quoted(name) for name in scores if name not in self.names]:
+            raise InvalidAnswerError(f"scores for {abbreviated(unknown)}, which no answer is called")
+        if missing := [name for name in self.names if name not in scores]:
+            raise InvalidAnswerError(f"no score for {abbreviated(missing)}")
+        return scores
 
 
 def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: int, seed: int) -> Prompt:
-    """Return a prompt about the answers of all models, given by label, to one question."""
+    """Return a prompt about the answers of all models, given by label, to one question.
+
+    The answers are called A, B, …, Z, AA, AB, … in a pseudo-random order; all orders are equally likely. They are
+    sorted by hashes of their texts, so that the prompt depends neither on the order of the models nor on their labels.
+    The same answers therefore give the same prompt, and are paid for once. Equal texts are sorted by label.
+    """
     labels = list(answers)
     texts = [answers[label].response for label in labels]
-    order = shuffled(texts, labels, question=question, repeat=repeat, seed=seed)
-    names = tuple(neutral_name(number) for number in range(len(labels)))
+
+    def rank(index: int) -> tuple[bytes, str]:
+        parts = [seed, question, repeat, texts[index]]
+        return hashlib.sha256(json.dumps(parts).encode()).digest(), labels[index]
+
+    order = tuple(sorted(range(len(labels)), key=rank))
+    letters = ("".join(name) for length in count(1) for name in product(ascii_uppercase, repeat=length))
+    names = tuple(islice(letters, len(labels)))
     first = answers[labels[0]]
     content = {
         "instruction": first.instruction,
@@ -119,53 +144,5 @@ def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: i
 def alone_prompt(wording: str, answer: Response, model: int, *, question: int, repeat: int) -> Prompt:
     """Return a prompt about the answer of the model with the index `model`, in the words of ALONE[wording]."""
     task, input_heading = ALONE[wording]
-    asked = REQUEST + answer.instruction + (f"\n\n{input_heading}\n{answer.input}" if answer.input else "")
-    text = task.format(asked=asked, output=answer.output, response=answer.response)
+    text = task.format(asked=answer.request(input_heading), output=answer.output, response=answer.response)
     return Prompt(text, (ALONE_NAME,), (model,), question, repeat, wording)
-
-
-def shuffled(texts: Sequence[str], labels: Sequence[str], *, question: int, repeat: int, seed: int) -> tuple[int, ...]:
-    """Return the indices of the answers in a pseudo-random order. All orders are equally likely.
-
-    The answers are sorted by hashes of their texts, so that the result depends neither on the order of the models nor
-    on their names. The same answers therefore give the same prompt, and are paid for once. Equal texts are sorted by
-    label.
-    """
-
-    def rank(index: int) -> tuple[bytes, str]:
-        parts = [seed, question, repeat, texts[index]]
-        return hashlib.sha256(json.dumps(parts).encode()).digest(), labels[index]
-
-    return tuple(sorted(range(len(texts)), key=rank))
-
-
-def neutral_name(number: int) -> str:
-    """Return the name of the answer with this number, from 0: A, B, …, Z, AA, AB, …"""
-    letters = ""
-    number += 1
-    while number:
-        number, letter = divmod(number - 1, 26)
-        letters = chr(ord("A") + letter) + letters
-    return letters
-
-
-def parse_scores(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Return the judge's scores by name, each from 0 to 100. Raises InvalidAnswerError unless there is exactly one
-    valid score for each name."""
-    fenced = FENCED.fullmatch(text)
-    try:
-        scores = SCORES.validate_python(strict_json(fenced[1] if fenced else text))
-    except json.JSONDecodeError:
-        raise InvalidAnswerError(f"not JSON: {quoted(text)}") from None
-    except ValidationError as error:
-        fault = error.errors()[0]
-        key = f"{quoted(str(fault['loc'][0]))}: " if fault["loc"] else ""
-        wanted = "a score from 0 to 100" if key else "an object of scores"
-        raise InvalidAnswerError(f"{key}{quoted(fault['input'])} is not {wanted}") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidAnswerError(f"not valid JSON: {error}") from None
-    if unknown := [quoted(name) for name in scores if name not in names]:
-        raise InvalidAnswerError(f"scores for {abbreviated(unknown)}, which no answer is called")
-    if missing := [name for name in names if name not in scores]:
-        raise InvalidAnswerError(f"no score for {abbreviated(missing)}")
-    return scores

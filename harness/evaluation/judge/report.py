@@ -12,16 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
-from harness.common.errors import printable
+from harness.common.errors import RunError, printable
 from harness.common.messages import abbreviated
 from harness.common.statistics import Estimate, estimate, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
-from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens
+from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens, judge
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, now, write_result
-from harness.runs.trained_model import ModelInRun, find_measured, warned_if_not_kept
+from harness.runs.trained_model import find_measured, warned_if_not_kept
 
 COLUMNS = 80
 LABEL_INDENT = 32
@@ -91,17 +92,10 @@ class JudgeReport:
     def lines(self) -> Iterator[str]:
         """Yield the report's lines for a terminal."""
         if self.comparison is not None:
-            yield from textwrap.wrap(self._heading(self.comparison), COLUMNS)
-            yield ""
-            yield from self._means(self.comparison)
-            if self.comparison.pairs:
-                yield ""
-                yield from _pairs(self.comparison)
-            yield ""
+            yield from self._tables(self.comparison)
             if not self.settings.judges_together:
                 text = f"These means compare with the {self.settings.prompt}'s by the same judge, not with those of "
-                yield from textwrap.wrap(f"{text}models judged together.", COLUMNS)
-                yield ""
+                yield from [*textwrap.wrap(f"{text}models judged together.", COLUMNS), ""]
         now, ever = self.judgement.spent_now, self.judgement.spent
         costs = {"Tokens": now} if now == ever else {"Tokens in this run": now, "Tokens for all answers": ever}
         for what, tokens in costs.items():
@@ -163,7 +157,8 @@ class JudgeReport:
         assert self.prices is not None
         return (tokens.prompt * self.prices[0] + tokens.completion * self.prices[1]) / 1e6
 
-    def _heading(self, comparison: Comparison) -> str:
+    def _tables(self, comparison: Comparison) -> Iterator[str]:
+        """Yield a heading, the models' means, best first, and the differences of pairs of models."""
         repeats, asked = self.settings.repeats, len(self.judgement.scores)
         together = "all models in one prompt" if len(comparison.means) > 1 else "the model"
         if not self.settings.judges_together:
@@ -171,33 +166,56 @@ class JudgeReport:
         some = f" of {asked:,}" if comparison.questions < asked else ""
         times = f", {repeats} times each" if repeats > 1 else ""
         judge = f"{printable(self.settings.model)} judged {together}"
-        return f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
-
-    def _means(self, comparison: Comparison) -> Iterator[str]:
+        heading = f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
+        yield from [*textwrap.wrap(heading, COLUMNS), ""]
         yield f"{'#':>4}  {'mean':>6}  {'95 % interval':<16}  model"
-        for place, model in enumerate(comparison.ranking, start=1):
+        places = {model: place for place, model in enumerate(comparison.ranking, start=1)}
+        for model, place in places.items():
             mean = comparison.means[model]
             label = printable(self.judgement.labels[model])
             first, *others = textwrap.wrap(label, COLUMNS - LABEL_INDENT, break_on_hyphens=False) or [""]
             interval = f"[{mean.low:.2f}, {mean.high:.2f}]"
             yield f"{place:>4}  {mean.value:>6.2f}  {interval:<16}  {first}".rstrip()
             yield from (" " * LABEL_INDENT + other for other in others)
+        yield ""
+        pairs: Sequence[Pair] = comparison.pairs
+        if not pairs:
+            return
+        if len(places) > MOST_FOR_ALL_PAIRS:
+            pairs = [pair for pair in pairs if places[pair.second] - places[pair.first] == 1]
+            yield "Neighbours (--json has all pairs):"
+        yield f"{'pair':>9}  {'wins':>7}  {'difference':>10}  95 % interval"
+        for pair in pairs:
+            difference = pair.difference
+            yield (
+                f"{places[pair.first]:>4} :{places[pair.second]:>3}  {100 * pair.win_rate:>5.1f} %  "
+                f"{difference.value:>+10.2f}  [{difference.low:+.2f}, {difference.high:+.2f}]"
+            )
+        yield from [
+            f"wins: of {comparison.questions:,} questions, where the first scores higher; a tie is half a win",
+            "",
+        ]
 
 
-def _pairs(comparison: Comparison) -> Iterator[str]:
-    places = {model: place for place, model in enumerate(comparison.ranking, start=1)}
-    pairs: Sequence[Pair] = comparison.pairs
-    if len(comparison.ranking) > MOST_FOR_ALL_PAIRS:
-        pairs = [pair for pair in pairs if places[pair.second] - places[pair.first] == 1]
-        yield "Neighbours (--json has all pairs):"
-    yield f"{'pair':>9}  {'wins':>7}  {'difference':>10}  95 % interval"
-    for pair in pairs:
-        difference = pair.difference
-        yield (
-            f"{places[pair.first]:>4} :{places[pair.second]:>3}  {100 * pair.win_rate:>5.1f} %  "
-            f"{difference.value:>+10.2f}  [{difference.low:+.2f}, {difference.high:+.2f}]"
-        )
-    yield f"wins: of {comparison.questions:,} questions, where the first scores higher; a tie is half a win"
+def judge_and_report(
+    paths: Sequence[Path],
+    models: Sequence[Responses],
+    settings: JudgeSettings,
+    cache: Path,
+    *,
+    prices: tuple[float, float] | None = None,
+    as_json: bool = False,
+) -> None:
+    """Have the answers of the models judged, print the report, and write each model's scores to the run in whose folder
+    its responses file is. `paths` are the responses files of `models`, in the same order.
+
+    Raises UserError and RunError as `judge` does, and RunError if the judge gave no valid answer to some prompt.
+    """
+    report = JudgeReport(judge(models, settings, cache), settings, prices)
+    click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
+    keep_scores(paths, models, report)
+    if (shortfall := report.shortfall()) is not None:
+        raise RunError(shortfall)
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
@@ -207,49 +225,41 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
     Nothing is written for a file outside a run. If a file does not say which of the run's weights answered, a line on
     standard error says so instead. A failed write is only a warning.
     """
-    for number, (path, responses) in enumerate(zip(paths, models, strict=True)):
+    settings = report.settings
+    for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)
         # Compare this model alone, so that no question is left out because another model's score is missing.
-        own = compare(report.judgement.scores[:, :, [number]], report.settings.seed)
-        if own is None or not run.model_json.is_file():  # no valid answer, or no run
+        alone = compare(report.judgement.scores[:, :, [number]], settings.seed)
+        if alone is None or not run.model_json.is_file():  # no valid answer, or no run
             continue
-        reason = "it does not say which weights answered; test_ift.py --overwrite makes it anew"
         with warned_if_not_kept():
-            if responses.weights is not None:
-                model = find_measured(run, responses.weights.checkpoint, responses.weights.sha256)
-                if model is not None:
-                    write_result(run, _result(report, model, models, number, own.means[0]))
-                    continue
+            measured = find_measured(run, own.weights.checkpoint, own.weights.sha256) if own.weights else None
+            if own.weights is None or measured is None:
                 reason = f"the weights that answered are no checkpoint of {run.path} any more"
-            print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)
-
-
-def _result(
-    report: JudgeReport, model: ModelInRun, models: Sequence[Responses], number: int, mean: Estimate
-) -> InstructionResult:
-    """Return the result to be written for the model with index `number`. `mean` is over the questions for which this
-    model has scores."""
-    settings, own = report.settings, models[number]
-    assert own.weights is not None
-    together = models if settings.judges_together else [own]
-    # Equal if the same answers were judged together, whatever the order of the files was.
-    judging = hashlib.sha256(json.dumps(sorted(each.answers_sha256 for each in together)).encode()).hexdigest()
-    scores_by_question = [row[~np.isnan(row)] for row in report.judgement.scores[:, :, number]]
-    return InstructionResult(
-        weights=model.weights,
-        date=now(),
-        device=own.weights.device,
-        torch=own.weights.torch,
-        judge=settings.model,
-        base_url=settings.base_url,
-        prompt=settings.prompt,
-        questions_sha256=own.questions_sha256,
-        questions=len(own.responses),
-        repeats=settings.repeats,
-        judging=judging,
-        judged_with=[each.model for each in together],
-        mean=mean.value,
-        low=mean.low,
-        high=mean.high,
-        scores=[float(scores.mean()) if len(scores) else None for scores in scores_by_question],
-    )
+                if own.weights is None:
+                    reason = "it does not say which weights answered; test_ift.py --overwrite makes it anew"
+                print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)
+                continue
+            together = models if settings.judges_together else [own]
+            # Equal if the same answers were judged together, whatever the order of the files was.
+            judging = json.dumps(sorted(each.answers_sha256 for each in together))
+            scores_by_question = [row[~np.isnan(row)] for row in report.judgement.scores[:, :, number]]
+            result = InstructionResult(
+                weights=measured.weights,
+                date=now(),
+                device=own.weights.device,
+                torch=own.weights.torch,
+                judge=settings.model,
+                base_url=settings.base_url,
+                prompt=settings.prompt,
+                questions_sha256=own.questions_sha256,
+                questions=len(own.responses),
+                repeats=settings.repeats,
+                judging=hashlib.sha256(judging.encode()).hexdigest(),
+                judged_with=[each.model for each in together],
+                mean=alone.means[0].value,
+                low=alone.means[0].low,
+                high=alone.means[0].high,
+                scores=[float(scores.mean()) if len(scores) else None for scores in scores_by_question],
+            )
+            write_result(run, result)

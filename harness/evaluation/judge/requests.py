@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,16 +87,6 @@ class JudgeSettings:
         return f"the judge {self.model} at {self.base_url}"
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The judge's reply, and its cost in tokens, which is None if the endpoint does not count them."""
-
-    text: str
-    refusal: str | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-
-
 class UnavailableError(Exception):
     """Error for a judge that does not answer, even after all retries."""
 
@@ -108,13 +98,10 @@ class JudgeClient:
         """Create the client. Raises UserError if the environment has no key, or if the openai package is missing."""
         self.settings = settings
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        if not self._key:
-            raise UserError(
-                f"{KEY_VARIABLE} is not in the environment: put the judge's key there (a local server that needs none "
-                "takes any value)"
-            )
-        if not (self._key.isascii() and self._key.isprintable()):
-            raise UserError(f"{KEY_VARIABLE}: holds characters that no key has")
+        if not self._key or not (self._key.isascii() and self._key.isprintable()):
+            fault = "holds characters that no key has" if self._key else "is not in the environment"
+            remedy = "put the judge's key there (a local server that needs none takes any value)"
+            raise UserError(f"{KEY_VARIABLE} {fault}: {remedy}")
         try:
             import openai
         except ImportError:
@@ -139,12 +126,50 @@ class JudgeClient:
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
-    def ask(self, prompt: str) -> Reply:
-        """Send a prompt and return the reply. Requests are retried until a reply begins.
+    def ask(self, key: str, prompt: Prompt) -> Record:
+        """Send a prompt once, and return the record of the answer, valid or not. The request is retried until a reply
+        begins.
 
-        Raises UnavailableError if the judge does not answer; InvalidAnswerError if the reply is not a chat completion,
-        breaks off or takes too long, or if the judge refuses the question; UserError if other prompts would fail, too.
+        Raises UnavailableError if the judge does not answer, or UserError if other prompts would fail, too.
         """
+        scores = reason = None
+        counts: dict[str, int] = {}
+        try:
+            body = self._reply(prompt.text)
+            try:
+                completion = json.loads(body)
+                message = completion["choices"][0]["message"]
+                text, refusal = (message.get(name) or "" for name in ("content", "refusal"))
+                if not isinstance(text + refusal, str):
+                    raise TypeError
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                said = quoted(body[:200].decode(errors="replace"))
+                raise InvalidAnswerError(f"not the reply of a chat: {said}") from None
+            usage = completion.get("usage")
+            names = ("prompt_tokens", "completion_tokens")
+            if isinstance(usage, dict) and all(
+                type(usage.get(name)) is int and 0 <= usage[name] < 2**62 for name in names
+            ):
+                counts = {name: usage[name] for name in names}
+            if refusal:
+                raise InvalidAnswerError(f"refused: {refusal}")
+            scores = prompt.parse(text)
+        except InvalidAnswerError as error:
+            reason = self.without_key(str(error))
+        return Record(
+            key=key,
+            question=prompt.question + 1,
+            repeat=prompt.repeat + 1,
+            scores=scores,
+            prompt=prompt.wording,
+            reason=reason,
+            time=time.time(),
+            **counts,
+        )
+
+    def _reply(self, prompt: str) -> bytes:
+        """Return the body of the reply. Raises InvalidAnswerError if it breaks off or takes too long, or if the judge
+        refuses the question."""
         body: bytes | None = None
         create = self._client.chat.completions.with_streaming_response.create
         try:
@@ -155,6 +180,7 @@ class JudgeClient:
                     body += chunk
                     if time.monotonic() > deadline:
                         raise InvalidAnswerError(f"the reply took more than {self.settings.timeout:g} seconds")
+                return body
         except InvalidAnswerError:
             raise
         except self._openai.APIStatusError as error:
@@ -167,22 +193,6 @@ class JudgeClient:
             if body is not None:  # a reply had begun, which may have been paid for
                 raise InvalidAnswerError(f"the reply broke off {reason}") from None
             raise UnavailableError(f"the connection failed {reason}") from None
-        return self._parse(body)
-
-    def _parse(self, body: bytes) -> Reply:
-        try:
-            completion = json.loads(body)
-            message = completion["choices"][0]["message"]
-            text, refusal = (message.get(key) or "" for key in ("content", "refusal"))
-            if not isinstance(text + refusal, str):
-                raise TypeError
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            said = self.without_key(quoted(body[:200].decode(errors="replace")))
-            raise InvalidAnswerError(f"not the reply of a chat: {said}") from None
-        usage = completion.get("usage")
-        counts = [usage.get(key) if isinstance(usage, dict) else None for key in ("prompt_tokens", "completion_tokens")]
-        are_counts = all(type(count) is int and 0 <= count < 2**62 for count in counts)
-        return Reply(text, refusal, *(counts if are_counts else (None, None)))
 
     def _explained(self, error: Any) -> Exception:
         """Return the exception to raise for an openai.APIStatusError."""
@@ -245,58 +255,56 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
     Raises UserError if the judge cannot be asked with these settings, or RunError if it does not answer. Answers that
     it gave before the error are in the cache.
     """
-    prompts = [(_cache_key(settings, prompt), prompt) for prompt in _prompts(models, settings)]
+    prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
-    scores_QxRxM = np.full((len(models[0].responses), settings.repeats, len(models)), np.nan)
-    unanswered = []
     with JudgeCache(cache_path) as cache:
 
-        def valid_answers() -> dict[str, dict[str, float]]:
-            """Return the scores in the cache: for each prompt's key, the scores by name."""
-            asked = [record for record in cache.records if record.key in names]
-            return {each.key: each.scores for each in asked if each.scores and each.scores.keys() == names[each.key]}
+        def own_records() -> list[Record]:
+            return [record for record in cache.records if record.key in names]
 
-        known = len(cache.records)
-        answers = valid_answers()
+        def valid_answers() -> dict[str, dict[str, float]]:
+            return {
+                each.key: each.scores for each in own_records() if each.scores and each.scores.keys() == names[each.key]
+            }
+
+        known, answers = len(cache.records), valid_answers()
         missing = {key: prompt for key, prompt in prompts if key not in answers}
         # If nothing is missing, neither an API key nor the openai package is needed.
         reasons = ask_all(missing, JudgeClient(settings), cache, kept=len(answers)) if missing else {}
-        answers = valid_answers()
-        for key, prompt in prompts:
-            if key in answers:
-                for model, score in prompt.by_model(answers[key]).items():
-                    scores_QxRxM[prompt.question, prompt.repeat, model] = score
-            else:
-                unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
-        spent = Tokens.of([record for record in cache.records if record.key in names])
-        labels = tuple(model.model for model in models)
-        return Judgement(labels, scores_QxRxM, tuple(unanswered), spent, Tokens.of(cache.records[known:]))
+        answers, spent, spent_now = valid_answers(), Tokens.of(own_records()), Tokens.of(cache.records[known:])
+    scores_QxRxM = np.full((len(models[0].responses), settings.repeats, len(models)), np.nan)
+    unanswered = []
+    for key, prompt in prompts:
+        if key in answers:
+            for model, score in prompt.by_model(answers[key]).items():
+                scores_QxRxM[prompt.question, prompt.repeat, model] = score
+        else:
+            unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
+    labels = tuple(model.model for model in models)
+    return Judgement(labels, scores_QxRxM, tuple(unanswered), spent, spent_now)
 
 
-def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> list[Prompt]:
-    """Return the prompts: for each question and repeat, one about the answers of all models, or one about each
-    answer."""
-    prompts = []
+def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[tuple[str, Prompt]]:
+    """Yield the prompts, each with the key of its answer in the cache: for each question and repeat, one about the
+    answers of all models, or one about each answer."""
     for question in range(len(models[0].responses)):
         answers = {model.model: model.responses[question] for model in models}
         for repeat in range(settings.repeats):
             if settings.judges_together:
-                prompts.append(together_prompt(answers, question=question, repeat=repeat, seed=settings.seed))
-                continue
-            for number, answer in enumerate(answers.values()):
-                prompts.append(alone_prompt(settings.prompt, answer, number, question=question, repeat=repeat))
-    return prompts
-
-
-def _cache_key(settings: JudgeSettings, prompt: Prompt) -> str:
-    """Return the key of an answer in the cache, which is a hash of everything that the answer depends on."""
-    parts = [settings.model, settings.base_url, prompt.text, prompt.repeat]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+                prompts = [together_prompt(answers, question=question, repeat=repeat, seed=settings.seed)]
+            else:
+                prompts = [
+                    alone_prompt(settings.prompt, answer, number, question=question, repeat=repeat)
+                    for number, answer in enumerate(answers.values())
+                ]
+            for prompt in prompts:
+                parts = [settings.model, settings.base_url, prompt.text, repeat]  # all that the answer depends on
+                yield hashlib.sha256(json.dumps(parts).encode()).hexdigest(), prompt
 
 
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
-    """Send all prompts, given by their cache keys, and add the answers to the cache, which already has `kept` valid
-    answers to other prompts.
+    """Send all prompts, given by their cache keys, each until there is a valid answer or there were `attempts`. Add all
+    answers to the cache, which already has `kept` valid answers to other prompts.
 
     Returns, by key, what was wrong with the last answer to each prompt without a valid answer. Raises UserError if the
     judge cannot be asked with these settings, RunError if it does not answer or gives no valid answers, and RunStopped
@@ -306,11 +314,24 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
     stop = threading.Event()
 
     def ask(key: str) -> str | None:
+        """Return what was wrong with the last answer, or None if it is valid."""
+        reason = None
         try:
-            return _ask_until_valid(key, prompts[key], client, cache, stop)
+            for _ in range(settings.attempts):
+                if stop.is_set():  # the judging has failed, and nobody reads this result
+                    break
+                record = client.ask(key, prompts[key])
+                cache.append(record)
+                reason = record.reason
+                if reason is None:
+                    break
         except BaseException:
             stop.set()  # here, so that this thread begins no other request before the main thread sees the error
             raise
+        return reason
+
+    def valid() -> int:
+        return kept + sum(record.scores is not None for record in cache.records[known:])
 
     pool = ThreadPoolExecutor(settings.parallel)
     futures: dict[Future[str | None], str] = {pool.submit(ask, key): key for key in prompts}
@@ -319,8 +340,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         for future in tqdm(as_completed(futures), total=len(futures), **bar):
             if (reason := future.result()) is not None:
                 reasons[futures[future]] = reason
-            is_hopeless = not kept and not any(record.scores for record in cache.records[known:])
-            if is_hopeless and len(reasons) >= HOPELESS_QUESTIONS:
+            if len(reasons) >= HOPELESS_QUESTIONS and not valid():
                 raise RunError(
                     f"{settings.name}: no valid answer to any of the first {len(reasons)} questions (the last one: "
                     f"{reason}); try another judge"
@@ -333,46 +353,11 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         wait([future for future in futures if future.running()], timeout=IN_FLIGHT_SECONDS)
         if not isinstance(error, UnavailableError):
             raise
-        kept += sum(record.scores is not None for record in cache.records[known:])
-        answers = "answer is" if kept == 1 else "answers are"
-        resumes = f"{kept:,} {answers} kept in {cache.path}; judge again to continue"
-        advice = resumes if kept else "judging again asks again"
+        advice = "judging again asks again"
+        if kept := valid():
+            advice = f"{kept:,} answer{'s are' if kept > 1 else ' is'} kept in {cache.path}; judge again to continue"
         raise RunError(f"{settings.name}: does not answer: {error}; {advice}") from None
     finally:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
     return reasons
-
-
-def _ask_until_valid(
-    key: str, prompt: Prompt, client: JudgeClient, cache: JudgeCache, stop: threading.Event
-) -> str | None:
-    """Send a prompt until there is a valid answer, at most `attempts` times, and add all answers to the cache. Return
-    what was wrong with the last answer if none was valid, or None."""
-    reason = None
-    for _ in range(client.settings.attempts):
-        if stop.is_set():  # the judging has failed, and nobody reads this result
-            return None
-        reply = scores = reason = None
-        try:
-            reply = client.ask(prompt.text)
-            if reply.refusal:
-                raise InvalidAnswerError(f"refused: {reply.refusal}")
-            scores = prompt.parse(reply.text)
-        except InvalidAnswerError as error:
-            reason = client.without_key(str(error))
-        record = Record(
-            key=key,
-            question=prompt.question + 1,
-            repeat=prompt.repeat + 1,
-            scores=scores,
-            prompt=prompt.wording,
-            reason=reason,
-            prompt_tokens=reply.prompt_tokens if reply else None,
-            completion_tokens=reply.completion_tokens if reply else None,
-            time=time.time(),
-        )
-        cache.append(record)
-        if scores is not None:
-            break
-    return reason
