@@ -118,7 +118,6 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
         if options["datasets_dir"]:
             text = HeldOutText.choose(model.config, files.weights, options["datasets_dir"])
             test = text.measure(model.to(only_device()), "auto")
-            test.keep(files.weights)
         facts = ModelFacts(name, files, test, options["license_"])
         if options["card"]:
             click.echo(model_card(facts), nl=False)
