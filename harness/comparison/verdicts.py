@@ -264,7 +264,7 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     if limited:
         text += (
             f" More seeds alone may not settle {abbreviated(limited)}: text noise alone could explain the difference, "
-            "too, and takes more text (test_loss.py --batches)."
+            "too, and only more text reduces it (test_loss.py --batches)."
         )
     return text
 
