@@ -230,7 +230,7 @@ def _tested(
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     """Return sentences on training noise and on the number of seeds that it takes to detect 0.01 nats. For inconclusive
     verdicts that training noise alone can explain, they also give the seeds to detect a difference as large as the one
-    seen; if text noise that more seeds do not reduce can explain it, they say so instead. `arms` are all compared arms,
+    seen; if text noise that more seeds do not reduce can explain it, they also say so. `arms` are all compared arms,
     including the baseline. The numbers are those of a t test of two arms, without Holm's correction and text noise."""
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
@@ -255,7 +255,7 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
             continue
         if found.is_limited_by_text:
             limited.append(verdict.arm)
-        elif found.training.may_be_zero():
+        if found.training.may_be_zero():
             size = abs(found.value)
             likely, low, high = numbers(size)
             seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")
@@ -263,8 +263,8 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
         text += f" Seeds of each arm to detect a difference as large as the one seen: {', '.join(seeds)}."
     if limited:
         text += (
-            f" More seeds alone would not settle {abbreviated(limited)}: text noise alone can explain the difference, "
-            "and takes more text (test_loss.py --batches)."
+            f" More seeds alone may not settle {abbreviated(limited)}: text noise alone could explain the difference, "
+            "too, and only more text reduces it (test_loss.py --batches)."
         )
     return text
 

@@ -271,3 +271,22 @@ def test_what_cannot_be_done_is_one_line(runs: Path, arguments: list[str], messa
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_chart_and_a_page_and_what_is_not_drawn(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.001), ("b", 0.002)):
+        RunFolder(tmp_path / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20)
+    for name in ("never", "nor"):
+        RunFolder(tmp_path / "runs", name)
+    RunFolder(tmp_path / "runs", "young").add_checkpoint(LATEST, "latest").train_to(0)
+    picture, page = tmp_path / "curves.png", tmp_path / "page.html"
+    written = ["--chart", str(picture), "--html", str(page), "--reference", "GPT-2 small=3.5", "--baseline", "a"]
+    lines = compare(tmp_path / "runs", *written).stderr.splitlines()
+    assert (lines[0], lines[-1]) == (f"Wrote {page}", f"Drew {picture}")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "b against a: inconclusive" in page.read_text()
+    assert max(map(len, lines[1:-1])) <= 80
+    said = sorted(text.strip() for text in " ".join(map(str.strip, lines[1:-1])).split("not drawn: ")[1:])
+    assert said[0] == "never, nor: in no chart: never trained"
+    assert said[1].startswith("young: ")
+    assert len(said) == 2, "each reason appears once"
