@@ -353,14 +353,14 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
 BALLAST = """
 import mmap, os
 if os.environ["RANK"] == "1":
-    ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)
+    os.ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)
 """
 
 
 def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, first: tuple[int, Result]) -> None:
     """If rank 1 runs out of memory first, its smaller answer is printed, by rank 0 alone, which does not wait for it
     forever. The limit holds for each process separately."""
-    result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=BALLAST.format(bytes=int(0.2 * GIB)))
+    result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=BALLAST.format(bytes=int(0.1 * GIB)))
     assert 1 <= answer(result) <= first[0] - 2
 
 
