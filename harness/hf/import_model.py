@@ -29,7 +29,7 @@ from harness.hf.formats import (
 )
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
-from harness.runs.trained_model import fill, new_folder, write_meta
+from harness.runs.trained_model import fill, new_folder
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
@@ -65,9 +65,8 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     if (source / TOKENIZER).exists():  # fail early if it is broken: GPT-2's tokenizer in its place would be wrong
         load_tokenizer(source / TOKENIZER)
     with new_folder(run) as draft:
-        fill(draft, shape, tensors)
         said, tokenizer = _bring_tokenizer(source, draft, shape["vocab_size"])
-        write_meta(draft, shape, tokenizer=tokenizer, imported_from=name)
+        fill(draft, shape, tensors, tokenizer=tokenizer, imported_from=name)
     return said
 
 
