@@ -32,17 +32,6 @@ class Budget(BaseModel):
     # of the whole run: a whole number of the global batches that were in use when the budget was resolved
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
-    @classmethod
-    def of(cls, config: TrainConfig, tokens: int) -> Budget:
-        """Return train.json's budget, resolved to `tokens`. Raises UserError if `tokens` is not below COUNTABLE."""
-        key, value = config.budget, getattr(config, config.budget)
-        if tokens >= COUNTABLE:
-            raise UserError(
-                f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
-                f"({COUNTABLE:.2g}); lower it"
-            )
-        return cls(key=key, value=value, tokens=tokens)
-
     def describe(self) -> str:
         value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
         return f"{self.key} {value}: {self.tokens:,} tokens"
