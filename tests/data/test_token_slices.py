@@ -20,6 +20,7 @@ from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.loader import BatchLayout, BatchSchedule, TokenLoader
 from tests.support.launch import Workshop
 
+
 @given(
     ranks=st.integers(1, 4),
     accumulation=st.integers(1, 3),

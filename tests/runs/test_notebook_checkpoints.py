@@ -20,6 +20,7 @@ from harness.runs.train_config import TrainConfig
 from harness.runs.upstream import optimizer_by_name
 from harness.training.adamw import AdamW
 from tests.support.configs import SEED_TRAIN
+from tests.support.in_process import InProcess
 from tests.support.launch import MODEL, Workshop, metrics
 from tests.support.notebook_model import NotebookRun, notebook_model
 from tests.support.planning import plan, rows
@@ -38,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 def workshop(path: Path, **shape: Any) -> tuple[Workshop, NotebookRun, Path]:
     """Return a Workshop, a NotebookRun that has trained four of twelve steps, and the folder of its checkpoint in the
     run "r"."""
-    shop = Workshop(path)
+    shop = InProcess(path)
     shop.add_dataset()
     run = shop.add_run("r", model={"drop_rate": 0.0, **shape}, **SETTINGS)
     config = ModelConfig(**MODEL | {"drop_rate": 0.0, **shape})

@@ -26,7 +26,8 @@ from harness.runs.checkpoints import list_checkpoints, load_checkpoint, verify_c
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import Event, MetricsFile, TrainEvent, ValidationEvent, read_metrics
 from harness.runs.summary import RunSummary, read_summary, write_summary
-from tests.support.launch import DATASET, Workshop
+from tests.support.in_process import InProcess
+from tests.support.launch import DATASET
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RUNS = ("one_rank", "two_ranks")
@@ -38,14 +39,14 @@ def checkpoint_of(run: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    made = Workshop(tmp_path_factory.mktemp("earlier"))
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    made = InProcess(tmp_path_factory.mktemp("earlier"))
     made.add_dataset(largest=15)
     return made
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_and_ends_as_it_did(shop: Workshop, name: str) -> None:
+def test_a_run_goes_on_and_ends_as_it_did(shop: InProcess, name: str) -> None:
     """A run of an earlier version, resumed by this one, ends with the weights of the same run trained by this version
     from the start, to 1e-3. The last bits differ because this version sums the loss in another order."""
     written_by = json.loads((FIXTURES / name / "written_by.json").read_text())
@@ -89,7 +90,7 @@ def raw_meta(path: Path) -> dict[str, object]:
     return json.loads((path / META).read_text())
 
 
-def test_todays_files_have_the_same_keys_in_the_same_order(shop: Workshop) -> None:
+def test_todays_files_have_the_same_keys_in_the_same_order(shop: InProcess) -> None:
     run = Path(shutil.copytree(FIXTURES / "one_rank", shop.runs / "keys"))
     shop.train("keys", "--restart", ranks=1)
     keys = list(raw_meta(run / "checkpoints" / "latest"))
@@ -177,7 +178,7 @@ def write_with_text(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_other_commands_take_a_checkpoint(shop: Workshop, tmp_path: Path) -> None:
+def test_the_other_commands_take_a_checkpoint(shop: InProcess, tmp_path: Path) -> None:
     """test_loss.py measures an earlier version's checkpoint. With a tokenizer added, test_smoke.py samples from it,
     test_ift.py fine-tunes it, and convert_hf.py exports it to a model with the same logits."""
     run = Path(shutil.copytree(FIXTURES / "one_rank", tmp_path / "run"))
