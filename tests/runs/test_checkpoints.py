@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._pytree import tree_flatten_with_path
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunError, UserError
@@ -53,20 +54,15 @@ def folder(tmp_path: Path) -> Path:
 
 def assert_equal(one: Any, other: Any) -> None:
     """Check that two trees of dicts and lists are equal, tensors to the bit."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_equal(left, right)
-    else:
-        assert one == other
+    ours, theirs = (tree_flatten_with_path(each)[0] for each in (one, other))
+    assert [path for path, _ in ours] == [path for path, _ in theirs]
+    for (_, left), (_, right) in zip(ours, theirs, strict=True):
+        assert type(left) is type(right)
+        if isinstance(left, torch.Tensor):
+            assert left.dtype == right.dtype
+            assert torch.equal(left, right)
+        else:
+            assert left == right
 
 
 def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
@@ -181,36 +177,26 @@ def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) -> None:
-    """Checkpoints are ordered by global step, as numbers (9 before 10), even if the clock was set back between them."""
-    paths = save_steps(folder, [9, 10, 100])
-    renamed = {
-        9: "20300101Z000000-iteration-9",
-        10: "20200101Z000000-iteration-10",
-        100: "20210101Z000000-iteration-100",
-    }
-    for step, name in renamed.items():
-        paths[step].rename(folder / name)
+    """Checkpoints are ordered by global step, as numbers (9 before 10), even if the clock was set back between them.
+    Other things in the folder are not checkpoints."""
+    named = {step: f"{year}0101Z000000-iteration-{step}" for step, year in ((9, 2030), (10, 2020), (100, 2021))}
+    for step, path in save_steps(folder, list(named)).items():
+        path.rename(folder / named[step])
     (folder / "latest").unlink()
-    checkpoints.point(folder, "latest", folder / renamed[100])
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [9, 10, 100]
+    checkpoints.point(folder, "latest", folder / named[100])
+    (folder / "20260101Z000000-iteration-9").write_text("a file")
+    for other in ("notes", "20260101Z000000-iteration-x", "my-20260101Z000000-iteration-8-backup"):
+        (folder / other).mkdir()
+    assert checkpoints.list_checkpoints(folder) == [(step, folder / name) for step, name in named.items()]
     checkpoints.prune(folder, 1, set())
     assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [10, 100]
-    checkpoints.rewind_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
-    assert checkpoints.choose_start(folder, None) == folder / renamed[10]
+    checkpoints.rewind_to(folder, folder / named[10], lambda: _made(tmp_path / "aside"))
+    assert checkpoints.choose_start(folder, None) == folder / named[10]
 
 
 def _made(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def test_other_things_in_the_folder_are_not_checkpoints(folder: Path) -> None:
-    paths = save_steps(folder, [1])
-    (folder / "notes").mkdir()
-    (folder / "20260101Z000000-iteration-9").write_text("a file")
-    (folder / "20260101Z000000-iteration-x").mkdir()
-    (folder / "my-20260101Z000000-iteration-8-backup").mkdir()
-    assert checkpoints.list_checkpoints(folder) == [(1, paths[1])]
 
 
 @pytest.mark.parametrize("file", [*STATE_FILES, "letters.json"])
@@ -327,10 +313,6 @@ def test_prune_keeps_the_newest_and_what_has_a_name(folder: Path) -> None:
     assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 7]
 
 
-def find_checkpoint_at(folder: Path, step: int) -> Path:
-    return next(path for at, path in checkpoints.list_checkpoints(folder) if at == step)
-
-
 @pytest.mark.parametrize(
     ("steps", "records", "at"),
     [([0, 5, 10, 15], (5,), 5), ([0, 5, 10], (0, 10), 5), ([5, 50, 60], (5, 60), 50), ([1, 10, 11, 20], (1, 20), 11)],
@@ -353,19 +335,18 @@ def test_later_checkpoints_are_moved_aside_whole(
     assert (folder / "best").readlink() == Path(paths[max(record for record in records if record <= at)].name)
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
-def test_nothing_later_moves_nothing(folder: Path, is_behind: bool) -> None:
+def test_nothing_later_moves_nothing(folder: Path) -> None:
     """If no checkpoint is later, none is moved. If a kill left `best` at an older checkpoint, it is set to the best
     step that the checkpoint to resume from records."""
     paths = save_steps(folder, [0, 5], best=5)
-    if is_behind:
-        checkpoints.point(folder, "best", paths[0])
 
     def unwanted() -> Path:
         raise AssertionError("a folder for moved checkpoints was requested")
 
-    assert not checkpoints.rewind_to(folder, paths[5], unwanted)
-    assert {(folder / link).readlink() for link in ("latest", "best")} == {Path(paths[5].name)}
+    for best in (5, 0):
+        checkpoints.point(folder, "best", paths[best])
+        assert not checkpoints.rewind_to(folder, paths[5], unwanted)
+        assert {(folder / link).readlink() for link in ("latest", "best")} == {Path(paths[5].name)}
 
 
 def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
