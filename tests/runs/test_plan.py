@@ -195,30 +195,25 @@ def test_a_vocabulary_far_larger_than_the_datasets_is_remarked_on(shop: Workshop
     assert "note" not in rows(shop)
 
 
-@pytest.mark.parametrize("has_dataset", [True, False])
-def test_long_names_fit_a_terminal(tmp_path: Path, has_dataset: bool) -> None:
+def test_long_names_fit_a_terminal(tmp_path: Path) -> None:
     name = "a-run-with-a-name-that-somebody-thought-about-for-longer-than-was-good"
     shop, dataset = Workshop(tmp_path), f"owner-of-datasets/{name}"
-    if has_dataset:
-        shop.add_dataset(dataset)
     shop.add_run(name, dataset=dataset, min_train_tokens=-1, sample_interval=5, sample_prompt="x" * 70)
+    assert name in plan(shop, name, assume_tps=100.0)
+    shop.add_dataset(dataset)
     assert name in plan(shop, name, assume_tps=100.0)
 
 
 # The command
 
 
-def ranking(rank: int) -> dict[str, str]:
-    """Return the environment variables that torchrun gives one of two ranks."""
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-
-
 def test_under_torchrun_only_rank_0_prints(shop: Workshop) -> None:
     """With torchrun's environment variables only rank 0 prints the plan. Ranks exchange nothing for a plan, so the test
     runs one after the other."""
     shop.add_run()
-    results = [shop.attempt("--plan", environment=ranking(rank)) for rank in range(2)]
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    results = [shop.attempt("--plan", environment=variables) for variables in ranks]
     assert [(result.status, result.stderr) for result in results] == [(0, "")] * 2
     assert "2 ranks x 2 sequences x 2 accumulation" in table(results[0].stdout)["global batch"]
     assert results[1].stdout == ""
