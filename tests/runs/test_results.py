@@ -82,8 +82,8 @@ def test_results_are_read_as_they_were_written(run: RunDirectory) -> None:
         write_result(run, each)
     results = read_results(run)
     assert results.problems == []
-    for each in (LOSS, BENCHMARKS, JUDGED, SEARCH):
-        assert results.of(type(each)) == [each]
+    for written in (LOSS, BENCHMARKS, JUDGED, SEARCH):
+        assert results.of(type(written)) == [written]
     np.testing.assert_array_equal(read_window_losses(run, LOSS), LOSSES)
 
 
