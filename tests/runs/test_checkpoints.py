@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunError, UserError
@@ -54,9 +54,10 @@ def folder(tmp_path: Path) -> Path:
 
 def assert_equal(one: Any, other: Any) -> None:
     """Check that two trees of dicts and lists are equal, tensors to the bit."""
-    ours, theirs = (tree_flatten_with_path(each)[0] for each in (one, other))
-    assert [path for path, _ in ours] == [path for path, _ in theirs]
-    for (_, left), (_, right) in zip(ours, theirs, strict=True):
+    ours, theirs = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (one, other))
+    assert ours.keys() == theirs.keys()
+    for path, left in ours.items():
+        right = theirs[path]
         assert type(left) is type(right)
         if isinstance(left, torch.Tensor):
             assert left.dtype == right.dtype
