@@ -62,7 +62,7 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     Raises UserError as `find_checkpoint` does."""
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
-        return find_checkpoint(folder, name or LATEST)
+        return find_checkpoint(folder, LATEST if name is None else name)
     # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The newest
     # checkpoint is the one that it pointed to.
     if known := list_checkpoints(folder):
