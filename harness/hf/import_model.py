@@ -20,7 +20,7 @@ from harness.data.tokenizers.tokenizer import END_OF_TEXT
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
-from harness.runs.trained_model import fill, new_folder, write_meta
+from harness.runs.trained_model import fill, new_folder
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
@@ -57,15 +57,16 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     if tokenizer.exists():  # fail early if it is broken: GPT-2's tokenizer in its place would be wrong
         load_tokenizer(tokenizer)
     with new_folder(run) as draft:
-        fill(draft, shape, tensors)
+        own = TOKENIZER
         if tokenizer.exists():
             shutil.copyfile(tokenizer, draft / TOKENIZER)
         elif (source / "vocab.json").exists() and (source / "merges.txt").exists():
             _from_vocabulary(source, draft / TOKENIZER)
         else:
-            write_meta(draft, shape, tokenizer="gpt2", imported_from=name)
+            own = "gpt2"
+        fill(draft, shape, tensors, tokenizer=own, imported_from=name)
+        if own == "gpt2":
             return "no tokenizer in the folder: GPT-2's will be used"
-        write_meta(draft, shape, tokenizer=TOKENIZER, imported_from=name)
         tokens = load_tokenizer(draft / TOKENIZER).vocab_size
         return f"tokenizer of {tokens:,} tokens, for a model of {shape['vocab_size']:,}"
 

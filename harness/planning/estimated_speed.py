@@ -56,16 +56,6 @@ class GpuSpec:
     exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
     other_words: str  # further words that drivers or users may have in its name
 
-    def is_called(self, name: str) -> bool:
-        """Return True if `name`, which a driver or a user gives, means this device. It must have all words of the
-        device's own name, and no other words than `other_words`."""
-        words, own = _words(name), _words(self.name)
-        return own <= words <= own | _words(self.other_words)
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", text.lower()))
-
 
 # Peaks and bandwidths: NVIDIA's data sheets of A100, H100 and H200 (SXM) and HGX B200. Attention: Dao,
 # arXiv:2307.08691. Shares, exchange, and Blackwell's attention are assumed.
@@ -89,8 +79,13 @@ NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 def find_device(name: str) -> GpuSpec | None:
     """Return the device of that name, or None. The name may be the driver's ("NVIDIA A100-SXM4-40GB") or one as people
     write it ("a100-40gb")."""
-    plain = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
-    return next((device for device in DEVICES if device.is_called(plain)), None)
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+gb\b", r"\1gb", text.lower())))
+
+    # The name must have all words of the device's own name, and no other words than `other_words`.
+    known = ((device, words(device.name), words(device.other_words)) for device in DEVICES)
+    return next((device for device, own, other in known if own <= words(name) <= own | other), None)
 
 
 def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None = None) -> str | None:

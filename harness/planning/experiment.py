@@ -14,14 +14,11 @@ from harness.data.dataset import Dataset, dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig, load_model_config
-from harness.planning.rates import ScaledSettings, build_schedule, scale_settings
-from harness.runs.budget import Budget, batch_schedule, tokens_of_budget
+from harness.planning.rates import build_schedule
+from harness.runs.budget import COUNTABLE, Budget, batch_schedule, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig, load_train_config
-
-# Keys of train.json that decide which tokens a step sees. They must not change before a run resumes.
-POSITION_KEYS = ("dataset", "start_train_token")
 
 
 @dataclass(frozen=True)
@@ -47,40 +44,6 @@ class Position:
         return self.first_step >= self.total_steps
 
 
-def find_position(
-    config: TrainConfig,
-    layout: BatchLayout,
-    split_tokens: int,
-    *,
-    done_steps: int = 0,
-    done_tokens: int = 0,
-    wanted: int | None = None,
-) -> Position:
-    """Return the position after `done_steps` steps and `done_tokens` tokens, with the current batch. `wanted` is the
-    number of tokens in the whole run, if train.json's budget is not `min_train_tokens`.
-
-    Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore neither
-    repeats nor skips a token. Raises UserError if the split is too short.
-    """
-    start, batches = config.start_train_token + done_tokens, batch_schedule(config, layout, done_tokens)
-    available = split_tokens - start
-    wanted = config.min_train_tokens if wanted is None else wanted
-    assert wanted is not None, "the caller resolves budgets that are not in tokens"
-    if wanted == -1:
-        exhausted = done_tokens > 0 and available - 1 < batches.tokens_before(1)
-    else:
-        exhausted = done_tokens >= wanted
-        wanted = max(1, wanted - done_tokens)
-    try:
-        steps = 0 if exhausted else batches.num_steps(wanted, available)
-    except UserError as error:
-        raise UserError(
-            f'the train split of {config.dataset} is too short: from token {start:,} (train.json: "start_train_token") '
-            f"{error}; lower {config.budget} or the batch"
-        ) from None
-    return Position(done_steps, done_steps + steps, start, done_tokens)
-
-
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
     """Raise UserError if training cannot resume from the checkpoint at `path`, because its model, dataset, starting
     token or optimizer is not that of `now`. The message shows the difference."""
@@ -95,19 +58,14 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
         difference = first_difference(then, today)
         if difference:
             raise UserError(f"{path}: made with another {part}: {difference}; put it back, or use --restart")
-    for key in POSITION_KEYS:
-        then, today = meta.train.get(key), now.train.get(key)
+    for key in ("dataset", "start_train_token", "optimizer"):
+        then, today = meta.train.get(key, "adamw" if key == "optimizer" else None), now.train[key]
         if then != today:
+            other = ', or let another run start from its weights ("initial_weights")' if key == "optimizer" else ""
             raise UserError(
                 f'{path}: made with "{key}": {json.dumps(then)}, but train.json has {json.dumps(today)}; put it back, '
-                "or use --restart"
+                f"{'' if other else 'or '}use --restart{other}"
             )
-    then, today = meta.train.get("optimizer", "adamw"), now.train["optimizer"]
-    if then != today:
-        raise UserError(
-            f'{path}: made with "optimizer": "{then}", but train.json has "{today}"; put it back, use --restart, or '
-            'let another run start from its weights ("initial_weights")'
-        )
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
@@ -122,7 +80,8 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
     """Return the keys of train.json that changed since a checkpoint, as "key: old -> new" in JSON's spelling."""
     then, now = meta.train, provenance.train
-    return [f"{key}: {_change(then[key], now[key])}" for key in now if key in then and then[key] != now[key]]
+    changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
+    return [change for change in changes if change]
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
@@ -134,11 +93,7 @@ def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
             if found:
                 return found
         return None
-    return None if then == now else f"{prefix}{_change(then, now)}"
-
-
-def _change(then: Any, now: Any) -> str:
-    return f"{json.dumps(then)} -> {json.dumps(now)}"
+    return None if then == now else f"{prefix}{json.dumps(then)} -> {json.dumps(now)}"
 
 
 # Coefficient of the balancing loss in Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), where each
@@ -215,10 +170,11 @@ class Experiment:
         train.json still has the same budget, or else one that is resolved now. Returns None for `min_train_tokens`,
         which is in tokens already.
 
-        Raises UserError for a budget below one global batch.
+        Raises UserError for a budget below one global batch, or of more tokens than can be counted.
         """
         config, recorded = self.config, meta.budget if meta else None
-        if recorded is not None and (recorded.key, recorded.value) == (config.budget, getattr(config, config.budget)):
+        key, value = config.budget, getattr(config, config.budget)
+        if recorded is not None and (recorded.key, recorded.value) == (key, value):
             return recorded
         if config.min_train_tokens is not None:
             return None
@@ -227,7 +183,13 @@ class Experiment:
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
         else:
             tokens = tokens_of_budget(config, self.model, self.batches(layout))
-        return None if tokens is None else Budget.of(config, tokens)
+        assert tokens is not None, "only min_train_tokens may be all tokens of the split"
+        if tokens >= COUNTABLE:
+            raise UserError(
+                f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
+                f"({COUNTABLE:.2g}); lower it"
+            )
+        return Budget(key=key, value=value, tokens=tokens)
 
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
@@ -235,20 +197,31 @@ class Experiment:
         """Return the position where training resumes after the checkpoint that `meta` describes, or where it starts if
         `meta` is None. `budget` is the result of the method `budget`, which is called if `budget` is None.
 
-        Raises UserError if the split is too short, or if the warm-up is longer than the run.
+        Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
+        neither repeats nor skips a token. Raises UserError if the split is too short, or if the warm-up is longer than
+        the run.
         """
-        done = {"done_steps": meta.global_step + 1, "done_tokens": meta.tokens_seen} if meta else {}
+        config = self.config
+        done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)
         budget = budget or self.budget(layout, meta)
-        wanted = None if budget is None else budget.tokens
-        position = find_position(self.config, layout, split_tokens, **done, wanted=wanted)
-        build_schedule(self.config, position.total_steps)
-        return position
-
-    def scaled_settings(self, layout: BatchLayout, position: Position) -> ScaledSettings:
-        """Return the learning rates and weight decays that train.json's scaling rules change."""
-        left = self.batches(layout, position.tokens_seen).tokens_before(position.total_steps - position.first_step)
-        tokens, layers = position.tokens_seen + left, self.model.n_layers
-        return scale_settings(self.config, batch_tokens=layout.global_tokens, train_tokens=tokens, layers=layers)
+        wanted = config.min_train_tokens if budget is None else budget.tokens
+        assert wanted is not None, "every other budget is resolved to tokens"
+        start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
+        available = split_tokens - start
+        if wanted == -1:
+            exhausted = done_tokens > 0 and available - 1 < batches.tokens_before(1)
+        else:
+            exhausted = done_tokens >= wanted
+            wanted = max(1, wanted - done_tokens)
+        try:
+            steps = 0 if exhausted else batches.num_steps(wanted, available)
+        except UserError as error:
+            raise UserError(
+                f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "
+                f'"start_train_token") {error}; lower {config.budget} or the batch'
+            ) from None
+        build_schedule(config, done_steps + steps)
+        return Position(done_steps, done_steps + steps, start, done_tokens)
 
     def provenance(self, dataset: Dataset) -> Provenance:
         """Return the provenance of this experiment's checkpoints."""
@@ -271,7 +244,3 @@ class Experiment:
                 f"the validation split of {config.dataset} is too short: wanted {wanted:,} tokens (train.json: "
                 f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of them"
             )
-
-    def check_checkpoint(self, meta: CheckpointMeta, dataset: Dataset) -> None:
-        """Raise UserError if the checkpoint that `meta` describes belongs to another experiment."""
-        check_continuable(meta, self.run.checkpoints, self.provenance(dataset))

@@ -7,8 +7,8 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
@@ -21,11 +21,11 @@ from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
-from harness.planning.experiment import Experiment, Position
+from harness.planning.experiment import Experiment, Position, check_continuable
 from harness.planning.intervals import times_due
 from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
-from harness.planning.rates import UNSCALED, ScaledSettings
+from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.checkpoints import choose_start, refuse_unnamed
@@ -62,6 +62,12 @@ class Plan:
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
+    def stages(self) -> list[tuple[int, BatchLayout]]:
+        """The global batches that are still to come, more than one in a ramp, each with the tokens seen before it."""
+        seen = self.position.tokens_seen if self.position else 0
+        return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
+
+    @property
     def steps(self) -> range:
         """The global steps that are left."""
         assert self.position is not None
@@ -78,13 +84,10 @@ class Plan:
         """Return the number of checkpoints still to be written."""
         return self.times(self.config.checkpoint_every)
 
-    def optimizer_bytes(self) -> int:
-        """Return the size of the optimizer's state, over all ranks together."""
-        return optimizer_state_bytes(self.config, self.experiment.model)
-
     def checkpoint_bytes(self) -> int:
         """Return the size of one checkpoint on disk."""
-        return self.experiment.model.parameters * WEIGHT_BYTES + self.optimizer_bytes() + OTHER_BYTES
+        model = self.experiment.model
+        return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def disk_bytes(self) -> int:
         """Return the largest size that the checkpoints of this plan have together at any time."""
@@ -147,24 +150,30 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
 
     If the dataset is on this machine, the plan is checked against it. Raises UserError for settings that cannot work.
     """
-    layout = experiment.layout(world_size)
+    layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
-    config, position = experiment.config, None
-    if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
-        dataset = Dataset.open(experiment.datasets_dir, config.dataset)
+    position, folder = None, experiment.datasets_dir
+    if is_present(folder, config.dataset, experiment.splits):
+        dataset = Dataset.open(folder, config.dataset)
         if meta is not None:
-            experiment.check_checkpoint(meta, dataset)
+            check_continuable(meta, experiment.run.checkpoints, experiment.provenance(dataset))
         experiment.check_validation_slice(layout, dataset)
         for split in experiment.splits:
-            check_token_ids(dataset, split, experiment.model.vocab_size)
+            check_token_ids(dataset, split, model.vocab_size)
         position = experiment.position(layout, len(dataset.split("train")), meta, budget)
-        remark = None if meta else _unused_vocabulary(experiment.model, dataset)
+        remark = None if meta else _unused_vocabulary(model, dataset)
     else:
-        remark = neighbour_remark(experiment.datasets_dir, config.dataset)
+        remark = neighbour_remark(folder, config.dataset)
+        if not folder.is_dir():
+            remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.dataset} there"
         if config.min_train_tokens != -1:
             position = experiment.position(layout, sys.maxsize, meta, budget)
-    scaled = experiment.scaled_settings(layout, position) if position else UNSCALED
-    return Plan(experiment, layout, position, meta is not None, budget, scaled, remark)
+    plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark)
+    if position is None:
+        return plan
+    tokens = position.tokens_seen + plan.tokens()
+    scaled = scale_settings(config, batch_tokens=layout.global_tokens, train_tokens=tokens, layers=model.n_layers)
+    return replace(plan, scaled=scaled)
 
 
 def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
@@ -186,10 +195,10 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     start = choose_start(experiment.run.checkpoints, checkpoint)
     if start is None:
         return None
-    meta, config = read_meta(start), experiment.config
+    meta, name, folder = read_meta(start), experiment.config.dataset, experiment.datasets_dir
     refuse_unnamed(start, meta, checkpoint)
-    here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
-    provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else None
+    is_here = is_present(folder, name, experiment.splits)
+    provenance = experiment.provenance(Dataset.open(folder, name)) if is_here else None
     return upgrade_notebook_meta(start, meta, provenance, experiment.batches(experiment.layout(world_size)))
 
 
@@ -208,9 +217,17 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
     rows += [("export", describe_formats(model)), ("FLOPs per token", f"{model.flops_per_token:,}")]
     if machine:
         rows.append(("machine", machine))
-    rows.append(("global batch", _global_batch(plan)))
+    batches = []  # the factors of the global batch, or of each global batch of a ramp that is still to come
+    for seen, layout in plan.stages:
+        since = f"from {seen:,} tokens on: " if len(plan.stages) > 1 else ""
+        batches.append(
+            f"{since}{layout.world_size} ranks x {layout.microbatch_size} sequences x {layout.accumulation_steps} "
+            "accumulation steps\n"
+            f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens"
+        )
+    rows.append(("global batch", "\n".join(batches)))
     if config.shard_optimizer:
-        whole, ranks = plan.optimizer_bytes() / GIB, plan.layout.world_size
+        whole, ranks = optimizer_state_bytes(config, model) / GIB, plan.layout.world_size
         shard = f"{whole:.2f} GiB of state, about {whole / ranks:.2f} on each of {ranks} ranks"
         rows.append(("optimizer", shard))
     if plan.scaled.explained:
@@ -225,22 +242,6 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
     else:
         rows.append(("global steps", f"unknown until {config.dataset} is on this machine (min_train_tokens is -1)"))
     return "\n".join(lines + _table([*rows, *(("note", note) for note in notes)]))
-
-
-def _global_batch(plan: Plan) -> str:
-    """Return text with the factors of the global batch, or of each global batch of a ramp that is still to come."""
-    stages = plan.batches.stages
-    said = []
-    for stage in stages:
-        layout = stage.layout
-        seen = (plan.position.tokens_seen if plan.position else 0) + stage.tokens_before
-        since = f"from {seen:,} tokens on: " if len(stages) > 1 else ""
-        said.append(
-            f"{since}{layout.world_size} ranks x {layout.microbatch_size} sequences x {layout.accumulation_steps} "
-            "accumulation steps\n"
-            f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens"
-        )
-    return "\n".join(said)
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -284,16 +285,11 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         # The total is the sum of the rounded amounts, so that the printed amounts add up to it.
         said_cost = f"{dollars} = ${sum(cents.values()) / 100:,.2f} at {priced}"
     if speed.uncertainty:
-        seconds = sum(parts.values())
-        time += f"\nestimated: {_range(seconds, speed.uncertainty, _hours)} in all"
+        low, high = (sum(parts.values()) / (1 + sign * speed.uncertainty) for sign in (1, -1))
+        time += f"\nestimated: {_hours(low)} to {_hours(high)} in all"
         if price is not None:
-            said_cost += f"\nestimated: {_range(cost(seconds, price), speed.uncertainty, '${:,.2f}'.format)}"
+            said_cost += f"\nestimated: ${cost(low, price):,.2f} to ${cost(high, price):,.2f}"
     return [("speed", said), ("time", time), ("cost", said_cost)]
-
-
-def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -> str:
-    """Return text with the range of a quantity that is inversely proportional to an uncertain speed."""
-    return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
 
 
 def _hours(seconds: float) -> str:
@@ -315,10 +311,8 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
             left += f", {_hours(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
         lines.append(f"budget: {plan.budget.describe()}; {left}")
     if plan.config.batch_ramp is not None:
-        seen = plan.position.tokens_seen if plan.position else 0
         sizes = [
-            f"{each.layout.global_tokens // each.layout.context_length:,} sequences from {seen + each.tokens_before:,}"
-            for each in plan.batches.stages
+            f"{layout.global_tokens // layout.context_length:,} sequences from {seen:,}" for seen, layout in plan.stages
         ]
         lines.append(f"batch_ramp: {', '.join(sizes)} tokens on")
     lines += [f"scaled: {said}" for said in plan.scaled.explained]
@@ -347,9 +341,8 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
     Raises UserError for everything that training would refuse, except for a disk that is too small, and for names of
     benchmarks, which are not checked.
     """
-    means = None if gpu_names() else machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)
     said, meant, assumed = None, None, options.assume_world_size
-    if means is not None:
+    if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):
         (machine, named_by), assumed = means, assumed or (means[0].gpus if ranks == 1 else None)
         meant, kind = find_device(machine.device), options.assume_device or machine.device
         is_that = (kind, assumed or ranks) == (machine.device, machine.gpus)

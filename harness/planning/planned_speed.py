@@ -66,7 +66,9 @@ def plan_speed(
     if options.assume_device is not None and device is None:
         known = ", ".join(each.name for each in DEVICES)
         raise UserError(f'--assume-device: unknown device "{options.assume_device}"; known: {known}; or {GIVE_A_SPEED}')
-    own = device or own_device(layout.world_size)
+    own, names = device, gpu_names()
+    if own is None and len(names) >= layout.world_size and len(set(names)) == 1:  # enough GPUs, all of the same kind
+        own = find_device(names[0])
     if options.assume_tps is not None:
         speed = PlannedSpeed(options.assume_tps, "assumed")
     elif options.assume_tps_with_validation is not None:
@@ -77,13 +79,6 @@ def plan_speed(
         reported = None if device else _reported_speed(experiment, layout, own)
         speed = reported or estimated(experiment, layout, own or meant) or speed
     return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
-
-
-def own_device(ranks: int) -> GpuSpec | None:
-    """Return this machine's kind of GPU, or None if it has fewer GPUs than ranks, or different kinds, or an unknown
-    kind."""
-    names = gpu_names()
-    return find_device(names[0]) if len(names) >= ranks and len(set(names)) == 1 else None
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
@@ -119,7 +114,9 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
         with suppress(UserError):  # not a valid summary.json; a plan can do without it
             summary = read_summary(path)
             speed, measured = summary.tokens_per_second, summary.measured
-            is_alike = summary.has_shape(experiment.model) and _layout(summary) == _layout(layout)
+            size = (summary.world_size, summary.microbatch_size, summary.accumulation_steps)
+            is_alike = size == (layout.world_size, layout.microbatch_size, layout.accumulation_steps)
+            is_alike = is_alike and summary.has_shape(experiment.model) is True
             is_known = speed is not None and 0 < speed < math.inf
             is_there = device is None or find_device(summary.device) == device
             if is_alike and is_known and is_there and same_kernels(summary.train, train):
@@ -182,7 +179,3 @@ def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> fl
         return None
     times = times_due(range(summary.global_steps or 0), every)
     return spent / times if times and 0 < spent < math.inf else None
-
-
-def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
-    return record.world_size, record.microbatch_size, record.accumulation_steps

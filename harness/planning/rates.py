@@ -10,40 +10,10 @@ from dataclasses import dataclass
 from harness.common.errors import UserError
 from harness.runs.train_config import TrainConfig
 
-# The schedule: pure functions from a global step to a fraction of the peak learning rate
-
-
-def warmup(step: int, steps: int) -> float:
-    """Return a factor that rises linearly from 1/steps at step 0 to 1 at step `steps - 1`. It does not start at 0,
-    because a step with a learning rate of 0 is wasted."""
-    return (step + 1) / steps
-
-
-def cosine(step: int, steps: int, min_ratio: float) -> float:
-    """Return a factor that falls as half a cosine from 1 at step 0 to `min_ratio` at the last of `steps` (Loshchilov &
-    Hutter, arXiv:1608.03983)."""
-    progress = min(step / max(steps - 1, 1), 1.0)
-    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def linear(step: int, steps: int, min_ratio: float) -> float:
-    """Return a factor that falls linearly from 1 at step 0 to `min_ratio` at step `steps`, which is the one after the
-    last, because a step with a learning rate of 0 is wasted. With a `min_ratio` of 0, this is "D2Z" of Bergsma et al.,
-    arXiv:2502.15938."""
-    progress = min(step / max(steps, 1), 1.0)
-    return 1 - (1 - min_ratio) * progress
-
-
-def linear_decay(step: int, steps: int, min_ratio: float) -> float:
-    """Return 1 before step 0, and then a factor that falls linearly to `min_ratio` at the last of `steps`: the decay of
-    warm-up-stable-decay (Hu et al., arXiv:2404.06395)."""
-    progress = min(max((step + 1) / max(steps, 1), 0.0), 1.0)
-    return 1 - (1 - min_ratio) * progress
-
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule with its lengths resolved to global steps."""
+    """A schedule of the learning rate, with its lengths resolved to global steps."""
 
     shape: str
     total_steps: int
@@ -52,17 +22,28 @@ class Schedule:
     min_ratio: float
 
     def multiplier(self, step: int) -> float:
-        """Return the fraction of the peak learning rate at the 0-based global `step`."""
+        """Return the fraction of the peak learning rate at the 0-based global `step`. It is never 0 before the last
+        step, because a step with a learning rate of 0 is wasted.
+
+        The warm-up rises linearly from 1/W at step 0 to 1 at step W - 1. "cosine" falls as half a cosine to `min_ratio`
+        at the last step (Loshchilov & Hutter, arXiv:1608.03983). "linear" falls to `min_ratio` at the step after the
+        last; with 0 this is "D2Z" of Bergsma et al., arXiv:2502.15938. "wsd", warm-up-stable-decay (Hu et al.,
+        arXiv:2404.06395), falls linearly in the last steps, to `min_ratio` at the last one.
+        """
         if step < self.warmup_steps:
-            return warmup(step, self.warmup_steps)
+            return (step + 1) / self.warmup_steps
+        falling, since = self.total_steps - self.warmup_steps, step - self.warmup_steps
         if self.shape == "cosine":
-            return cosine(step - self.warmup_steps, self.total_steps - self.warmup_steps, self.min_ratio)
+            progress = min(since / max(falling - 1, 1), 1.0)
+            return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
         if self.shape == "linear":
-            return linear(step - self.warmup_steps, self.total_steps - self.warmup_steps, self.min_ratio)
-        if self.shape == "wsd":
-            return linear_decay(step - (self.total_steps - self.decay_steps), self.decay_steps, self.min_ratio)
-        assert self.shape == "constant", self.shape
-        return 1.0
+            progress = min(since / max(falling, 1), 1.0)
+        elif self.shape == "wsd":
+            since = step - (self.total_steps - self.decay_steps)
+            progress = min(max((since + 1) / max(self.decay_steps, 1), 0.0), 1.0)
+        else:
+            progress = 0.0  # constant
+        return 1 - (1 - self.min_ratio) * progress
 
 
 def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:

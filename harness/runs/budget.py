@@ -32,17 +32,6 @@ class Budget(BaseModel):
     # of the whole run: a whole number of the global batches that were in use when the budget was resolved
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
-    @classmethod
-    def of(cls, config: TrainConfig, tokens: int) -> Budget:
-        """Return train.json's budget, resolved to `tokens`. Raises UserError if `tokens` is not below COUNTABLE."""
-        key, value = config.budget, getattr(config, config.budget)
-        if tokens >= COUNTABLE:
-            raise UserError(
-                f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
-                f"({COUNTABLE:.2g}); lower it"
-            )
-        return cls(key=key, value=value, tokens=tokens)
-
     def describe(self) -> str:
         value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
         return f"{self.key} {value}: {self.tokens:,} tokens"
@@ -74,17 +63,26 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
-    if config.tokens_per_parameter is not None:
-        wanted = config.tokens_per_parameter * model.active_parameters
-        check_one_batch(config, wanted / batches.tokens_before(1))
-        return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
+    wanted = stated_tokens(config, model)
+    if wanted is None:
+        return None
+    paid_batches, key = wanted / batches.tokens_before(1), config.budget
+    if paid_batches < 1 and key != "min_train_tokens":
+        value, remedy = getattr(config, key), "raise it"
+        if paid_batches:  # 0.0 for the smallest budgets, for which no sufficient value can be computed
+            enough = value / paid_batches
+            # place of the third digit, to which the suggestion is rounded up
+            digits = 10.0 ** (math.floor(math.log10(enough)) - 2)
+            remedy += f" to at least {math.ceil(enough / digits) * digits:g}"
+        raise UserError(
+            f'train.json: key "{key}": {value:g} is below one global batch ({paid_batches:.2g} of it); {remedy}, or '
+            "make the global batch smaller"
+        )
     if config.target_flops is not None:
-        check_one_batch(config, config.target_flops / model.flops_per_token / batches.tokens_before(1))
         # in integers, because a quotient of floats is not exact
         paid = int(config.target_flops) // model.flops_per_token
         return batches.tokens_before(max(1, batches.steps_within(paid)))
-    tokens = config.min_train_tokens
-    return None if tokens is None or tokens == -1 else batches.tokens_before(batches.steps_for(tokens))
+    return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
 
 
 def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
@@ -97,24 +95,6 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
     if config.target_flops is not None:
         return config.target_flops / model.flops_per_token
     return None if config.min_train_tokens in (None, -1) else config.min_train_tokens
-
-
-def check_one_batch(config: TrainConfig, batches: float) -> None:
-    """Raise UserError if train.json's budget pays for less than one global batch. `batches` is the number of global
-    batches that it pays for."""
-    if batches >= 1:
-        return
-    key, value = config.budget, getattr(config, config.budget)
-    needed = "raise it"
-    if batches:  # 0.0 for the smallest budgets, for which no sufficient value can be computed
-        enough = value / batches
-        # place of the third digit, to which the suggestion is rounded up
-        digits = 10.0 ** (math.floor(math.log10(enough)) - 2)
-        needed += f" to at least {math.ceil(enough / digits) * digits:g}"
-    raise UserError(
-        f'train.json: key "{key}": {value:g} is below one global batch ({batches:.2g} of it); {needed}, or make the '
-        "global batch smaller"
-    )
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:

@@ -33,23 +33,24 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
     """Draw training loss (mean, and range over microbatches) and validation loss over global steps. Benchmark
     accuracies, if there are any, are drawn below the losses. An existing picture is replaced in one rename."""
     events = read_metrics(metrics)
-    train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
-    validation = [event for event in events if isinstance(event, ValidationEvent) and event.loss is not None]
     accuracies = benchmark_lines(events)
-    with plt.xkcd() if (font := xkcd_font()) else plt.style.context("default"):
+    # an installed font of the xkcd family
+    font = next((font.name for font in font_manager.fontManager.ttflist if "xkcd" in font.name.lower()), None)
+    with plt.xkcd() if font else plt.style.context("default"):
         if font:
             plt.rcParams["font.family"] = font
         sizes = {"figsize": (9, 8), "height_ratios": [3, 2]} if accuracies else {"figsize": (9, 5)}
         rows = 2 if accuracies else 1  # losses, and below them benchmarks over the same steps
         figure, axes = plt.subplots(rows, 1, dpi=150, sharex=True, layout="constrained", squeeze=False, **sizes)
-        panels = list(axes.flat)
         try:
-            _draw_train(panels[0], train)
-            _draw_validation(panels[0], validation)
-            _dress(panels[0], title, [*train, *validation])
+            for panel in axes.flat:
+                panel.spines[["top", "right"]].set_visible(False)
+                panel.grid(axis="y", alpha=0.25, linewidth=0.6)
+            axes[0, 0].set_title(title)
+            _draw_losses(axes[0, 0], events)
             if accuracies:
-                _draw_benchmarks(panels[1], accuracies)
-                panels[0].set_xlabel("")
+                _draw_benchmarks(axes[1, 0], accuracies)
+            axes[-1, 0].set_xlabel("global step")
             drawn = io.BytesIO()
             figure.savefig(drawn, format="png", metadata={"Software": None})
         finally:
@@ -78,53 +79,37 @@ def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> N
     for label, points in lines.items():
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, linewidth=1.6, marker="o", markersize=3.5, label=label)
-    axes.set_xlabel("global step")
     axes.set_ylabel("accuracy in benchmarks")
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
     axes.legend(frameon=False, fontsize="small", ncols=min(len(lines), LABELS_IN_A_ROW), **place)
 
 
-def xkcd_font() -> str | None:
-    """Return the name of an installed font of the xkcd family, or None if there is none."""
-    return next((font.name for font in font_manager.fontManager.ttflist if "xkcd" in font.name.lower()), None)
-
-
-def _draw_train(axes: Axes, events: list[TrainEvent]) -> None:
-    steps = [event.global_step for event in events]
-    losses, low, high = ([getattr(event, key) for event in events] for key in ("loss", "loss_min", "loss_max"))
+def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
+    train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
+    steps = [event.global_step for event in train]
+    losses, low, high = ([getattr(event, key) for event in train] for key in ("loss", "loss_min", "loss_max"))
     axes.fill_between(steps, low, high, color=TRAIN_COLOUR, alpha=0.18, linewidth=0, label="training, min–max")
     axes.plot(steps, losses, color=TRAIN_COLOUR, linewidth=1.4, label="training, mean")
-
-
-def _draw_validation(axes: Axes, events: list[ValidationEvent]) -> None:
-    if not events:
-        return
-    steps, losses = [event.global_step for event in events], _losses(events)
-    axes.plot(steps, losses, color=VALIDATION_COLOUR, linewidth=1.6, marker="o", markersize=3.5, label="validation")
-    step, loss = min(zip(steps, losses, strict=True), key=lambda point: point[1])
-    label = f"best: {loss:.3f} at step {step:,}"
-    axes.plot([step], [loss], color=VALIDATION_COLOUR, marker="*", markersize=13, linestyle="none", label=label)
-
-
-def _losses(events: Sequence[TrainEvent | ValidationEvent]) -> list[float]:
-    return [event.loss for event in events if event.loss is not None]
-
-
-def _dress(axes: Axes, title: str, events: Sequence[TrainEvent | ValidationEvent]) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("global step")
+    validated = [
+        (event.global_step, event.loss)
+        for event in events
+        if isinstance(event, ValidationEvent) and event.loss is not None
+    ]
+    if validated:
+        shape: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3.5, "label": "validation"}
+        axes.plot(*zip(*validated, strict=True), color=VALIDATION_COLOUR, **shape)
+        step, loss = min(validated, key=lambda point: point[1])
+        label = f"best: {loss:.3f} at step {step:,}"
+        axes.plot([step], [loss], color=VALIDATION_COLOUR, marker="*", markersize=13, linestyle="none", label=label)
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
-    last = max((event.global_step for event in events), default=0)
-    settled = _losses([event for event in events if event.global_step >= WARM_PART * last])
+    points = [*zip(steps, losses, strict=True), *validated]
+    last = max((step for step, _ in points), default=0)
+    settled = [loss for step, loss in points if step >= WARM_PART * last]
     if len(settled) > 10 and all(map(math.isfinite, settled)):
         axes.set_ylim(top=max(settled) * HEADROOM)
-    if events:
+    if points:
         axes.legend(frameon=False)

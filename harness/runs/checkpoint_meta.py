@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
-from harness.runs.throughput import Conditions, Measured
+from harness.runs.throughput import Measured, same_kernels
 
 OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the notebook's program may lack it
 
@@ -37,30 +37,40 @@ Loss = Annotated[float, Field(allow_inf_nan=False)]
 PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 
-@dataclass
-class TrainState:
-    """The progress of a run. It is the same on every rank, and saved in every checkpoint's meta.json."""
+class Progress(BaseModel):
+    """The progress of a run at a global step, as checkpoints record it. Files of earlier versions lack some keys.
+
+    The order of the fields is that of the keys in meta.json.
+    """
+
+    model_config = ConfigDict(strict=True)
 
     global_step: int = -1  # the last completed step; -1 before the first
-    tokens_seen: int = 0
+    tokens_seen: Count = 0
     # mean of the last report or, right after a checkpoint, of all reports since the checkpoint before it
-    train_loss: float | None = None
-    val_loss: float | None = None  # of the last validation
-    best_loss: float | None = None
-    best_step: int | None = None
-    skipped_steps: int = 0
-    loss_sum: float = 0.0  # over the microbatches reported since the last checkpoint
-    loss_count: int = 0
-    foreign_tokens: int = 0  # part of tokens_seen that another program trained, in time that is not recorded
+    train_loss: Loss | None = None
+    val_loss: Loss | None = None  # of the last validation
+    best_loss: Loss | None = None
+    best_step: Count | None = None
+    skipped_steps: Count = 0
+    loss_sum: Loss | None = 0.0  # over the microbatches reported since the last checkpoint; null if not finite
+    loss_count: Count = 0
+    foreign_tokens: Count = 0  # part of tokens_seen that another program trained, in time that is not recorded
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
     # with other kernels or on another machine.
-    measured_from_step: int = -1
-    measured_from_tokens: int = 0
-    measured_from_seconds: float = 0.0  # seconds of training
+    measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
+    measured_from_tokens: Count = 0
+    measured_from_seconds: Seconds = 0.0  # seconds of training
+
+
+class TrainState(Progress):
+    """The progress of a run that is being trained. It is the same on every rank. Losses may be infinite or NaN."""
+
+    loss_sum: float = 0.0
 
     def values(self) -> dict[str, Any]:
         """Return the fields as they are written into meta.json, with None for numbers that are not finite."""
-        return {key: finite(value) for key, value in asdict(self).items()}
+        return {key: finite(value) for key, value in self}
 
     @property
     def trained_tokens(self) -> int:
@@ -149,30 +159,15 @@ def validation_text(
     return ValidationText(digest, start, batches * microbatch, context)
 
 
-class CheckpointMeta(BaseModel):
+class CheckpointMeta(Progress):
     """The contents of a meta.json. Only `global_step` is required, and unknown keys are kept, because earlier versions
     wrote fewer keys and the notebook's program writes others. Whether the checkpoint fits the run that resumes from it
     is not checked here, but in harness/planning/experiment.py.
-
-    The order of the fields is that of the keys in the file.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
-    # The fields of TrainState
     global_step: Count
-    tokens_seen: Count = 0
-    train_loss: Loss | None = None
-    val_loss: Loss | None = None
-    best_loss: Loss | None = None
-    best_step: Count | None = None
-    skipped_steps: Count = 0
-    loss_sum: Loss | None = 0.0  # null if not finite
-    loss_count: Count = 0
-    foreign_tokens: Count = 0
-    measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
-    measured_from_tokens: Count = 0
-    measured_from_seconds: Seconds = 0.0
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
     planned: bool = False  # True: at an interval of train.json; False: because of a signal
@@ -205,9 +200,8 @@ class CheckpointMeta(BaseModel):
 
     def state(self) -> TrainState:
         """Return the run's state at the time when the checkpoint was saved."""
-        state = TrainState(**{field.name: getattr(self, field.name) for field in fields(TrainState)})
-        if self.loss_sum is None:
-            state.loss_sum = math.nan
+        values = {key: getattr(self, key) for key in Progress.model_fields}
+        state = TrainState(**values | {"loss_sum": math.nan if self.loss_sum is None else self.loss_sum})
         if "measured_from_step" not in self.model_fields_set:
             # Saved by an earlier version: some of the tokens may have been trained by another program, and some of the
             # seconds may be those of another machine.
@@ -226,9 +220,11 @@ class CheckpointMeta(BaseModel):
         one, because it still has some of this program's own keys."""
         return not OWN_KEYS & self.model_fields_set
 
-    @property
-    def conditions(self) -> Conditions:
-        return Conditions(self.world_size, self.device, self.train)
+    def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
+        """Return True if a step took as long as it takes on `world_size` devices of this name with this train.json, as
+        far as the checkpoint records these."""
+        is_same_machine = self.world_size in (None, world_size) and self.device in (None, device)
+        return is_same_machine and same_kernels(self.train, train, same_batch=True)
 
 
 def read_meta(path: Path) -> CheckpointMeta:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, move, rename_whole, sha256, sync
 from harness.common.messages import nearest
+from harness.common.units import GIB
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
 from harness.runs.directory import CHECKPOINT_NAME
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 LATEST, BEST = "latest", "best"
 FOREIGN = "not written by this program; to continue from it, give its name as CHECKPOINT"
 TEMPORARY_PREFIX = ".saving-"
+NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
 SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
@@ -58,12 +60,19 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 def choose_start(folder: Path, name: str | None) -> Path | None:
     """Return the checkpoint to resume from: `name` if it is given, else `latest`, or None if there is no checkpoint.
     Raises UserError as `find_checkpoint` does."""
-    if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
-        # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The newest
-        # checkpoint is the one that it pointed to.
-        known = list_checkpoints(folder)
-        return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
-    return find_checkpoint(folder, LATEST if name is None else name)
+    latest = folder / LATEST
+    if name not in (None, LATEST) or latest.is_symlink():
+        return find_checkpoint(folder, LATEST if name is None else name)
+    # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The newest
+    # checkpoint is the one that it pointed to.
+    if known := list_checkpoints(folder):
+        return known[-1][1]
+    if latest.is_dir():
+        raise UserError(
+            f"{latest}: a folder, not a link to one; rename it to DATE-iteration-STEP, with the global_step of its "
+            f"{META}, as in {time.strftime(NAME_OF_SECOND)}-iteration-9"
+        )
+    return None if name is None else find_checkpoint(folder, name)
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -114,10 +123,15 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
-    """Return the message, with a remedy, for a checkpoint that could not be written."""
+    """Return the message, with a remedy, for a checkpoint that could not be written. Its reason is the first line of
+    the OSError behind torch's own error, or of the error itself if there is no OSError."""
     from harness.common.memory import is_out_of_memory, says_out_of_memory
 
-    reason, again = _reason(error), "run the command again, without --restart, to continue"
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__context__
+    reason = next(iter(str(link or error).splitlines()), type(error).__name__)
+    again = "run the command again, without --restart, to continue"
     if is_out_of_memory(error) or says_out_of_memory(reason):
         remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
         return (
@@ -125,20 +139,11 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
             f"and {again}"
         )
     # safetensors hides a full disk in an exception of its own. The message therefore always names the free space.
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
     return (
         f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole; "
         f"fix the cause and {again}"
     )
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of the OSError behind torch's own error, or of the error itself if there is no OSError."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__context__
-    said = str(link or error).splitlines()
-    return said[0] if said else type(error).__name__
 
 
 def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
@@ -173,7 +178,7 @@ def _free_name(folder: Path, step: int) -> Path:
     step was repeated within a second."""
     moment = time.time()
     while True:
-        path = folder / f"{time.strftime('%Y%m%dZ%H%M%S', time.gmtime(moment))}-iteration-{step}"
+        path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}-iteration-{step}"
         if not path.exists():
             return path
         moment += 1
@@ -242,24 +247,21 @@ def newest_whole(folder: Path) -> Path | None:
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with its hash in meta.json. Raises UserError naming the first file that is missing or
     damaged."""
-    meta = read_meta(path)
+    meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
-    if (path / META).resolve().parent != path.resolve():
-        raise UserError(f"{path / META}: leads out of the checkpoint")
-    if META in meta.sha256:
-        verify_meta(path)
-    hashes = {name: expected for name, expected in meta.sha256.items() if name != META}
     for name in (WEIGHTS, OPTIMIZER, TRAIN_STATE, *([SCALER] if (path / SCALER).exists() else [])):
-        if name not in hashes:
+        if name not in meta.sha256:
             raise UserError(f"{path / META}: damaged: no SHA-256 of {name}")
-    for name, expected in hashes.items():
+    for name, expected in {META: "", **meta.sha256}.items():
         file = path / check_name(name, f"{path / META}: file")
         if not file.is_file():
             raise UserError(f"{file}: missing")
-        if file.resolve().parent != path.resolve():
+        if file.resolve().parent != verified:
             raise UserError(f"{file}: leads out of the checkpoint")
-        if sha256(file) != expected:
+        if name == META:
+            verify_meta(path)
+        elif sha256(file) != expected:
             raise UserError(f"{file}: damaged (its SHA-256 is not meta.json's)")
 
 
@@ -298,16 +300,16 @@ def _load_state(path: Path) -> dict[str, Any]:
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
     """Make the checkpoint `start` the latest: move checkpoints of later steps to a new folder, and point the links to
     checkpoints that remain. Return True if any checkpoint was moved."""
-    meta = read_meta(start)
-    later = [path for at, path in list_checkpoints(folder) if at > meta.global_step]
-    if not _leads_to(folder / LATEST, start):
-        point(folder, LATEST, start)  # before anything is moved, so that the link never dangles
+    meta, known = read_meta(start), list_checkpoints(folder)
+    later = [path for at, path in known if at > meta.global_step]
     # `best` may be wrong: the process may have been killed between replacing the two links, or the best checkpoint may
     # be a later one. The best step recorded in `start` is right.
-    best = [path for at, path in list_checkpoints(folder) if at == meta.best_step]
-    if best and not _leads_to(folder / BEST, best[-1]):
-        point(folder, BEST, best[-1])
-    elif not best and (folder / BEST).is_symlink():
+    best = [path for at, path in known if at == meta.best_step]
+    for link, path in ((LATEST, start), *((BEST, path) for path in best[-1:])):
+        leads = (folder / link).is_symlink() and os.path.realpath(folder / link) == os.path.realpath(path)
+        if not leads:
+            point(folder, link, path)  # before anything is moved, so that the link never dangles
+    if not best and (folder / BEST).is_symlink():
         (folder / BEST).unlink(missing_ok=True)  # its target was pruned, or is moved below
     if later:
         aside = make_aside() / "checkpoints"
@@ -315,10 +317,6 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
         for path in later:
             move(path, aside / path.name)
     return bool(later)
-
-
-def _leads_to(link: Path, path: Path) -> bool:
-    return link.is_symlink() and os.path.realpath(link) == os.path.realpath(path)  # resolve() raises at a loop
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:

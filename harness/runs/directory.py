@@ -9,21 +9,15 @@ import re
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import SAFE_NAME, check_inside, check_name, move
 from harness.common.lock import RunLock
+from harness.common.messages import quoted
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
-
-
-def _links_last(path: Path) -> tuple[bool, int, str]:
-    """Return a sort key: by global step, with the links `best` and `latest` last."""
-    match = CHECKPOINT_NAME.fullmatch(path.name)
-    return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
 
 def _known_runs(runs_dir: Path) -> list[str]:
@@ -32,41 +26,40 @@ def _known_runs(runs_dir: Path) -> list[str]:
 
 def _plain_name(runs_dir: Path, text: str) -> str:
     """Return the run's name, given that name or the path of a folder in `runs_dir`. Raises UserError for any other
-    path."""
-    plain = text.rstrip(os.sep)
-    if os.sep not in plain or "\0" in plain:
-        return check_name(plain, "run")
-    folder, name = os.path.split(os.path.abspath(plain))
-    if os.path.realpath(folder) == os.path.realpath(runs_dir):
-        return check_name(name, "run")
-    try:
+    path, with the run that it probably means."""
+    text = text.rstrip(os.sep)
+    if os.sep not in text or "\0" in text:
         return check_name(text, "run")
-    except UserError as error:
-        meant = _probable_meaning(runs_dir, plain)
-        raise UserError(
-            f"{error}, and it is no path to a run in {os.path.abspath(runs_dir)} (--runs-dir){meant}"
-        ) from None
-
-
-def _probable_meaning(runs_dir: Path, text: str) -> str:
-    """Return a hint for an error message: the run that `text` probably means, or "" if that is unknown. `text` is not
-    the path of a run in `runs_dir`."""
-    path, known = os.path.abspath(text), _known_runs(runs_dir)
-    inside = os.path.relpath(os.path.realpath(path), os.path.realpath(runs_dir)).split(os.sep)[0]
-    if inside in known:
-        return f"; did you mean {inside}?"
+    path, there, known = os.path.abspath(text), os.path.realpath(runs_dir), _known_runs(runs_dir)
+    if os.path.realpath(os.path.dirname(path)) == there:
+        return check_name(os.path.basename(path), "run")
+    inside = os.path.relpath(os.path.realpath(path), there).split(os.sep)[0]
     folder, name = os.path.split(path if os.path.isdir(path) else os.path.dirname(path))
-    if os.path.isfile(os.path.join(folder, name, "train.json")) and SAFE_NAME.fullmatch(name):
-        return f"; that run is {name} with --runs-dir {shlex.quote(folder)}"
-    near = next((part for part in (os.path.basename(path), text.split(os.sep)[0]) if part in known), None)
-    return f"; did you mean {near}?" if near else ""
+    near = next((part for part in (inside, os.path.basename(path), text.split(os.sep)[0]) if part in known), None)
+    hint = f"; did you mean {near}?" if near else ""
+    if inside not in known and os.path.isfile(os.path.join(folder, name, "train.json")) and SAFE_NAME.fullmatch(name):
+        hint = f"; that run is {name} with --runs-dir {shlex.quote(folder)}"
+    where = f"{os.path.abspath(runs_dir)} (--runs-dir)"
+    raise UserError(f"run {quoted(text)}: must be a plain name, or the path of a run in {where}{hint}")
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The folder of one experiment. `model.json` and `train.json` are its inputs; commands write the other files."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model_json = path / "model.json"
+        self.train_json = path / "train.json"
+        self.reported = path / "reported.json"  # figures that somebody else has published for this run
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.chart = path / "training-run-chart.png"
+        self.checkpoints = path / "checkpoints"
+        self.results = (
+            path / "results"
+        )  # measurements of the run's checkpoints, and results of microbatch searches (-f)
+        self.sweep_log = path / "sweep.log"  # output of the run's processes in a sweep, and how the last of them ended
+        self.aside = path / "aside"
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
@@ -83,12 +76,10 @@ class RunDirectory:
             raise UserError(f"{path}: not a folder; a run is a folder with model.json and train.json")
         known = _known_runs(runs_dir)
         near = difflib.get_close_matches(path.name, known, n=1)
-        if known:
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-        else:
-            place = Path(os.path.abspath(runs_dir))
-            there = "there are none in" if place.is_dir() else "there is no folder"
-            hint = f"{there} {place}; --runs-dir names the folder of your runs"
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        if not known:
+            there = "there are none in" if runs_dir.is_dir() else "there is no folder"
+            hint = f"{there} {os.path.abspath(runs_dir)}; --runs-dir names the folder of your runs"
         quote = ", and quote a pattern: 'name*'" if Path(name).is_file() else ""
         raise UserError(f"{path}: no such run; {hint}{quote}")
 
@@ -106,49 +97,6 @@ class RunDirectory:
         if not found:
             raise UserError(f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name")
         return [cls.find(runs_dir, each) for each in found]
-
-    @property
-    def model_json(self) -> Path:
-        return self.path / "model.json"
-
-    @property
-    def train_json(self) -> Path:
-        return self.path / "train.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def sweep_log(self) -> Path:
-        """Log of a run in a sweep: the output of its processes, and how the last of them ended."""
-        return self.path / "sweep.log"
-
-    @property
-    def chart(self) -> Path:
-        return self.path / "training-run-chart.png"
-
-    @property
-    def results(self) -> Path:
-        """Folder with measurements of the run's checkpoints, and with the results of microbatch searches (-f)."""
-        return self.path / "results"
-
-    @property
-    def reported(self) -> Path:
-        """File with figures that somebody else has published for this run."""
-        return self.path / "reported.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def aside(self) -> Path:
-        return self.path / "aside"
 
     def new_aside(self) -> Path:
         """Make and return a new folder below `aside/`. Old results are moved there to make room for new ones; they are
@@ -170,7 +118,13 @@ class RunDirectory:
         The order of the moves is such that, if they are interrupted, the run can still resume or start again, and
         `results/` never holds measurements of weights that are gone.
         """
-        entries = sorted(self.checkpoints.iterdir(), key=_links_last) if self.checkpoints.is_dir() else []
+
+        def links_last(path: Path) -> tuple[bool, int, str]:
+            """Return a sort key: by global step, with the links `best` and `latest` last."""
+            match = CHECKPOINT_NAME.fullmatch(path.name)
+            return path.is_symlink(), int(match.group(1)) if match else -1, path.name
+
+        entries = sorted(self.checkpoints.iterdir(), key=links_last) if self.checkpoints.is_dir() else []
         files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
         measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
         # A search by -f measures the device, not a training: it alone is no reason to move anything.

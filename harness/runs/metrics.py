@@ -140,29 +140,28 @@ class MetricsFile:
         """Return the size of the file in bytes; 0 if there is no file."""
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def cut(self, size: int, make_aside: Callable[[], Path]) -> None:
-        """Shorten the file to its first `size` bytes. The rest, if any, is written to a file in the folder that
-        `make_aside` returns. Raises RunError if the rest cannot be written there; metrics.jsonl is unchanged in that
-        case."""
-        if self.size() > size:
-            rest = make_aside() / self.path.name
-            try:
-                rest.write_bytes(self.path.read_bytes()[size:])
-            except OSError as error:
-                raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
-            os.truncate(self.path, size)
-
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
-        """Cut the file back to its length when the checkpoint with this meta.json was saved. Later lines are moved to
-        the folder that `make_aside` returns.
+        """Cut the file back to its length when the checkpoint with this meta.json was saved. Later lines, if any, are
+        written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be written there;
+        metrics.jsonl is unchanged in that case.
 
         The own line of a planned checkpoint, which is written after the checkpoint, is kept. If it is missing, it is
         appended.
         """
+        content = self.path.read_bytes() if self.path.exists() else b""
         size = meta.metrics_bytes
-        own = self.event_at(size) if meta.planned else None
+        line, end, _ = content[size:].partition(b"\n")
+        own = parse_event(line) if end and meta.planned else None
         has_line = isinstance(own, CheckpointEvent) and own.global_step == meta.global_step
-        self.cut(self.end_of_line(size) if has_line else size, make_aside)
+        if has_line:
+            size += len(line + end)
+        if len(content) > size:
+            rest = make_aside() / self.path.name
+            try:
+                rest.write_bytes(content[size:])
+            except OSError as error:
+                raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
+            os.truncate(self.path, size)
         if meta.planned and not has_line:  # the process ended after saving the checkpoint and before writing its line
             self.append(
                 CheckpointEvent(
@@ -172,16 +171,6 @@ class MetricsFile:
                     is_best=meta.is_best,
                 )
             )
-
-    def event_at(self, start: int) -> Event | None:
-        """Return the event whose line begins at byte `start`, or None if no complete line begins there."""
-        rest = self.path.read_bytes()[start:] if self.path.exists() else b""
-        line, end, _ = rest.partition(b"\n")
-        return parse_event(line) if end else None
-
-    def end_of_line(self, start: int) -> int:
-        """Return the position of the first byte after the line that begins at byte `start`."""
-        return start + self.path.read_bytes()[start:].index(b"\n") + 1
 
 
 def read_metrics(path: Path) -> list[Event]:

@@ -36,14 +36,10 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
     return NEWTON_SCHULZ_STEPS * (4 * low**2 * high + 2 * low**3)
 
 
-def moment_bytes(optimizer: str, parameters: int) -> int:
-    """Return the bytes of state that `optimizer` keeps for `parameters` numbers that it updates."""
-    return len(MOMENTS[optimizer]) * MOMENT_BYTES * parameters
-
-
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
     """Return the bytes of the state of train.json's optimizer, over all ranks together."""
-    if config.optimizer != "muon":
-        return moment_bytes(config.optimizer, model.parameters)
-    muons = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))
-    return moment_bytes("muon", muons) + moment_bytes("adamw", model.parameters - muons)
+    by_muon = 0
+    if config.optimizer == "muon":
+        by_muon = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))
+    by_adamw = model.parameters - by_muon
+    return MOMENT_BYTES * (len(MOMENTS["muon"]) * by_muon + len(MOMENTS["adamw"]) * by_adamw)

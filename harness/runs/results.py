@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -203,7 +202,10 @@ class MicrobatchSearch(StoredResult):
     train: dict[str, Any]  # the keys of train.json that memory depends on
 
 
-KINDS: tuple[type[StoredResult], ...] = (LossResult, BenchmarkResult, InstructionResult, MicrobatchSearch)
+KINDS: dict[str, type[StoredResult]] = {
+    str(kind.model_fields["kind"].default): kind
+    for kind in (LossResult, BenchmarkResult, InstructionResult, MicrobatchSearch)
+}
 AnyResult = TypeVar("AnyResult", bound=Result)
 AnyStored = TypeVar("AnyStored", bound=StoredResult)
 
@@ -265,7 +267,7 @@ def read_results(run: RunDirectory) -> Results:
         try:
             result = _read(path)
             if isinstance(result, LossResult):
-                _check_windows(run, result, path)
+                _check_mean(run, result, path)
             results.found.append(result)
         except UserError as error:
             results.problems.append(str(error))
@@ -279,34 +281,30 @@ def _read(path: Path) -> StoredResult:
         values = read_json_object(path)
     except UserError as error:
         raise UserError(f"{error}; {named.again}, {MOVE_AWAY}") from None
-    kinds = {str(kind.model_fields["kind"].default): kind for kind in KINDS}
     try:
-        return kinds[str(values.get("kind"))].model_validate(values)
+        return KINDS[str(values.get("kind"))].model_validate(values)
     except (KeyError, ValidationError):
         raise UserError(f"{path}: not a result of this version; {named.again}, {MOVE_AWAY}") from None
 
 
-def _check_windows(run: RunDirectory, result: LossResult, path: Path) -> None:
+def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
     """Raise UserError if the losses of the windows contradict the result. A result is accepted if their file is
     missing, unreadable or of another length."""
-    losses = None
-    with suppress(OSError, SafetensorError), safe_open(run.results / result.windows_name, "numpy") as file:
-        losses = file.get_tensor("losses")
-    if losses is None or losses.shape != (result.text.windows,) or _is_mean(result.loss, losses):
+    try:
+        losses = read_window_losses(run, result)
+    except UserError:
         return
-    raise UserError(
-        f"{path}: its loss is {result.loss:g}, but the mean of its windows' losses ({result.windows_name}) is "
-        f"{losses.mean(dtype=np.float64):g}; measure again, {MOVE_AWAY}"
-    )
-
-
-def _is_mean(loss: float | None, losses: np.ndarray) -> bool:
-    return loss is None or math.isclose(float(losses.mean(dtype=np.float64)), loss, rel_tol=1e-4)
+    mean = float(losses.mean(dtype=np.float64))
+    if result.loss is not None and not math.isclose(mean, result.loss, rel_tol=1e-4):
+        raise UserError(
+            f"{path}: its loss is {result.loss:g}, but the mean of its windows' losses ({result.windows_name}) is "
+            f"{mean:g}; measure again, {MOVE_AWAY}"
+        )
 
 
 def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
-    """Return the loss of each window, fp32 of shape [windows]. Raises UserError if the file is missing or belongs to
-    another result."""
+    """Return the loss of each window, fp32 of shape [windows]. Raises UserError if the file is missing or has another
+    number of windows. `read_results` has compared their mean with the result."""
     path = run.results / result.windows_name
     try:
         with safe_open(path, "numpy") as file:
@@ -315,6 +313,4 @@ def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
         raise UserError(f"{path}: cannot read the losses of the windows: {error}; measure again") from None
     if losses.shape != (result.text.windows,):
         raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")
-    if not _is_mean(result.loss, losses):
-        raise UserError(f"{path}: has losses whose mean is not the measured loss of {result.loss:.4f}; measure again")
     return losses

@@ -149,12 +149,18 @@ def write_summary(run: RunDirectory, summary: RunSummary) -> None:
 
 def describe_summary(summary: RunSummary) -> str:
     """Return the text of a summary for a terminal. The summary must have all keys that the current version writes."""
-    seconds, dollars = summary.seconds, summary.dollars
+    seconds, dollars, trained = summary.seconds, summary.dollars, summary.trained_tokens
+    foreign = "" if trained == summary.tokens_seen else f", {trained:,} of them trained by this program"
+    speed = "not measured: nothing is known to be trained with this batch on this machine"
+    if summary.tokens_per_second is not None and (measured := summary.measured) is not None:
+        speed = f"{summary.tokens_per_second:,.0f} tokens/second of training"
+        if measured.tokens != summary.tokens_seen:
+            speed += f" ({measured.tokens:,} tokens in {measured.seconds:,.1f} s: with this batch on this machine)"
     lines = [
         f"Training complete in {seconds['total']:,.3f} seconds",
         "  " + ", ".join(f"{phase} {seconds[phase]:,.1f} s" for phase in seconds if phase != "total"),
-        f"Tokens seen: {summary.tokens_seen:,}{_foreign(summary)}",
-        f"Throughput: {_throughput(summary)}",
+        f"Tokens seen: {summary.tokens_seen:,}{foreign}",
+        f"Throughput: {speed}",
     ]
     if summary.mfu is not None:
         lines.append(f"MFU: {summary.mfu:.1%}")
@@ -163,29 +169,13 @@ def describe_summary(summary: RunSummary) -> str:
     lines.append(f"Peak memory: {summary.peak_memory_gib:.2f} GiB per device")
     if summary.skipped_steps:
         lines.append(f"Skipped steps (gradients not finite): {summary.skipped_steps:,}")
-    lines.append(f"Final train loss: {_loss(summary.final_train_loss)}")
+    final = summary.final_train_loss
+    lines.append(f"Final train loss: {'not finite' if final is None else f'{final:.3f}'}")
     if summary.final_validation_loss is not None:
-        lines.append(f"Final validation loss: {_loss(summary.final_validation_loss)}")
+        lines.append(f"Final validation loss: {summary.final_validation_loss:.3f}")
     if summary.best_loss is not None:
-        lines.append(f"Best loss: {_loss(summary.best_loss)} at global step {summary.best_step}")
+        lines.append(f"Best loss: {summary.best_loss:.3f} at global step {summary.best_step}")
     if dollars is not None:
         phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")
         lines.append(f"Cost: ${dollars['total']:,.2f} ({phases})")
     return "\n".join(lines)
-
-
-def _foreign(summary: RunSummary) -> str:
-    trained = summary.trained_tokens
-    return "" if trained == summary.tokens_seen else f", {trained:,} of them trained by this program"
-
-
-def _throughput(summary: RunSummary) -> str:
-    rate, measured = summary.tokens_per_second, summary.measured
-    if rate is None or measured is None:
-        return "not measured: nothing is known to be trained with this batch on this machine"
-    over = f" ({measured.tokens:,} tokens in {measured.seconds:,.1f} s: with this batch on this machine)"
-    return f"{rate:,.0f} tokens/second of training{'' if measured.tokens == summary.tokens_seen else over}"
-
-
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3f}"

@@ -50,31 +50,11 @@ class Measured(BaseModel):
         return " and ".join(steps + seconds)
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions, besides the model, that decide how long a step takes. None for a condition that a record lacks."""
-
-    world_size: int | None
-    device: str | None
-    train: Mapping[str, Any]  # the keys of train.json that were recorded
-
-
-def same_conditions(then: Conditions, now: Conditions) -> bool:
-    """Return True if a step takes the same time under both conditions, as far as both are recorded."""
-    machines = ((then.world_size, now.world_size), (then.device, now.device))
-    if any(None not in pair and pair[0] != pair[1] for pair in machines):
-        return False
-    return _agree(then.train, now.train, (*BATCH_KEYS, *KERNEL_KEYS))
-
-
-def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
     """Return True if a step of the same model and batch takes the same time with both train.json, as far as both record
-    the keys. `batch_ramp` is compared, too, because a speed that was measured during a ramp includes smaller
-    batches."""
-    return _agree(then, now, (*KERNEL_KEYS, "batch_ramp"))
-
-
-def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    the keys. `batch_ramp` is compared, too, because a speed that was measured during a ramp includes smaller batches.
+    With `same_batch`, all keys of the batch must be the same."""
+    keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 
 

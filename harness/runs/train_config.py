@@ -14,9 +14,14 @@ from harness.common.json_files import Count, RunFile, parse_config, read_json_ob
 from harness.runs.upstream import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
-# AdamW changes each weight by about the learning rate in a step, and weights are far below 1, so a higher rate must be
-# a mistake. The highest rates in use are those of embeddings, 0.3 in nanochat and 0.6 in modded-nanogpt.
-LARGEST_RATE = 10.0
+Text = Annotated[str, Field(min_length=1)]
+Positive = Annotated[Count, Field(ge=1)]
+Index = Annotated[Count, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# A peak learning rate. AdamW changes each weight by about the learning rate in a step, and weights are far below 1, so
+# a higher rate must be a mistake. The highest rates in use are those of embeddings, 0.3 in nanochat and 0.6 in
+# modded-nanogpt.
+Rate = Annotated[float, Field(gt=0, le=10.0)]
 # Keys that say how much is trained. A train.json has exactly one of them.
 BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops")
 DEFAULT_MIN_LR_RATIO = 0.1
@@ -27,9 +32,9 @@ class BatchScale(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    reference_tokens: Count = Field(ge=1, description="Tokens of the global batch that learning_rate was tuned with.")
-    reference_train_tokens: Count | None = Field(
-        default=None, ge=1, description="Tokens of the run that weight_decay was tuned in; null: they do not count."
+    reference_tokens: Positive = Field(description="Tokens of the global batch that learning_rate was tuned with.")
+    reference_train_tokens: Positive | None = Field(
+        default=None, description="Tokens of the run that weight_decay was tuned in; null: they do not count."
     )
 
 
@@ -38,7 +43,7 @@ class DepthScale(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    reference_layers: Count = Field(ge=1, description="n_layers of the model that weight_decay was tuned with.")
+    reference_layers: Positive = Field(description="n_layers of the model that weight_decay was tuned with.")
 
 
 MUON_FIRST_MOMENTUM = 0.85  # Muon's momentum at the start of its warm-up
@@ -63,14 +68,14 @@ class TrainConfig(RunFile):
     replaceable_keys: ClassVar[set[str]] = {"microbatch_size"}
 
     dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
-    microbatch_size: Annotated[Count, Affects.BATCH] = Field(ge=1, description="Sequences per device and forward pass.")
+    microbatch_size: Annotated[Positive, Affects.BATCH] = Field(description="Sequences per device and forward pass.")
     min_train_tokens: Count | None = Field(
         default=None,
         description="Train on the smallest whole number of global batches with at least this many tokens; "
         "-1: on every whole global batch there is.",
     )
-    train_steps: Count | None = Field(
-        default=None, ge=1, description="A budget in place of min_train_tokens: global steps."
+    train_steps: Positive | None = Field(
+        default=None, description="A budget in place of min_train_tokens: global steps."
     )
     tokens_per_parameter: float | None = Field(
         default=None, gt=0, le=1e9, description="A budget in place of min_train_tokens: tokens for each parameter."
@@ -78,34 +83,32 @@ class TrainConfig(RunFile):
     target_flops: float | None = Field(
         default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
     )
-    start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
-    validation_interval: Count | None = Field(
-        default=None, ge=1, description="Global steps between validations; absent: no validation."
+    start_train_token: Index = Field(description="Where in the train split the slice begins.")
+    validation_interval: Positive | None = Field(
+        default=None, description="Global steps between validations; absent: no validation."
     )
-    validation_batches: Count | None = Field(default=None, ge=1, description="Microbatches per validation.")
-    start_val_token: Count | None = Field(default=None, ge=0, description="Where in the validation split it begins.")
+    validation_batches: Positive | None = Field(default=None, description="Microbatches per validation.")
+    start_val_token: Index | None = Field(default=None, description="Where in the validation split it begins.")
 
-    initial_weights: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Start from this safetensors file (in the run's folder, or a path).",
+    initial_weights: Text | None = Field(
+        default=None, description="Start from this safetensors file (in the run's folder, or a path)."
     )
-    random_seed: Count = Field(default=42, ge=0, description="Weights alike on all ranks, dropout not.")
-    gradient_accumulation_steps: Annotated[Count, Affects.BATCH] = Field(
-        default=1, ge=1, description="Microbatches per rank and optimizer step."
+    random_seed: Index = Field(default=42, description="Weights alike on all ranks, dropout not.")
+    gradient_accumulation_steps: Annotated[Positive, Affects.BATCH] = Field(
+        default=1, description="Microbatches per rank and optimizer step."
     )
-    global_batch_size: Annotated[Count | None, Affects.BATCH] = Field(
-        default=None, ge=1, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
+    global_batch_size: Annotated[Positive | None, Affects.BATCH] = Field(
+        default=None, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
     )
     batch_ramp: Annotated[list[Annotated[tuple[Count, Count], Field(strict=False)]] | None, Affects.BATCH] = Field(
         default=None,
         min_length=1,
         description="A global batch that grows: [from so many tokens on, so many sequences over all ranks], in order.",
     )
-    learning_rate: float = Field(default=0.0004, gt=0, le=LARGEST_RATE, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="Decoupled weight decay.")
+    learning_rate: Rate = Field(default=0.0004, description="Peak learning rate.")
+    weight_decay: Finite = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's averaging factors.")
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's denominator term.")
+    eps: Finite = Field(default=1e-8, gt=0, description="AdamW's denominator term.")
     decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
     scale_with_batch: BatchScale | None = Field(
         default=None, description="Learning rates and weight decay for another global batch than they were tuned with."
@@ -116,7 +119,7 @@ class TrainConfig(RunFile):
     lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = Field(
         default="constant", description="Shape after warm-up."
     )
-    warmup_steps: Count | None = Field(default=None, ge=0, description="Global steps of linear warm-up.")
+    warmup_steps: Index | None = Field(default=None, description="Global steps of linear warm-up.")
     warmup_period_percent: float | None = Field(
         default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps, rounded down."
     )
@@ -126,44 +129,38 @@ class TrainConfig(RunFile):
     decay_period_percent: float | None = Field(
         default=None, gt=0, le=100, description="wsd: the last part of the run, in which the learning rate falls."
     )
-    clipping_max_norm: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Gradient clipping by global norm; null: none."
+    clipping_max_norm: Finite | None = Field(
+        default=None, gt=0, description="Gradient clipping by global norm; null: none."
     )
-    moe_router_loss_scale: float | None = Field(
+    moe_router_loss_scale: Finite | None = Field(
         default=None,
         ge=0,
-        allow_inf_nan=False,
         description="Coefficient of the loss that balances experts; null: 0.01 / num_active_experts.",
     )
     optimizer: Annotated[Literal["adamw", "muon"], Affects.SPEED] = Field(
         default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
     )
-    embedding_learning_rate: float | None = Field(
-        default=None, gt=0, le=LARGEST_RATE, description="AdamW's peak for embeddings; null: learning_rate."
+    embedding_learning_rate: Rate | None = Field(
+        default=None, description="AdamW's peak for embeddings; null: learning_rate."
     )
-    head_learning_rate: float | None = Field(
-        default=None, gt=0, le=LARGEST_RATE, description="AdamW's peak for the output head; null: learning_rate."
+    head_learning_rate: Rate | None = Field(
+        default=None, description="AdamW's peak for the output head; null: learning_rate."
     )
-    vector_learning_rate: float | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_RATE,
-        description="AdamW's peak for biases, gains and factors; null: learning_rate.",
+    vector_learning_rate: Rate | None = Field(
+        default=None, description="AdamW's peak for biases, gains and factors; null: learning_rate."
     )
-    muon_learning_rate: float | None = Field(
-        default=None, gt=0, le=LARGEST_RATE, description="Muon's peak; null: learning_rate."
-    )
+    muon_learning_rate: Rate | None = Field(default=None, description="Muon's peak; null: learning_rate.")
     muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
         description="What Muon's rate is multiplied by for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), so "
         "that AdamW's rates fit; original: sqrt(max(1, A / B)).",
     )
-    muon_weight_decay: float | None = Field(
-        default=None, ge=0, allow_inf_nan=False, description="Muon's decoupled weight decay; null: weight_decay."
+    muon_weight_decay: Finite | None = Field(
+        default=None, ge=0, description="Muon's decoupled weight decay; null: weight_decay."
     )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's averaging factor (Nesterov).")
-    muon_momentum_warmup_steps: Count | None = Field(
-        default=None, ge=1, description="Steps in which Muon's momentum rises from 0.85; null: none."
+    muon_momentum_warmup_steps: Positive | None = Field(
+        default=None, description="Steps in which Muon's momentum rises from 0.85; null: none."
     )
     shard_optimizer: Annotated[bool, Affects.SPEED] = Field(
         default=False, description="ZeRO-1: optimizer state split over the ranks."
@@ -181,53 +178,51 @@ class TrainConfig(RunFile):
         default="auto", description="torch.compile; auto: on CUDA only."
     )
     deterministic: Annotated[bool, Affects.SPEED] = Field(
-        default=False,
-        description="The same bits every time, with CUDA or compile too; slower.",
+        default=False, description="The same bits every time, with CUDA or compile too; slower."
     )
-    bucket_mb: Annotated[Count | None, Affects.SPEED] = Field(
-        default=None, ge=1, description="MiB of gradients that ranks exchange at once; null: torch's 25."
+    bucket_mb: Annotated[Positive | None, Affects.SPEED] = Field(
+        default=None, description="MiB of gradients that ranks exchange at once; null: torch's 25."
     )
     activation_checkpointing: Annotated[bool, Affects.SPEED] = Field(
         default=False, description="Recompute each block in the backward pass."
     )
-    checkpoint_interval: Count | None = Field(default=None, ge=1, description="null: as validation_interval.")
-    keep_checkpoints: Annotated[Count | None, Affects.NOTHING] = Field(
-        default=None, ge=1, description="Keep the newest N besides best and latest; null: all."
+    checkpoint_interval: Positive | None = Field(default=None, description="null: as validation_interval.")
+    keep_checkpoints: Annotated[Positive | None, Affects.NOTHING] = Field(
+        default=None, description="Keep the newest N besides best and latest; null: all."
     )
     async_checkpoint: Annotated[bool, Affects.NOTHING] = Field(
         default=False, description="Write checkpoints while training goes on: it pauses only to copy the weights."
     )
-    weights_check_interval: Annotated[Count | None, Affects.NOTHING] = Field(
+    weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None,
-        ge=1,
         description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",
     )
     validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = Field(
         default="rank0", description="Who validates."
     )
-    report_interval: Annotated[Count, Affects.NOTHING] = Field(
-        default=10, ge=1, description="Global steps between reports."
+    report_interval: Annotated[Positive, Affects.NOTHING] = Field(
+        default=10, description="Global steps between reports."
     )
-    max_skipped_steps: Annotated[Count, Affects.NOTHING] = Field(
-        default=10, ge=1, description="Non-finite steps in a row that end the run."
+    max_skipped_steps: Annotated[Positive, Affects.NOTHING] = Field(
+        default=10, description="Non-finite steps in a row that end the run."
     )
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
         default=None, ge=0, le=LARGEST_PRICE, description="US dollars for the whole machine."
     )
-    benchmark_interval: Annotated[Count | None, Affects.NOTHING] = Field(
-        default=None, ge=1, description="Global steps between benchmarks."
+    benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
+        default=None, description="Global steps between benchmarks."
     )
-    benchmark_tasks: Annotated[list[Annotated[str, Field(min_length=1)]] | None, Affects.NOTHING] = Field(
+    benchmark_tasks: Annotated[list[Text] | None, Affects.NOTHING] = Field(
         default=None, min_length=1, description="lm-eval's names of tasks and groups, or paths of task files (.yaml)."
     )
-    benchmark_examples: Annotated[Count, Affects.NOTHING] = Field(
-        default=200, ge=1, description="Of each benchmark task, the first so many."
+    benchmark_examples: Annotated[Positive, Affects.NOTHING] = Field(
+        default=200, description="Of each benchmark task, the first so many."
     )
-    sample_interval: Annotated[Count | None, Affects.NOTHING] = Field(
-        default=None, ge=1, description="Global steps between printed samples."
+    sample_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
+        default=None, description="Global steps between printed samples."
     )
-    sample_prompt: Annotated[str | None, Affects.NOTHING] = Field(
-        default=None, min_length=1, description="What a printed sample continues."
+    sample_prompt: Annotated[Text | None, Affects.NOTHING] = Field(
+        default=None, description="What a printed sample continues."
     )
 
     @model_validator(mode="before")
@@ -240,9 +235,13 @@ class TrainConfig(RunFile):
         return raw
 
     @model_validator(mode="after")
-    def _possible(self) -> TrainConfig:
-        _check_optimizer(self)
-        _check_train_combinations(self)
+    def _check(self) -> TrainConfig:
+        """Raise ValueError for keys that contradict each other."""
+        _check_budget(self)
+        _check_batch(self)
+        _check_schedule(self)
+        _check_optimizer_and_precision(self)
+        _check_intervals(self)
         return self
 
     @property
@@ -269,11 +268,6 @@ class TrainConfig(RunFile):
             return [size for _, size in self.batch_ramp]
         return [] if self.global_batch_size is None else [self.global_batch_size]
 
-    @property
-    def sequences(self) -> int | None:
-        """Sequences of the last global batch, or None if train.json gives accumulation steps instead."""
-        return self.global_batches[-1] if self.global_batches else None
-
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
         """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
@@ -281,9 +275,10 @@ class TrainConfig(RunFile):
         ramp) or the accumulation steps themselves. Raises UserError if the global batch is not a whole number of
         microbatches on every rank.
         """
-        sequences = sequences or self.sequences
         if sequences is None:
-            return self.gradient_accumulation_steps
+            if not self.global_batches:
+                return self.gradient_accumulation_steps
+            sequences = self.global_batches[-1]
         per_pass = self.microbatch_size * world_size
         steps, rest = divmod(sequences, per_pass)
         if rest or not steps:
@@ -295,7 +290,9 @@ class TrainConfig(RunFile):
         return steps
 
 
-def _check_optimizer(config: TrainConfig) -> None:
+def _check_optimizer_and_precision(config: TrainConfig) -> None:
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError('key "betas": both must be at least 0 and below 1')
     for key in TrainConfig.model_fields if config.optimizer != "muon" else ():
         if key.startswith("muon_") and getattr(config, key) != TrainConfig.model_fields[key].default:
             raise ValueError(f'key "{key}": belongs with "optimizer": "muon"; remove it, or use that optimizer')
@@ -306,14 +303,6 @@ def _check_optimizer(config: TrainConfig) -> None:
             f'key "muon_momentum_warmup_steps": momentum rises from {MUON_FIRST_MOMENTUM}, and "muon_momentum" is '
             f"{config.muon_momentum:g}; raise that, or remove the warm-up"
         )
-
-
-def _check_train_combinations(config: TrainConfig) -> None:
-    _check_budget(config)
-    _check_batch(config)
-    _check_schedule(config)
-    if not all(0 <= beta < 1 for beta in config.betas):
-        raise ValueError('key "betas": both must be at least 0 and below 1')
     if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
         raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')
     if config.coordinate_descent_tuning and config.compile is False:
@@ -323,10 +312,6 @@ def _check_train_combinations(config: TrainConfig) -> None:
             'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from '
             "start to start; give one of them"
         )
-    for one, other in (("sample_interval", "sample_prompt"), ("benchmark_interval", "benchmark_tasks")):
-        if (getattr(config, one) is None) != (getattr(config, other) is None):
-            raise ValueError(f'keys "{one}" and "{other}": give both or neither')
-    _check_validation_keys(config)
 
 
 def _check_schedule(config: TrainConfig) -> None:
@@ -335,15 +320,9 @@ def _check_schedule(config: TrainConfig) -> None:
     if config.lr_schedule == "wsd" and config.decay_period_percent is None:
         raise ValueError('key "decay_period_percent": missing; "lr_schedule": "wsd" needs it, as in 20')
     if config.lr_schedule != "wsd" and config.decay_period_percent is not None:
-        raise ValueError(
-            'key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it, or use that '
-            "schedule"
-        )
+        raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it')
     if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
-        raise ValueError(
-            'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; "constant" does not fall: '
-            "remove the key"
-        )
+        raise ValueError('key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; remove it')
     if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
         raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
 
@@ -373,18 +352,20 @@ def _check_batch(config: TrainConfig) -> None:
         raise ValueError(f'keys "batch_ramp" and "{other}": each says the global batch; give one of them')
     if ramp[0][0] != 0:
         raise ValueError('key "batch_ramp": must begin at token 0, as in [[0, 8], [1000000, 16]]')
-    pairs = list(itertools.pairwise(ramp))
-    if ramp[0][1] < 1 or any(after[0] <= before[0] or after[1] <= before[1] for before, after in pairs):
+    grows = all(before < after for pair in itertools.pairwise(ramp) for before, after in zip(*pair, strict=True))
+    if ramp[0][1] < 1 or not grows:
         raise ValueError(
             'key "batch_ramp": tokens and sequences must grow from entry to entry, as in [[0, 8], [1000000, 16]]'
         )
 
 
-def _check_validation_keys(config: TrainConfig) -> None:
+def _check_intervals(config: TrainConfig) -> None:
+    for one, other in (("sample_interval", "sample_prompt"), ("benchmark_interval", "benchmark_tasks")):
+        if (getattr(config, one) is None) != (getattr(config, other) is None):
+            raise ValueError(f'keys "{one}" and "{other}": give both or neither')
     # `start_val_token` without the other two keys is accepted, because later runs of the notebook have it. They were
     # trained without validation.
-    wanted = {"validation_interval": config.validation_interval, "validation_batches": config.validation_batches}
-    missing = [key for key, value in wanted.items() if value is None]
+    missing = [key for key in ("validation_interval", "validation_batches") if getattr(config, key) is None]
     if len(missing) == 1:
         raise ValueError(f'key "{missing[0]}": missing; validation needs it (remove both keys for none)')
     if not missing and config.start_val_token is None:
@@ -408,11 +389,9 @@ def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
     """
     raw = read_json_object(path)
     try:
-        translated = translate_upstream(raw, has_experts=has_experts)
+        return parse_config(TrainConfig, translate_upstream(raw, has_experts=has_experts), path)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    try:
-        return parse_config(TrainConfig, translated, path)
     except UserError as error:
         if "minibatch_size" in raw:  # name the key that is in the file
             raise UserError(str(error).replace('"microbatch_size"', '"minibatch_size"')) from None

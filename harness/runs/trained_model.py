@@ -123,26 +123,22 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         word, path = left[0], Path(left.pop(0))
         following = left[0] if left else ""
         are_weights = word.endswith(WEIGHTS_SUFFIX) and not following.endswith(".json")
+        # A path in `runs_dir` is always a run. A run elsewhere, without weights of its own, counts as a run so that
+        # RunDirectory refuses it with an explanation.
+        is_run = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
+        is_run |= path.name == word and (runs_dir / path).is_dir()
+        is_run |= (path / "train.json").is_file() and not (path / WEIGHTS).exists()
         if not are_weights and (word.endswith(".json") or path.is_file() or following.endswith(WEIGHTS_SUFFIX)):
             if not left:
                 raise UserError(f"{word}: a model is two files, MODEL_JSON WEIGHTS; give both, or RUN[:CHECKPOINT]")
             found.append(TrainedModel.read(Path(left.pop(0)), path))
-        elif path.exists() and not _is_run(path, runs_dir):
+        elif path.exists() and not is_run:
             found.append(TrainedModel.read(path))
         else:
             name, colon, checkpoint = word.rpartition(":")
             runs = RunDirectory.find_all(runs_dir, name if colon else word)
             found += [_model_of(run, checkpoint if colon else None) for run in runs]
     return found
-
-
-def _is_run(path: Path, runs_dir: Path) -> bool:
-    """Return True if a name or path means a run rather than a folder with weights. A path in `runs_dir` is always a
-    run. A run elsewhere, without weights of its own, counts as a run so that RunDirectory refuses it with an
-    explanation."""
-    is_in_runs_dir = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
-    is_name = path.name == str(path) and (runs_dir / path).is_dir()
-    return is_in_runs_dir or is_name or ((path / "train.json").is_file() and not (path / WEIGHTS).exists())
 
 
 def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
@@ -153,8 +149,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
         if (run.checkpoints / link).is_dir():
             model = TrainedModel.read(run.checkpoints / link, label=name)
             if link == BEST and model.meta.get("global_step") == 0:
-                later = f"; {name}:{LATEST} is the last one"
-                print(f"warning: {name}: its best checkpoint is that of step 0{later}", file=sys.stderr, flush=True)
+                warning = f"warning: {name}: its best checkpoint is that of step 0; {name}:{LATEST} is the last one"
+                print(warning, file=sys.stderr, flush=True)
             return model
     # beside a train.json it may be the run's initial weights
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
@@ -227,8 +223,15 @@ def model_in_run(weights: Path) -> ModelInRun | None:
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)
         is_there = run.checkpoints == checkpoints and folder.parent == Path(os.path.realpath(checkpoints))
-        if is_there and path.name == WEIGHTS and run.model_json.is_file():
-            return ModelInRun(run, _describe(folder, sha256(path)))
+        if not is_there or path.name != WEIGHTS or not run.model_json.is_file():
+            continue
+        facts: dict[str, Any] = {"checkpoint": folder.name, "sha256": sha256(path)}
+        with suppress(UserError):  # without a meta.json of a checkpoint, only the hash is recorded
+            meta = read_meta(folder)
+            facts |= {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
+        for link in (BEST, LATEST):
+            facts[f"is_{link}"] = os.path.realpath(folder.parent / link) == str(folder)
+        return ModelInRun(run, MeasuredWeights(**facts))
     return None
 
 
@@ -238,18 +241,6 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     found = model_in_run(weights) if weights.is_file() else None
     return found if found is not None and found.weights.sha256 == digest else None
-
-
-def _describe(folder: Path, digest: str) -> MeasuredWeights:
-    """Return the record of a checkpoint's weights, given its folder and their SHA-256 `digest`."""
-    facts: dict[str, int] = {}
-    with suppress(UserError):  # without a meta.json of a checkpoint, only the hash is recorded
-        meta = read_meta(folder)
-        facts = {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
-    leads_here = {link: os.path.realpath(folder.parent / link) == str(folder) for link in (BEST, LATEST)}
-    return MeasuredWeights(
-        checkpoint=folder.name, sha256=digest, is_best=leads_here[BEST], is_latest=leads_here[LATEST], **facts
-    )
 
 
 @contextmanager
@@ -294,22 +285,18 @@ def write_model(
     Raises UserError and RunError as `new_folder` does.
     """
     with new_folder(folder) as draft:
-        fill(draft, config, tensors)
         if isinstance(tokenizer, Path):
             shutil.copyfile(tokenizer, draft / tokenizer.name)
         name = tokenizer.name if isinstance(tokenizer, Path) else tokenizer
-        write_meta(draft, config, tokenizer=name, **facts)
+        fill(draft, config, tensors, tokenizer=name, **facts)
 
 
-def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write model.json and model.safetensors into the folder `draft`."""
+def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor], **facts: Any) -> None:
+    """Write model.json, model.safetensors, and a meta.json with the configuration and `facts` about the weights into
+    the folder `draft`."""
     from harness.model.weights import save_weights
 
     replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")
     # safetensors refuses tensors that share memory
     save_weights({name: tensor.clone() for name, tensor in tensors.items()}, draft / WEIGHTS)
-
-
-def write_meta(draft: Path, config: dict[str, Any], **values: Any) -> None:
-    """Write meta.json with the model's configuration and further `values` about the weights."""
-    replace_text(draft / META, json.dumps({"model": config, **values}, indent=2, allow_nan=False) + "\n")
+    replace_text(draft / META, json.dumps({"model": config, **facts}, indent=2, allow_nan=False) + "\n")

@@ -17,6 +17,12 @@ NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
     "schedule_learning_rate": {"type": "boolean", "deprecated": True, "description": "The notebook's lr_schedule."},
     "use_amp": {"type": "boolean", "deprecated": True, "description": "The notebook's precision: fp16 or fp32."},
 }
+# Upstream's key, our key, and our values for false and true (None: the same value).
+SPELLINGS = (
+    ("minibatch_size", "microbatch_size", None),
+    ("use_amp", "precision", ("fp32", "fp16")),
+    ("schedule_learning_rate", "lr_schedule", ("constant", "cosine")),
+)
 # The order of parameters in upstream's optimizer.pt. Parameters are sorted by module (MODULES), by block, by layer of
 # the block (OF_BLOCK), and by PARTS, as in the classes of the book that upstream follows (Raschka, Build a Large
 # Language Model (From Scratch)). Within a feed-forward layer (or the router and then each expert) modules have the
@@ -33,31 +39,21 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
     experts are not balanced unless train.json asks for it, as in upstream. Raises ValueError if train.json has both the
     old and the new key for the same setting.
     """
-    translated: dict[str, tuple[str, Any]] = {}
-    if "minibatch_size" in raw:
-        translated["minibatch_size"] = "microbatch_size", raw["minibatch_size"]
-    if "use_amp" in raw:
-        translated["use_amp"] = "precision", "fp16" if _flag(raw, "use_amp") else "fp32"
-    if "schedule_learning_rate" in raw:
-        scheduled = _flag(raw, "schedule_learning_rate")
-        translated["schedule_learning_rate"] = "lr_schedule", "cosine" if scheduled else "constant"
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
-    for old, (key, value) in translated.items():
+    for old, key, values in SPELLINGS:
+        if old not in raw:
+            continue
+        value = raw[old]
+        if values is not None and not isinstance(value, bool):
+            raise ValueError(f'key "{old}": must be true or false')
         if key in raw:
             raise ValueError(f'keys "{old}" and "{key}": two spellings of one thing; keep "{key}"')
-        result[key] = value
+        result[key] = value if values is None else values[value]
     if raw.get("schedule_learning_rate") is False:
         result.pop("warmup_period_percent", None)  # has no effect in upstream in that case
-    if has_experts and translated:
+    if has_experts and not NOTEBOOK_KEYS.keys().isdisjoint(raw):
         result.setdefault("moe_router_loss_scale", 0.0)
     return result
-
-
-def _flag(raw: dict[str, Any], key: str) -> bool:
-    value = raw[key]
-    if not isinstance(value, bool):
-        raise ValueError(f'key "{key}": must be true or false')
-    return value
 
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
@@ -74,11 +70,21 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
 
     from harness.model.weights import checkpoint_names
 
-    names = _numbered([part for name in shapes for part in checkpoint_names(name)])
+    names = [part for name in shapes for part in checkpoint_names(name)]
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+    def place(name: str) -> tuple[int, ...]:
+        """Return a sort key: the place of a parameter in the order in which upstream's optimizer numbers them."""
+        module, _, part = name.rpartition(".")
+        first, _, inner = module.partition(".")
+        block, _, layer = inner.partition(".")
+        within = next((number for number, each in enumerate(OF_BLOCK) if layer.startswith(each)), 0)
+        return MODULES.index(first), int(block or 0), within, modules.index(module), PARTS.index(part)
+
     numbered = saved["state"]
     if sorted(numbered) != list(range(len(names))):
         raise ValueError(f"the state has {len(numbered)} parameters, the model has {len(names)}")
-    state_of = {name: numbered[index] for index, name in enumerate(names)}
+    state_of = {name: numbered[index] for index, name in enumerate(sorted(names, key=place))}
     result: dict[str, dict[str, Tensor]] = {}
     for name, wanted in shapes.items():
         parts = [state_of[part] for part in checkpoint_names(name)]
@@ -92,17 +98,3 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
                 raise ValueError(f"{key} of {name} is {list(value.shape)}, not {list(shape)}")
             result[name][key] = value
     return result
-
-
-def _numbered(names: list[str]) -> list[str]:
-    """Return the names of parameters in the order in which upstream's optimizer numbers them."""
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-
-    def place(name: str) -> tuple[int, ...]:
-        module, _, part = name.rpartition(".")
-        first, _, inner = module.partition(".")
-        block, _, layer = inner.partition(".")
-        within = next((number for number, each in enumerate(OF_BLOCK) if layer.startswith(each)), 0)
-        return MODULES.index(first), int(block or 0), within, modules.index(module), PARTS.index(part)
-
-    return sorted(names, key=place)

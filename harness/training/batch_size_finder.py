@@ -116,7 +116,7 @@ class MicrobatchSearcher:
         self.experiment, self.world, self.limit = experiment, world, limit
         self.tokens = dataset.split("train")
         self.compiles = should_compile(config.compile, world.device)
-        self.accumulation_steps = 2 if config.sequences is not None else config.gradient_accumulation_steps
+        self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
         self.peaks: dict[int, int] = {}  # peak bytes of each size that fits, in the order of the search
         self.failed: list[int] = []  # sizes that do not fit
         self.remark = ""

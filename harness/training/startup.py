@@ -35,7 +35,7 @@ from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import PHASES
-from harness.runs.throughput import Conditions, same_conditions, unknown_peak
+from harness.runs.throughput import unknown_peak
 from harness.runs.train_config import TrainConfig
 
 
@@ -130,9 +130,9 @@ class PreparedRun:
         """Return the TrainState that training starts with: the checkpoint's, or a new one."""
         if self.meta is None:
             return TrainState()
-        state, now = self.meta.state(), Conditions(world.size, world.device_name, self.provenance.train)
+        state = self.meta.state()
         # The speed is measured only with the current batch and machine.
-        if not same_conditions(self.meta.conditions, now):
+        if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
             state.forget_best()

@@ -18,29 +18,7 @@ from safetensors.numpy import save_file
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.loader import BatchLayout, BatchSchedule, TokenLoader
-from harness.planning.experiment import find_position
-from harness.runs.train_config import load_train_config
-from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import Workshop
-
-FINEWEB_TOKENS = 10_248_871_837  # the notebook's train split
-
-# Tokens and global steps of the four rented machines, from the notebook.
-NOTEBOOK = {
-    "8xa100m40": (3_260_268_544, 30_614),
-    "8xa100m80": (3_260_350_464, 14_214),
-    "8xh100m80": (3_260_252_160, 14_740),
-    "8xb200m160": (3_260_547_072, 6_219),
-}
-
-
-@pytest.mark.parametrize("name", NOTEBOOK)
-def test_the_notebooks_token_counts(name: str) -> None:
-    config = load_train_config(SHIPPED_RUNS / name / "train.json")
-    layout = BatchLayout(8, config.accumulation_steps(8), config.microbatch_size, 1024)
-    position = find_position(config, layout, FINEWEB_TOKENS)
-    assert (position.total_steps * layout.global_tokens, position.total_steps) == NOTEBOOK[name]
-
 
 # Global batches that grow: BatchSchedule is checked against counting step by step. With an empty ramp, batches are
 # constant.

@@ -7,6 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import WriteModel, WriteTrain, model_in, train_in
+from tests.support.in_process import InProcess
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> InProcess:
+    """A folder for runs, with a small dataset. Commands run in the test's process, because processes are not the
+    subject of these tests; `train` still starts processes."""
+    made = InProcess(tmp_path)
+    made.add_dataset()
+    return made
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset
-from harness.data.loader import BatchLayout
 from harness.model.config import load_model_config
 from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
@@ -82,7 +81,10 @@ def test_a_ramp_counts_its_own_batches(shop: Workshop) -> None:
     assert (number(found["global steps"]), number(found["tokens"])) == (6, 352)
     assert "from 96 tokens on: 1 ranks x 2 sequences x 2 accumulation steps = 4 sequences" in found["global batch"]
     plan = make_plan(experiment(shop, train_steps=6, **ramp), 1, None)
-    assert (plan.tokens(), plan.layout.accumulation_steps) == (352, 4)
+    assert (plan.tokens(), plan.layout.accumulation_steps) == (352, 4), "the layout is that of the largest batch"
+    assert plan.batches.at(0) == replace(plan.layout, accumulation_steps=1)
+    assert Budget(key="train_steps", value=1234567, tokens=5).describe() == "train_steps 1,234,567: 5 tokens"
+    assert Budget(key="target_flops", value=3e15, tokens=5000).describe() == "target_flops 3e+15: 5,000 tokens"
 
 
 def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Workshop) -> None:
@@ -161,18 +163,6 @@ def test_what_a_budget_names_without_the_number_of_ranks(shop: Workshop) -> None
     assert stated(train_steps=3) is None
     batch = {"global_batch_size": 4, "gradient_accumulation_steps": None}
     assert stated(train_steps=3, **batch) == 3 * 4 * MODEL["context_length"]
-
-
-def test_the_layout_of_a_ramp_is_its_largest(shop: Workshop) -> None:
-    asked = experiment(shop, train_steps=5, batch_ramp=[[0, 4], [64, 12]], gradient_accumulation_steps=None)
-    layout = asked.layout(2)
-    assert layout == BatchLayout(2, 3, 2, 16)
-    assert asked.batches(layout).at(0) == replace(layout, accumulation_steps=1)
-
-
-def test_counts_are_printed_to_the_last_digit() -> None:
-    assert Budget(key="train_steps", value=1234567, tokens=5).describe() == "train_steps 1,234,567: 5 tokens"
-    assert Budget(key="target_flops", value=3e15, tokens=5000).describe() == "target_flops 3e+15: 5,000 tokens"
 
 
 def test_a_damaged_budget_is_named(shop: Workshop, tmp_path: Path) -> None:

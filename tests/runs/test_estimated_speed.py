@@ -163,28 +163,20 @@ def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.Mo
     assert traffic.kernels / len(sizes) == pytest.approx(MUON_LAUNCHES, abs=1)
 
 
-@pytest.mark.parametrize(("driver", "name"), DRIVER_NAMES.items())
-def test_the_drivers_names(driver: str, name: str) -> None:
-    found = device(driver)
-    assert found.name == name
-    assert found.matrix_peak == peak_flops(driver), "MFU uses another peak for the same device"
-
-
-def test_names_as_people_write_them() -> None:
-    assert device("a100-40gb").name == device("A100 40 GB").name == "A100 40GB"
+def test_names_of_devices() -> None:
+    """Devices are found by the names of drivers and people. Devices with other memory, clocks or parts of a GPU than
+    those in the table are not."""
+    for driver, name in DRIVER_NAMES.items():
+        assert device(driver).name == name
+        assert device(driver).matrix_peak == peak_flops(driver), "MFU uses another peak for the same device"
+    for people in ("a100-40gb", "A100 40 GB"):
+        assert device(people).name == "A100 40GB"
     assert device("h100 sxm").name == "H100"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
+    for other in (
         *("A100", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
         *("NVIDIA GH200 480GB", "NVIDIA GB200", "Tesla T4", "H1000", ""),
-    ],
-)
-def test_names_of_devices_without_an_estimate(name: str) -> None:
-    """Devices with other memory, clocks or parts of a GPU than those in the table are not found by their names."""
-    assert find_device(name) is None
+    ):
+        assert find_device(other) is None, other
 
 
 def test_what_the_arithmetic_does_not_cover() -> None:

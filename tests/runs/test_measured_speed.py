@@ -11,8 +11,8 @@ import pytest
 from harness.common.json_files import read_json_object
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from harness.runs.summary import RunSummary
-from harness.runs.throughput import Conditions, Measured, same_conditions, same_kernels
-from tests.support.launch import Workshop
+from harness.runs.throughput import Measured, same_kernels
+from tests.support.in_process import InProcess
 
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
 NEW_KEYS |= {"measured_from_step", "measured_from_tokens", "measured_from_seconds"}
@@ -29,31 +29,31 @@ def forget_what_is_new(checkpoint: Path) -> None:
     write_meta(checkpoint, CheckpointMeta(**{key: value for key, value in meta.items() if key not in NEW_KEYS}))
 
 
-def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
-    """After five steps on two ranks, a run resumed on one rank measures its speed over its own ten steps. A deleted
+def test_another_world_size_is_measured_anew(shop: InProcess) -> None:
+    """After ten steps on one rank, a run resumed on two ranks measures its speed over its own five steps. A deleted
     summary is written again with the number of ranks and the device that trained last."""
     run = shop.add_run(min_train_tokens=640)
-    shop.train(ranks=2)
+    assert shop.attempt().status == 0
     first = summary_of(run)
     assert first["measured"]["tokens"] == first["trained_tokens"] == 640
     shop.add_run(min_train_tokens=1280)
-    printed = shop.train(ranks=1).stdout
+    printed = shop.train(ranks=2).stdout
     second = summary_of(run)
-    assert (second["tokens_seen"], second["trained_tokens"], second["world_size"]) == (1280, 1280, 1)
+    assert (second["tokens_seen"], second["trained_tokens"], second["world_size"]) == (1280, 1280, 2)
     seconds = second["seconds"]["training"] - second["measured"]["seconds"]
-    assert (second["measured"]["tokens"], second["measured"]["global_steps"]) == (640, 10)
+    assert (second["measured"]["tokens"], second["measured"]["global_steps"]) == (640, 5)
     assert seconds == pytest.approx(first["seconds"]["training"], abs=0.1)
     assert second["tokens_per_second"] == pytest.approx(640 / second["measured"]["seconds"], rel=0.02)
     assert "(640 tokens in " in printed
     (run / "summary.json").unlink()
-    shop.train(ranks=2)
+    assert shop.attempt().status == 0
     restored = summary_of(run)
     for key in ("world_size", "microbatch_size", "accumulation_steps", "device", "trained_tokens"):
         assert restored[key] == second[key], key
     assert restored["measured"]["tokens"] == 640
 
 
-def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Workshop) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: InProcess) -> None:
     """The speed of a run resumed from an earlier version's checkpoint is measured from that checkpoint on, because the
     checkpoint may count tokens of the notebook's program without their seconds."""
     run = shop.add_run(min_train_tokens=640)
@@ -74,28 +74,25 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Worksho
     assert after["tokens_per_second"] == pytest.approx(640 / after["measured"]["seconds"], rel=0.02)
 
 
-def test_conditions() -> None:
-    """Conditions are the same if all that both records have agree. A condition that only one record has is ignored,
-    because an earlier version or another program did not write it."""
-    now = Conditions(8, "B200", {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1})
-    assert same_conditions(now, now)
-    assert same_conditions(Conditions(None, None, {}), now)
-    assert same_conditions(Conditions(8, None, {"microbatch_size": 2, "learning_rate": 2}), now)
-    for other in (
-        Conditions(4, None, {}),
-        Conditions(None, "H100", {}),
-        Conditions(None, None, {"microbatch_size": 1}),
-    ):
-        assert not same_conditions(other, now)
-    assert not same_conditions(Conditions(None, None, {"precision": "fp32"}), now)
-    for key, values in (
-        *(("deterministic", (False, True)), ("bucket_mb", (None, 100))),
-        *(("optimizer", ("adamw", "muon")), ("shard_optimizer", (False, True))),
-    ):
-        then, after = (Conditions(None, None, {key: value}) for value in values)
-        assert not same_conditions(then, after)
-        assert not same_kernels(then.train, after.train)
-    assert not same_kernels({"batch_ramp": [[0, 2], [100, 4]]}, {"batch_ramp": None}), "a ramp has smaller batches"
+def test_a_step_is_as_fast_if_all_that_is_recorded_agrees() -> None:
+    """A condition that only one record has is ignored, because an earlier version or another program did not write
+    it."""
+    train: dict[str, Any] = {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1, "bucket_mb": None}
+    train |= {"optimizer": "adamw", "shard_optimizer": False, "deterministic": False, "batch_ramp": None}
+
+    def is_as_fast(recorded: dict[str, Any], **machine: Any) -> bool:
+        return CheckpointMeta(global_step=0, train=recorded, **machine).was_as_fast(8, "B200", train)
+
+    assert is_as_fast({})
+    assert is_as_fast(train, world_size=8, device="B200")
+    assert is_as_fast({"microbatch_size": 2, "learning_rate": 2}, world_size=8)
+    assert not is_as_fast({}, world_size=4)
+    assert not is_as_fast({}, device="H100")
+    assert not is_as_fast({"microbatch_size": 1})
+    assert same_kernels({"microbatch_size": 1}, train)
+    for key in ("precision", "deterministic", "bucket_mb", "optimizer", "shard_optimizer", "batch_ramp"):
+        assert not is_as_fast({key: "another"})
+        assert not same_kernels({key: "another"}, train), "a ramp has smaller batches"
 
 
 def test_a_speed_is_believed_after_20_steps_and_10_seconds() -> None:

@@ -20,6 +20,7 @@ from harness.runs.train_config import TrainConfig
 from harness.runs.upstream import optimizer_by_name
 from harness.training.adamw import AdamW
 from tests.support.configs import SEED_TRAIN
+from tests.support.in_process import InProcess
 from tests.support.launch import MODEL, Workshop, metrics
 from tests.support.notebook_model import NotebookRun, notebook_model
 from tests.support.planning import plan, rows
@@ -38,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 def workshop(path: Path, **shape: Any) -> tuple[Workshop, NotebookRun, Path]:
     """Return a Workshop, a NotebookRun that has trained four of twelve steps, and the folder of its checkpoint in the
     run "r"."""
-    shop = Workshop(path)
+    shop = InProcess(path)
     shop.add_dataset()
     run = shop.add_run("r", model={"drop_rate": 0.0, **shape}, **SETTINGS)
     config = ModelConfig(**MODEL | {"drop_rate": 0.0, **shape})
@@ -152,13 +153,6 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     assert back["tokens_per_second"] == pytest.approx(12 * 32 / back["seconds"]["training"], rel=0.02)
 
 
-def test_two_ranks_continue_it(tmp_path: Path) -> None:
-    shop, _, _ = workshop(tmp_path)
-    assert "256 tokens are" in shop.train("r", NAME, ranks=2).stdout
-    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
-    assert meta["tokens_seen"] == 12 * 32
-
-
 def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -> None:
     """Training and the plan refuse to resume a notebook's AdamW state with Muon, name the remedy, and change no file. A
     checkpoint without optimizer.pt can be resumed with Muon."""
@@ -186,24 +180,23 @@ def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
     assert not (shop.runs / "r" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "damage", "words"),
-    [
+def test_damaged_notebooks_checkpoints(tmp_path: Path) -> None:
+    shop, _, folder = workshop(tmp_path)
+    for file, damage, words in (
         ("optimizer.pt", lambda path: path.write_bytes(b"x"), "not a readable state file"),
         ("optimizer.pt", lambda path: torch.save({"state": {0: {}}}, path), "the state has 1 parameters"),
         ("model.safetensors", lambda path: save_file({"tok_emb.weight": torch.ones(1)}, path), "not this model"),
         ("meta.json", lambda path: path.write_text('{"train_loss": 1.0}'), '"global_step"'),
         ("meta.json", lambda path: path.write_text('{"global_step": 8}'), "iteration-3"),
-    ],
-)
-def test_damaged_notebooks_checkpoints(tmp_path: Path, file: str, damage: Any, words: str) -> None:
-    shop, _, folder = workshop(tmp_path)
-    damage(folder / file)
-    before = sorted(folder.parent.rglob("*"))
-    result = shop.attempt(NAME)
-    assert result.status == 2, result.stderr
-    assert words in result.error_lines[0]
-    assert sorted(folder.parent.rglob("*")) == before
+    ):
+        whole = (folder / file).read_bytes()
+        damage(folder / file)
+        before = sorted(folder.parent.rglob("*"))
+        result = shop.attempt(NAME)
+        assert result.status == 2, result.stderr
+        assert words in result.error_lines[0]
+        assert sorted(folder.parent.rglob("*")) == before
+        (folder / file).write_bytes(whole)
 
 
 def test_the_other_commands_take_it(tmp_path: Path) -> None:
@@ -240,10 +233,13 @@ def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
         assert (theirs(inputs).logits - notebook.model(inputs)).abs().max() < 1e-5
 
 
-def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
-    """With `initial_weights`, training starts at step 0 from a notebook's weights on all ranks, with a new
-    optimizer."""
+def test_two_ranks_continue_it_or_start_from_its_weights(tmp_path: Path) -> None:
+    """Two ranks resume from a notebook's checkpoint. With `initial_weights`, training starts at step 0 from its weights
+    on all ranks, with a new optimizer."""
     shop, _, folder = workshop(tmp_path)
+    assert "256 tokens are" in shop.train("r", NAME, ranks=2).stdout
+    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    assert meta["tokens_seen"] == 12 * 32
     shop.add_run(
         "s",
         model={"drop_rate": 0.0},

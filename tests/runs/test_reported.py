@@ -4,19 +4,18 @@ source's do."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.common.errors import UserError
 from harness.common.json_files import read_json_object
-from harness.data.loader import BatchSchedule
+from harness.data.loader import BatchLayout
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import Reported, read_reported
 from harness.runs.train_config import load_train_config
 from tests.runs.test_shipped_runs import MACHINES
+from tests.support.configs import refusal
 from tests.support.isolation import SHIPPED_RUNS
 
 # The source's table of costs: whole seconds, dollars, number of validations, seconds of each validation, dollars of all
@@ -27,7 +26,11 @@ COSTS: dict[str, tuple[float, ...]] = {
     "8xa100m80": (11_532, 45.87, 24, 66, 6.30, 39.57, 9_948),
     "8xb200m160": (4_190, 46.46, 11, 60, 7.32, 39.14, 3_530),
 }
-# Final training loss, final validation loss, test loss, score on instructions.
+COST_FIGURES = (
+    *("train_dollars", "validation_runs", "validation_seconds_each", "validation_dollars"),
+    *("dollars_without_validation", "seconds_without_validation"),
+)
+LOSS_FIGURES = ("final_train_loss", "final_validation_loss", "test_loss", "instruction_score")
 LOSSES: dict[str, tuple[float, ...]] = {
     "8xa100m40": (3.720, 3.675, 3.674, 17.09),
     "8xh100m80": (4.091, 3.729, 3.725, 11.98),
@@ -48,46 +51,26 @@ def values(name: str, *figures: str) -> tuple[float | None, ...]:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_the_table_of_costs(name: str) -> None:
-    names = (
-        *("train_dollars", "validation_runs", "validation_seconds_each", "validation_dollars"),
-        *("dollars_without_validation", "seconds_without_validation"),
-    )
-    seconds, dollars, runs, each, validation, without, seconds_without = COSTS[name]
-    assert values(name, *names) == (dollars, runs, each, validation, without, seconds_without)
-    price = shipped(name).value("price_per_hour")
-    assert price == MACHINES[name][1]
-    printed = shipped(name).value("train_seconds")
-    assert printed is not None
-    assert int(printed) == seconds
-    # The source computes its dollars from whole seconds.
+def test_the_figures_of_the_source(name: str) -> None:
+    """The figures are the source's, and agree with each other. The source computes its dollars from whole seconds."""
+    reported = shipped(name)
+    seconds, *figures = COSTS[name]
+    dollars, runs, each, validation, without, seconds_without = figures
+    assert values(name, *COST_FIGURES) == tuple(figures)
+    assert values(name, *LOSS_FIGURES) == LOSSES[name]
+    microbatch, price, steps, tokens = MACHINES[name]
+    assert values(name, "price_per_hour", "tokens_seen") == (price, tokens)
     assert round(seconds * price / 3600, 2) == dollars
     assert round(runs * each * price / 3600, 2) == validation
     assert round(dollars - validation, 2) == without
-    assert seconds - runs * each == seconds_without == shipped(name).seconds_without_validation
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_seconds_tokens_and_speed_agree(name: str) -> None:
-    microbatch, _, steps, tokens = MACHINES[name]
-    reported = shipped(name)
-    seconds = reported.value("train_seconds")
-    assert seconds is not None
-    assert reported.value("tokens_seen") == tokens
-    assert reported.value("tokens_per_second") == round(tokens / seconds) == reported.whole_run_speed
-    assert reported.training_speed == tokens / COSTS[name][-1]
+    assert seconds - runs * each == seconds_without == reported.seconds_without_validation
+    exact = reported.value("train_seconds")
+    assert exact is not None
+    assert int(exact) == seconds
+    assert reported.value("tokens_per_second") == round(tokens / exact) == reported.whole_run_speed
+    assert reported.training_speed == tokens / seconds_without
     assert reported.value("global_steps") in (steps, None)
-    layout = reported.layout
-    assert layout is not None
-    assert (layout.world_size, layout.accumulation_steps, layout.microbatch_size) == (8, 1, microbatch)
-    assert layout.global_tokens * steps == tokens
-    assert BatchSchedule.constant(layout).num_steps(3_260_190_720, 2**62) == steps
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_the_losses(name: str) -> None:
-    figures = ("final_train_loss", "final_validation_loss", "test_loss", "instruction_score")
-    assert values(name, *figures) == LOSSES[name]
+    assert reported.layout == BatchLayout(8, 1, microbatch, 1024)
 
 
 def test_the_checkpoint_that_was_not_the_best() -> None:
@@ -116,44 +99,38 @@ def test_every_figure_has_a_unit_and_a_place(name: str) -> None:
     assert reported.value("microbatch_size") == config.microbatch_size
 
 
-def write(folder: Path, **changes: Any) -> RunDirectory:
-    values = read_json_object(SHIPPED_RUNS / "8xa100m40" / "reported.json") | changes
-    (folder / "reported.json").write_text(json.dumps(values))
+def write(folder: Path, figures: dict[str, Any], **changes: Any) -> RunDirectory:
+    made = {name: {"value": value, "unit": "x", "place": "y"} for name, value in figures.items()}
+    reported = read_json_object(SHIPPED_RUNS / "8xa100m40" / "reported.json") | {"figures": made} | changes
+    (folder / "reported.json").write_text(json.dumps(reported))
     return RunDirectory(folder)
 
 
-def test_nothing_reported(tmp_path: Path) -> None:
-    assert read_reported(RunDirectory(tmp_path)) is None
-
-
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("figures", "said"),
     [
-        ({"gpu": 8}, '"gpu": unknown; did you mean "gpus"'),
-        ({"figures": {"test_loss": -1}}, '"figures.test_loss.value": '),
-        ({"figures": {"test_loss": 1e19}}, '"figures.test_loss.value": '),
-        ({"figures": {"test_loss": "13"}}, '"figures.test_loss.value": '),
-        ({"figures": {"test_loss": None}}, '"figures.test_loss.value": '),
-        ({"figures": {"train_seconds": 0.0}}, '"figures.train_seconds.value": must be above 0'),
-        ({"figures": {"global_batch_size": 0.0}}, '"figures.global_batch_size.value": must be above 0'),
-        ({"figures": {"tran_seconds": 5.0}}, '"figures.tran_seconds": unknown; did you mean "train_seconds"?'),
+        ({"test_loss": -1}, '"figures.test_loss.value": '),
+        ({"test_loss": 1e19}, '"figures.test_loss.value": '),
+        ({"test_loss": "13"}, '"figures.test_loss.value": '),
+        ({"test_loss": None}, '"figures.test_loss.value": '),
+        ({"train_seconds": 0.0}, '"figures.train_seconds.value": must be above 0'),
+        ({"global_batch_size": 0.0}, '"figures.global_batch_size.value": must be above 0'),
+        ({"tran_seconds": 5.0}, '"figures.tran_seconds": unknown; did you mean "train_seconds"?'),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_by_its_key(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    figures = {name: {"value": value, "unit": "x", "place": "y"} for name, value in changes.get("figures", {}).items()}
-    with pytest.raises(UserError, match=re.escape(f"reported.json: key {said}")) as caught:
-        read_reported(write(tmp_path, **changes | ({"figures": figures} if figures else {})))
-    assert "\n" not in str(caught.value)
+def test_what_cannot_be_is_refused_by_its_key(tmp_path: Path, figures: dict[str, Any], said: str) -> None:
+    assert f"reported.json: key {said}" in refusal(read_reported, write(tmp_path, figures))
+    assert 'key "gpu": unknown; did you mean "gpus"' in refusal(read_reported, write(tmp_path, {}, gpu=8))
 
 
 def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
     def figures(**given: float) -> Reported:
-        made = {name: {"value": value, "unit": "x", "place": "y"} for name, value in given.items()}
-        found = read_reported(write(tmp_path, figures=made))
+        found = read_reported(write(tmp_path, given))
         assert found is not None
         return found
 
+    assert read_reported(RunDirectory(tmp_path)) is None
     assert [figures().training_speed, figures().whole_run_speed, figures().layout] == [None, None, None]
     whole = {"tokens_seen": 1000.0, "train_seconds": 100.0, "tokens_per_second": 10.0}
     assert figures(**whole).training_speed is None, "the time of validation is not reported"
@@ -165,10 +142,5 @@ def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
         **dict.fromkeys(["validation_runs", "validation_seconds_each", "seconds_without_validation"], 0.0)
     )
     assert [nothing.training_speed, nothing.whole_run_speed] == [None, None]
-
-
-def test_figures_of_other_names_are_kept(tmp_path: Path) -> None:
-    figures = {name: {"value": 0.0, "unit": "x", "place": "y"} for name in ("test_loss_latest", "validation_dollars")}
-    found = read_reported(write(tmp_path, figures=figures))
-    assert found is not None
-    assert found.value("test_loss_latest") == 0.0
+    others = {"test_loss_latest": 0.0, "validation_dollars": 0.0}
+    assert figures(**others).value("test_loss_latest") == 0.0, "figures of other names are kept"

@@ -11,11 +11,12 @@ import pytest
 
 from gpt import load_model_config
 from harness.common.json_files import read_json_object
-from harness.data.loader import BatchLayout, BatchSchedule
-from harness.planning.rates import build_schedule
+from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE
+from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import load_train_config
 from harness.sweeps.file import load_sweep
+from tests.support.configs import SEED_MODEL
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 QUICKSTARTS = ["quickstart", "quickstart-gpt2"]
@@ -29,15 +30,6 @@ MACHINES: dict[str, tuple[int, float, int, int]] = {
     "8xa100m80": (28, 14.32, 14_214, 3_260_350_464),
     "8xb200m160": (64, 39.92, 6_219, 3_260_547_072),
 }
-GPT2_SMALL = {
-    "vocab_size": 50257,
-    "context_length": 1024,
-    "emb_dim": 768,
-    "n_heads": 12,
-    "n_layers": 12,
-    "drop_rate": 0.1,
-    "qkv_bias": False,
-}
 CHINCHILLA_TOKENS = 3_260_190_720
 FINEWEB = "gpjt/fineweb-gpt2-tokens"
 
@@ -49,15 +41,12 @@ def train_json(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_run_loads(name: str) -> None:
     run = RunDirectory.find(SHIPPED_RUNS, name)
-    config, model = load_train_config(run.train_json), load_model_config(run.model_json)
-    assert config.min_train_tokens is not None
-    assert config.min_train_tokens == -1 or config.min_train_tokens >= model.context_length
-    if config.min_train_tokens != -1:
-        world_size = 8 if name in MACHINES else 1
-        steps = config.accumulation_steps(world_size)
-        layout = BatchLayout(world_size, steps, config.microbatch_size, model.context_length)
-        total = BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62)
-        build_schedule(config, total)  # raises UserError if the warm-up is longer than the run
+    experiment = Experiment.load(run, SHIPPED_RUNS)
+    layout = experiment.layout(8 if name in MACHINES else 1)
+    tokens = experiment.config.min_train_tokens
+    assert tokens is not None
+    assert tokens == -1 or tokens >= experiment.model.context_length
+    experiment.position(layout, 2**62, None)  # raises UserError if the warm-up is longer than the run
 
 
 def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:
@@ -89,16 +78,12 @@ def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tm
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
-    microbatch, price, steps, tokens = MACHINES[name]
+    microbatch, price, _, _ = MACHINES[name]
     config = load_train_config(SHIPPED_RUNS / name / "train.json")
     assert (config.microbatch_size, config.price_per_hour) == (microbatch, price)
     assert (config.validation_interval, config.validation_batches) == (617, 300)
     assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
     assert config.dataset == FINEWEB
-    assert config.min_train_tokens is not None
-    layout = BatchLayout(8, config.accumulation_steps(8), microbatch, 1024)
-    assert BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62) == steps
-    assert steps * layout.global_tokens == tokens
     # The runs' other settings change no number. With them seven GPUs do not wait while one validates, no GPU waits for
     # the disk, and the disk does not fill up with 93 GiB of checkpoints.
     assert (config.validation_ranks, config.async_checkpoint, config.keep_checkpoints) == ("all", True, 3)
@@ -109,38 +94,25 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*MACHINES, "original"])
 def test_the_model_is_gpt2_small(name: str) -> None:
-    assert read_json_object(SHIPPED_RUNS / name / "model.json") == GPT2_SMALL
-    assert load_model_config(SHIPPED_RUNS / name / "model.json").parameters == pytest.approx(163e6, rel=0.01)
+    assert read_json_object(SHIPPED_RUNS / name / "model.json") == SEED_MODEL
+    assert load_model_config(SHIPPED_RUNS / name / "model.json").parameters == 163_009_536
 
 
-def test_original_is_the_run_on_one_gpu() -> None:
-    config = load_train_config(SHIPPED_RUNS / "original" / "train.json")
-    assert (config.microbatch_size, config.min_train_tokens) == (6, CHINCHILLA_TOKENS)
-    assert (config.validation_interval, config.validation_batches) == (5922, 3200)
-    assert config.dataset == FINEWEB
-
-
-def test_test_is_small_and_on_the_real_dataset() -> None:
-    config = load_train_config(SHIPPED_RUNS / "test" / "train.json")
-    assert config.dataset == FINEWEB
-    assert config.min_train_tokens is not None
-    assert config.min_train_tokens <= 10**6
-
-
-def test_quickstart_needs_no_network_and_no_gpu() -> None:
-    config = load_train_config(SHIPPED_RUNS / "quickstart" / "train.json")
+def test_the_small_runs() -> None:
+    """`original` is the notebook's run on one GPU. `test` is small and on the real dataset. `quickstart` needs no
+    network, no GPU and no price, and its vocabulary is its dataset's: a smaller one is refused, and a larger one has
+    untrained embeddings."""
+    original, test, quick = (
+        load_train_config(SHIPPED_RUNS / name / "train.json") for name in ("original", "test", "quickstart")
+    )
+    assert (original.microbatch_size, original.min_train_tokens) == (6, CHINCHILLA_TOKENS)
+    assert (original.validation_interval, original.validation_batches) == (5922, 3200)
+    assert original.dataset == test.dataset == FINEWEB
+    assert test.min_train_tokens is not None
+    assert test.min_train_tokens <= 10**6
+    assert (quick.dataset, quick.price_per_hour, quick.validates) == ("builtin/python-stdlib", None, True)
     model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
-    assert config.dataset == "builtin/python-stdlib"
-    assert config.price_per_hour is None
-    assert model.parameters < 20e6
-    assert config.validates
-
-
-def test_quickstart_fits_the_dataset_it_trains_on() -> None:
-    from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE
-
-    model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
-    assert model.vocab_size == DEFAULT_VOCAB_SIZE, "a smaller one is refused; a larger one has untrained embeddings"
+    assert (model.vocab_size, model.parameters < 20e6) == (DEFAULT_VOCAB_SIZE, True)
 
 
 @pytest.mark.parametrize("name", FAST)

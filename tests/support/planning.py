@@ -7,6 +7,7 @@ import io
 import json
 import re
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from harness.common.options import TrainOptions
@@ -14,6 +15,15 @@ from harness.planning.experiment import Experiment
 from harness.planning.plan import print_plan
 from harness.runs.directory import RunDirectory
 from tests.support.launch import Workshop
+
+EIGHT: dict[str, Any] = {"assume_world_size": 8}
+
+
+def shipped(folder: Path, name: str, **train: Any) -> Workshop:
+    """Return a Workshop with a copy of a shipped run, with keys of train.json changed, and without datasets."""
+    where = Workshop(folder)
+    where.add_shipped_run(name, **train)
+    return where
 
 
 def experiment_of(shop: Workshop, run: str = "r") -> Experiment:

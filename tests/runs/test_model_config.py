@@ -1,0 +1,132 @@
+"""model.json: sizes, depth, options of the architecture and experts, accepted and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.model.config import ModelConfig, load_model_config
+from tests.runs.test_config import defaults
+from tests.support.configs import WriteModel, WriteTrain, refusal
+
+
+@pytest.mark.parametrize("given", [{}, {"drop_rate": 0.2, "qkv_bias": True}], ids=str)
+def test_depth_form(tmp_path: Path, given: dict[str, Any]) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"depth": 4, "vocab_size": 500, "context_length": 128, **given}))
+    sizes = {"vocab_size": 500, "context_length": 128, "emb_dim": 256, "n_heads": 4, "n_layers": 4}
+    without = {"drop_rate": 0.0, "qkv_bias": False}
+    assert load_model_config(path).model_dump() == {**sizes, **without, **defaults(ModelConfig), **given}
+
+
+def test_depth_and_what_it_decides(model: WriteModel) -> None:
+    for key in ("n_layers", "n_heads", "emb_dim"):
+        sizes = {name: ... for name in ("n_layers", "n_heads", "emb_dim") if name != key}
+        message = refusal(model, depth=12, **sizes)
+        assert '"depth"' in message
+        assert f'"{key}"' in message
+
+
+NO_SIZES = [True, "1", 1.5, 0, -1]
+SIZES = ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "n_kv_heads")
+
+
+@pytest.mark.parametrize("key", [*SIZES, "drop_rate", "depth"])
+def test_impossible_values_of_model_json(model: WriteModel, key: str) -> None:
+    others = dict.fromkeys(("n_layers", "n_heads", "emb_dim"), ...) if key == "depth" else {}
+    for value in [-0.1, 1, 1.0, True, "0.1"] if key == "drop_rate" else [*NO_SIZES, *([12.0, None] * (key == "depth"))]:
+        assert f'key "{key}": ' in refusal(model, **{key: value}, **others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "remedy"),
+    [
+        ({"emb_dim": 770}, "emb_dim", "the nearest: 768 and 780"),
+        ({"n_kv_heads": 5}, "n_kv_heads", "use one of 1, 2, 3, 4, 6, 12"),
+        ({"position": "rope", "head_dim": 63}, "position", "make head_dim even"),
+        ({"position": "rope", "emb_dim": 780}, "position", "make head_dim even"),
+        ({"rope_base": 10_000.0}, "rope_base", 'belongs with "position": "rope"; remove it'),
+        ({"position": "rope", "rope_base": 1.0}, "rope_base", "greater than 1"),
+        ({"norm_gain": False}, "norm_gain", 'belongs with "norm": "rmsnorm"'),
+        ({"logit_softcap": 0}, "logit_softcap", "greater than 0; null for none"),
+        ({"logit_softcap": 1e308}, "logit_softcap", "less than or equal to 10000; null for none"),
+        ({"logit_softcap": 1e-300}, "logit_softcap", "from 0.01 to 10,000; null for none"),
+        ({"mlp_dim": 10**12}, "mlp_dim", "there can be 10,000,000,000,000"),
+        ({"bigram_embedding": 10**12}, "bigram_embedding", "there can be 10,000,000,000,000"),
+        ({"linear_bias": False, "qkv_bias": True}, "linear_bias", "let qkv_bias be false"),
+        ({"mlp_dim": 0}, "mlp_dim", "greater than or equal to 1"),
+        ({"head_dim": 0}, "head_dim", "greater than or equal to 1"),
+        ({"bigram_embedding": 1}, "bigram_embedding", "greater than or equal to 2; null for none"),
+        ({"value_embeddings": 0}, "value_embeddings", "greater than or equal to 1; null for none"),
+        ({"value_embeddings": True}, "value_embeddings", "valid integer"),
+        ({"value_embeddings": 7}, "value_embeddings", "at most 6, or 12 (one for each block)"),
+        ({"n_layers": 1, "value_embeddings": 2}, "value_embeddings", "use 1 (one for each block)"),
+        ({"initialisation": "zero"}, "initialisation", "'gpt2' or 'zero_residual'"),
+        ({"mlp": "geglu"}, "mlp", "'swiglu'"),
+        ({"drop_rate": {"attention": 0.1}}, "drop_rate", "embedding, attention_weights, attention_output, mlp_output"),
+        ({"drop_rate": {"embedding": 1.0}}, "drop_rate.embedding", "less than 1"),
+        ({"drop_rate": [0.1]}, "drop_rate", "valid number"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 9}}, "moe.num_active_experts", "lower it to 8 at most"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 1}}, "moe.num_active_experts", "equal to 2, not 1"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 0}}, "moe.num_active_experts", "equal to 2, not 0"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 2.0}}, "moe.num_active_experts", "valid integer, not 2.0"),
+        ({"moe": {"num_experts": 1, "num_active_experts": 1}}, "moe.num_experts", "equal to 2, not 1"),
+        ({"moe": {"num_experts": 0, "num_active_experts": 2}}, "moe.num_experts", "equal to 2, not 0"),
+        ({"moe": {"num_experts": True, "num_active_experts": 2}}, "moe.num_experts", "valid integer, not true"),
+        ({"moe": {"num_experts": 2048, "num_active_experts": 2}}, "moe.num_experts", "less than or equal to 1024"),
+        ({"moe": {"num_experts": 8}}, "moe.num_active_experts", "missing"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 2, "top_k": 2}}, "top_k", "num_experts, num_active_experts"),
+        ({"moe": 8}, "moe", "must be an object, { ... }; null for none, not 8"),
+    ],
+    ids=str,
+)
+def test_impossible_levers_are_refused_with_the_remedy(
+    model: WriteModel, changes: dict[str, Any], key: str, remedy: str
+) -> None:
+    message = refusal(model, **changes)
+    assert f'"{key}"' in message
+    assert remedy in message
+
+
+def test_dropout_has_four_places_together_or_apart(model: WriteModel) -> None:
+    assert set(model(drop_rate=0.25).drop_rates.model_dump().values()) == {0.25}
+    apart = model(drop_rate={"embedding": 0.1, "mlp_output": 0.2})
+    assert list(apart.drop_rates.model_dump().values()) == [0.1, 0.0, 0.0, 0.2]
+    assert model(drop_rate=apart.model_dump()["drop_rate"]) == apart, "the form in a checkpoint must be accepted"
+
+
+def test_what_belongs_to_a_lever_is_spelt_out(model: WriteModel) -> None:
+    assert model(position="rope").rope_base == 10_000
+    assert model(norm="rmsnorm").norm_gain is True
+    assert model(qk_norm=True).norm_gain is True
+    assert (model().rope_base, model().norm_gain) == (None, None)
+
+
+def test_the_first_blocks_and_the_last_share_value_embeddings(model: WriteModel) -> None:
+    for layers, count, tables in (
+        *((5, 2, [0, 1, None, 0, 1]), (2, 1, [0, 0])),
+        *((3, 3, [0, 1, 2]), (3, None, [None, None, None])),
+    ):
+        config = model(n_layers=layers, value_embeddings=count)
+        assert [config.value_embedding_of(layer) for layer in range(layers)] == tables
+
+
+def test_width_of_the_feed_forward_layer(model: WriteModel) -> None:
+    assert model().mlp_width == 3072
+    assert model(mlp="swiglu").mlp_width == 2048
+    assert model(mlp="swiglu", emb_dim=132).mlp_width == 352
+    assert model(mlp_dim=5).mlp_width == 5
+
+
+def test_a_mixture_of_experts_is_that_of_the_notebook(train: WriteTrain, model: WriteModel) -> None:
+    """A mixture of experts is set as in the notebook's newest runs: `moe` in model.json, and the factor of the router's
+    loss in train.json. The message on another program's key suggests `moe`."""
+    moe = model(moe={"num_experts": 6, "num_active_experts": 2}).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.num_active_experts) == (6, 2)
+    assert train(moe_router_loss_scale=0.005).moe_router_loss_scale == 0.005
+    says = 'did you mean "moe" (an object of num_experts and num_active_experts)?'
+    assert f'key "num_local_experts": unknown; {says}' in refusal(model, num_local_experts=8)
