@@ -210,6 +210,12 @@ class World:
         return [each for each, _ in results]
 
 
+def say(world: World, text: str) -> None:
+    """Print a line on rank 0 only."""
+    if world.is_main:
+        print(text, flush=True)
+
+
 def replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
     """Return a new tree with `function(leaf)` in place of each leaf of type `kind`, called in the order of the tree."""
     if isinstance(tree, kind):

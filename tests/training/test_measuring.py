@@ -26,10 +26,9 @@ from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
+from harness.training.clock import Clock
 from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
-from harness.training.optimizer import build_optimizer
-from harness.training.startup import Clock
 from harness.training.step import OptimizerStep, StepResult
 from tests.support import file_operations
 from tests.support.launch import Workshop
@@ -123,7 +122,7 @@ def test_accumulation_in_half_precision_scales_and_unscales() -> None:
     for name in ("fp32", "fp16"):
         torch.manual_seed(0)
         model = GPTModel(CONFIG.model_copy(update={"drop_rate": 0.0}))
-        step = OptimizerStep(model, build_optimizer(model, TRAIN), Precision(name, "cpu"), TRAIN)
+        step = OptimizerStep(model, TRAIN.model_copy(update={"precision": name}))
         tokens = np.arange(17, dtype=np.uint16)
         norms[name] = step.run([Microbatch(tokens, 8)], 1.0).gradient_norm.item()
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
