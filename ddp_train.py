@@ -258,7 +258,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
         say(world, f"{run.path.name} is finished: {steps:,} global steps; --restart trains it again")
         if prepared.checkpoint and prepared.meta and checkpoint is None:  # else links and metrics are left as they are
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
-        restore_summary(prepared, world)
+        world.on_rank0(partial(restore_summary, prepared, world))
     else:
         with explained_failures(experiment.config.microbatch_size, stop):
             trainer = Trainer(prepared, world, stop)

@@ -28,15 +28,6 @@ from harness.training.step import OptimizerStep
 SAMPLE_TOKENS = 50
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Text that the model has generated, or in `failure` the reason why it could not. A failure does not end the
-    run."""
-
-    text: str
-    failure: str = ""
-
-
 class Evaluations:
     """Measurements of the model after a step. Every method is called on every rank and returns the same result on all
     ranks."""
@@ -95,17 +86,18 @@ class Evaluations:
                 warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
             return []
 
-    def sample(self) -> Sample:
-        """Return text with which the current model continues train.json's `sample_prompt`. Collective."""
+    def sample(self) -> str | UserError | RunError:
+        """Return text with which the current model continues train.json's `sample_prompt`, or the error because of
+        which there is none. Collective."""
         prompt = self.config.sample_prompt
         assert prompt is not None
 
-        def sample() -> Sample:
+        def sample() -> str | UserError | RunError:
             try:
                 tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
-                return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
+                return continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling)
             except (UserError, RunError) as error:  # a failed sample must not end the run
-                return Sample("", str(error))
+                return error
 
         return self.world.on_rank0(sample)
 

@@ -38,7 +38,6 @@ from harness.runs.metrics import (
 from harness.runs.summary import read_summary, summarise, write_summary
 from harness.runs.throughput import Throughput, peak_flops
 from harness.training.chart_process import ChartProcess
-from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics
 from harness.training.startup import PreparedRun
 
@@ -129,13 +128,9 @@ class Reporter:
                 tokens = prepared.position.tokens_seen
                 lines += [f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are"]
                 lines += ["  counted as seen: its global steps, each with this run's global batch"]
-            then, now, best = (
-                saved.meta.precision,
-                precision.name,
-                Precision.for_training(config.precision, self.world.device).name,
-            )
-            if then not in (None, now):
-                lines += [f"  precision: {then} -> {now}"]
+            now, best = precision.name, Precision.for_training(config.precision, self.world.device).name
+            if saved.meta.precision not in (None, now):
+                lines += [f"  precision: {saved.meta.precision} -> {now}"]
             if now != best:
                 lines += [f'  in {now}, as it was begun; "precision": "{best}" would be faster here']
             changes = changed_settings(saved.meta, prepared.provenance)
@@ -150,9 +145,8 @@ class Reporter:
         tokens_per_second = (tokens - self._last_report[0]) / max(clock["training"] - self._last_report[1], 1e-9)
         self._last_report = (tokens, clock["training"])
         mfu = self.throughput.mfu(tokens_per_second / self.world.size)
-        given = {
-            key: value for key, value in vars(metrics).items() if key in TrainEvent.model_fields and value is not None
-        }
+        keys = vars(metrics).keys() & TrainEvent.model_fields.keys()
+        given = {key: value for key, value in vars(metrics).items() if key in keys and value is not None}
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
@@ -183,11 +177,10 @@ class Reporter:
             said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
             self._announce(said, state)
 
-    def sample(self, sample: Sample, state: TrainState) -> None:
-        if not sample.failure:
-            self.record(SampleEvent, state, text=sample.text)
-        said = f"no sample: {sample.failure}" if sample.failure else sample.text
-        self._announce(said, state, draws=False)
+    def sample(self, sample: str | Exception, state: TrainState) -> None:
+        if isinstance(sample, str):
+            self.record(SampleEvent, state, text=sample)
+        self._announce(sample if isinstance(sample, str) else f"no sample: {sample}", state, draws=False)
 
     def checkpoint(self, state: TrainState) -> None:
         self.record(CheckpointEvent, state, is_best=state.is_best)
@@ -268,7 +261,8 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
     """Write the summary of a finished run from its last checkpoint, if the run's process ended before it could: if
-    there is none, or one of fewer tokens, from before the budget was raised. Collective."""
+    there is none, or one of fewer tokens, from before the budget was raised. Rank 0 only: the ranks of another machine
+    do not see its files."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
@@ -286,8 +280,8 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
         throughput=throughput_on(prepared, device),
         device=device,
-        peak_memory_gib=max(world.gather(peak_bytes(world.device))) / GIB,
+        peak_memory_gib=peak_bytes(world.device) / GIB,
         layout=recorded_layout(prepared.layout, meta),
         recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
     )
-    world.on_rank0(lambda: write_summary(run, summary))
+    write_summary(run, summary)
