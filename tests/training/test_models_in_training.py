@@ -29,7 +29,7 @@ from tests.model.test_levers import ALL
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.in_process import InProcess
-from tests.support.launch import DATASET, Result, metrics
+from tests.support.launch import DATASET, Result, Workshop, metrics
 from tests.support.same_end import assert_goes_on_to_the_same_end
 
 LEVERS: dict[str, Any] = {
@@ -218,7 +218,7 @@ def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", config)
     (tmp_path / "model.json").write_text(config.model_dump_json())
     files = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors")]
-    shop = InProcess(tmp_path)
+    shop = Workshop(tmp_path)  # in processes of one thread
     said = shop.script("test_smoke.py", *files, "--prompt", "def f(", "--num-tokens", "5", "--temperature", "0").stdout
     assert said.startswith("def f(")
     examples = [{"instruction": "f", "input": "", "output": "def"}] * 20
