@@ -52,7 +52,7 @@ class Writer:
         """Wait until the work is done, for at most `timeout` seconds. Raises like `check`."""
         if self._thread is not None:
             self._thread.join(timeout)
-        self.check()
+            self.check()
 
 
 # Offsets in the buffer are multiples of this many bytes: of a cache line, and so of every element size.
