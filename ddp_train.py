@@ -8,13 +8,23 @@ inside functions, so that --help, --plan and errors in the run's files do not wa
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunStopped, UserError, one_line_errors, survive_closed_output
+from harness.common.errors import (
+    SPEAKER_PATIENCE_SECONDS,
+    PeerError,
+    RunError,
+    RunStopped,
+    UserError,
+    one_line_errors,
+    survive_closed_output,
+)
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies
@@ -23,101 +33,121 @@ from harness.distributed.watchdog import Place
 from harness.planning.intervals import due_after
 
 if TYPE_CHECKING:
-    from checkpointing import Checkpointer
-    from harness.data.loader import TokenLoader
     from harness.distributed.world import World
     from harness.planning.experiment import Experiment
-    from harness.planning.rates import Rates
-    from harness.runs.checkpoint_meta import TrainState
-    from harness.training.evaluations import Evaluations
-    from harness.training.loss_meter import LossMeter
-    from harness.training.reporter import Reporter
     from harness.training.startup import PreparedRun
-    from harness.training.step import OptimizerStep
 
 
-@dataclass
 class Trainer:
-    """Training loop. Every method is called on every rank; `reporter` and `checkpointer` write on rank 0 only."""
+    """Training loop and all its parts. Every method is called on every rank; `reporter` and `checkpointer` write on
+    rank 0 only."""
 
-    prepared: PreparedRun
-    world: World
-    stop: StopSignal
-    state: TrainState
-    loader: TokenLoader
-    rates: Rates
-    optimizer_step: OptimizerStep
-    meter: LossMeter
-    evaluations: Evaluations
-    reporter: Reporter
-    checkpointer: Checkpointer
+    def __init__(self, prepared: PreparedRun, world: World, stop: StopSignal) -> None:
+        """Build the parts: model, optimizer, data loader and so on. Collective."""
+        load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
+        import torch
+
+        from checkpointing import Checkpointer
+        from harness.data.loader import TokenLoader
+        from harness.model.weights import check_memory
+        from harness.planning.rates import Rates
+        from harness.training.evaluations import Evaluations
+        from harness.training.loss_meter import LossMeter
+        from harness.training.reporter import Reporter
+        from harness.training.step import build_training_step
+        from harness.training.zero1 import StatePartition
+
+        self.prepared, self.world, self.stop = prepared, world, stop
+        experiment, position, layout = prepared.experiment, prepared.position, prepared.layout
+        check_memory(experiment.model)
+        torch.manual_seed(experiment.config.random_seed)  # every rank draws the same weights
+        partition = StatePartition.for_world(world)
+        self.optimizer_step = build_training_step(experiment, prepared.step_config, world, partition=partition)
+        self.meter = LossMeter(world.device, experiment.model)
+        self.reporter = Reporter(prepared, world)
+        self.state = prepared.state(world)
+        tokens = prepared.dataset.split("train")
+        self.loader = TokenLoader(tokens, position.start_token, layout, prepared.batches)
+        self.rates = Rates.of(experiment.config, position.total_steps, layout.global_tokens)
+        self.evaluations = Evaluations(prepared, world, self.optimizer_step, stop)
+        self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Run the remaining steps. If a signal asks any rank to stop, save a checkpoint and raise RunStopped."""
+        """Run the remaining steps, and the work that is due after each. If a signal asks any rank to stop, save a
+        checkpoint and raise RunStopped."""
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
-        steps = range(self.prepared.position.first_step, self.prepared.position.total_steps)
+        state, position = self.state, self.prepared.position
         try:
             if self.prepared.interrupted_in:  # a signal interrupted the work after the last step
-                self.after_step(self.state.global_step, first=self.prepared.interrupted_in)
+                self.after_step(state.global_step, first=self.prepared.interrupted_in)
+            steps = range(position.first_step, position.total_steps)
             for step in self.stop.steps(self.world, steps, between=self.checkpointer.writer.check):
-                self.train_step(step)
+                with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
+                    done = step - position.first_step
+                    microbatches = self.loader.microbatches(done, self.world.rank)
+                    batch_tokens = self.loader.batches.at(done).global_tokens
+                    rate, decay = self.rates.at(step, batch_tokens)
+                    result = self.optimizer_step.run(microbatches, rate, decay)
+                    self.meter.add(result)  # a GPU may still be computing it
+                state.global_step = step
+                state.tokens_seen += batch_tokens
+                self.reporter.console.advance()
                 self.after_step(step)
             self.checkpointer.finish()
         except RunStopped as request:
-            self.checkpointer.save_interrupted(self.state, request.during)
-            self.reporter.stopped(request.signal, self.state)
+            # metrics.jsonl gets no line for this checkpoint, so that the file equals that of a run that never stopped.
+            if request.during or state.global_step != self.checkpointer.saved_step:
+                self.checkpointer.save(state, planned=False, during=request.during)
+            self.checkpointer.finish()
+            self.reporter.stopped(request.signal, state)
             self.world.barrier()
             raise
-
-    def train_step(self, step: int) -> None:
-        """Update the weights once: run forward and backward over this rank's microbatches, exchange the gradients
-        during the last one, clip them and apply them (`OptimizerStep.run`). A GPU may still be computing when this
-        returns."""
-        with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
-            done = step - self.prepared.position.first_step
-            microbatches = self.loader.microbatches(done, self.world.rank)
-            batch_tokens = self.loader.batches.at(done).global_tokens
-            rate, decay = self.rates.at(step, batch_tokens)
-            self.meter.add(self.optimizer_step.run(microbatches, rate, decay))
-        self.state.global_step = step
-        self.state.tokens_seen += batch_tokens
-        self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:
         """Do the work that is due after global step `step`, beginning with `first` (a name that `due_after` returns).
         The checkpoint comes last, because it records the results of the other work."""
-        due = due_after(step, self.prepared.position, self.prepared.experiment.config, first=first)
+        state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
+        due = due_after(step, position, config, first=first)
         if "report" in due:
             self.report(step)
         if "validation" in due:
             with self.prepared.clock.phase("validation"):
-                self.state.val_loss = self.evaluations.validation_loss(step)
-            self.reporter.validation(self.state.val_loss, self.state)
+                state.val_loss = self.evaluations.validation_loss(step)
+            self.reporter.validation(state.val_loss, state)
         if "benchmarks" in due:
             with self.prepared.clock.phase("benchmarks"):
                 scores = self.evaluations.benchmark_scores(step)
-            self.reporter.benchmarks(scores, self.state)
+            self.reporter.benchmarks(scores, state)
         if "sample" in due:
-            self.reporter.sample(self.evaluations.sample(), self.state)
+            self.reporter.sample(self.evaluations.sample(), state)
         if "checkpoint" in due:
-            self.checkpointer.save(self.state)
-            if step != self.prepared.position.last_step:
+            state.begin_checkpoint()
+            if position.is_due(step, config.validation_interval):
+                state.record_if_best(state.val_loss)
+            self.checkpointer.save(state, planned=True)
+            self.reporter.checkpoint(state)
+            if step != position.last_step:
                 self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills 30 s after a signal
         elif "weights_check" in due:
-            self.checkpointer.check_weights(self.state)
+            self.checkpointer.check_weights(state)
 
     def report(self, step: int) -> None:
-        """Wait for the device, then report the losses since the last report. Raises RunError if the gradients of too
-        many steps in a row were not finite."""
+        """Wait for the device, then report the losses since the last report. Raises RunError on every rank if the
+        gradients of too many steps in a row were not finite."""
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world)
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
-            self.reporter.training(metrics, self.state, self.optimizer_step.optimizer.learning_rate)
-        metrics.check_skipped_steps(step, self.prepared.experiment.config.max_skipped_steps, self.world)
+            self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
+        if metrics.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
+            raise self.world.collective_error(
+                f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row up to global step {step} "
+                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
+                "earlier checkpoint by its name"
+            )
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:
@@ -212,64 +242,63 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:
-    """Start or resume training. For a finished run, complete whatever a killed process left undone."""
-    from checkpointing import finish_already_trained
-    from harness.distributed.world import World
-    from harness.training import startup
+    """Start or resume training. For a finished run, complete whatever a process that was killed at its very end left
+    undone."""
+    from checkpointing import rewind
+    from harness.distributed.world import World, say
+    from harness.training.clock import Clock
+    from harness.training.reporter import restore_summary
+    from harness.training.startup import prepare
 
-    clock, stop = startup.Clock(), StopSignal()
+    clock, stop, run = Clock(), StopSignal(), experiment.run
     world = World.join(is_stopping=stop.is_set)  # its signal handlers are installed later, in Trainer.train
-    prepared = startup.prepare(experiment, world, clock, checkpoint, options)
+    prepared = prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:
-        finish_already_trained(prepared, world, named=checkpoint is not None)
+        steps = prepared.position.first_step
+        say(world, f"{run.path.name} is finished: {steps:,} global steps; --restart trains it again")
+        if prepared.checkpoint and prepared.meta and checkpoint is None:  # else links and metrics are left as they are
+            world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
+        world.on_rank0(partial(restore_summary, prepared, world))
     else:
-        with startup.explained_failures(experiment.config.microbatch_size, stop):
-            trainer = build_trainer(prepared, world, stop)
+        with explained_failures(experiment.config.microbatch_size, stop):
+            trainer = Trainer(prepared, world, stop)
             trainer.checkpointer.restore(trainer.loader)
-            world.on_rank0(prepared.note_begun)
-            with trainer.checkpointer.completing_saves():
+            world.on_rank0(prepared.lock.note_begun)  # so that a restart by torchrun resumes the run
+            try:
                 trainer.train()
+            except Exception:
+                with suppress(Exception):  # an error of a background save must not replace this one
+                    trainer.checkpointer.writer.wait(SPEAKER_PATIENCE_SECONDS)
+                raise
             trainer.reporter.summary(trainer.state)
-        startup.say(world, startup.next_commands(experiment))
     world.leave()
 
 
-def build_trainer(prepared: PreparedRun, world: World, stop: StopSignal) -> Trainer:
-    """Return the Trainer with all its parts (model, optimizer, data loader and so on), each built once. Collective."""
-    load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
-    import torch
+@contextmanager
+def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
+    """Turn an out-of-memory error on this rank, or an operation that `deterministic` does not allow, into an error that
+    says what to do. Turn the loss of another rank into PeerError, or into RunStopped after a signal."""
+    from harness.common.memory import is_out_of_memory
+    from harness.distributed.rendezvous import leaving_with_peers
+    from harness.model.kernels import explain_nondeterminism
 
-    from checkpointing import Checkpointer
-    from harness.data.loader import TokenLoader
-    from harness.model.weights import check_memory
-    from harness.planning.rates import Rates
-    from harness.training.evaluations import Evaluations
-    from harness.training.loss_meter import LossMeter
-    from harness.training.reporter import Reporter
-    from harness.training.step import build_training_step
-    from harness.training.zero1 import StatePartition
-
-    config, position = prepared.experiment.config, prepared.position
-    check_memory(prepared.experiment.model)
-    torch.manual_seed(config.random_seed)  # every rank draws the same weights
-    partition = StatePartition.for_world(world)
-    step = build_training_step(
-        *(prepared.experiment, prepared.step_config, world), partition=partition, before_exchange=world.watchdog.beat
-    )
-    meter, reporter = LossMeter(world.device, prepared.experiment.model), Reporter(prepared, world)
-    return Trainer(
-        prepared,
-        world,
-        stop,
-        state=prepared.state(world),
-        loader=TokenLoader(prepared.dataset.split("train"), position.start_token, prepared.layout, prepared.batches),
-        rates=Rates.of(config, position.total_steps, prepared.layout.global_tokens),
-        optimizer_step=step,
-        meter=meter,
-        evaluations=Evaluations(prepared, world, step, stop),
-        reporter=reporter,
-        checkpointer=Checkpointer(prepared, world, step, meter, reporter),
-    )
+    try:
+        with leaving_with_peers():
+            yield
+    except PeerError:
+        if stop.signal:  # torchrun has already asked this rank to stop
+            raise RunStopped(stop.signal) from None
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if nondeterminism := explain_nondeterminism(error):
+            raise UserError(nondeterminism) from None
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise RunError(
+            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
+            "fits, and gradient_accumulation_steps keeps the global batch"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -191,6 +191,12 @@ class World:
         return [each for each, _ in results]
 
 
+def say(world: World, text: str) -> None:
+    """Print a line on rank 0 only."""
+    if world.is_main:
+        print(text, flush=True)
+
+
 def replace_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return a new tree with `function(tensor)` in place of each tensor, called in the order of the tree."""
     if isinstance(tree, torch.Tensor):

@@ -40,7 +40,7 @@ from harness.common.memory import (
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
-from harness.distributed.world import World
+from harness.distributed.world import World, say
 from harness.model.kernels import explain_nondeterminism, should_compile
 from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment
@@ -49,7 +49,7 @@ from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
 from harness.training.saving import HostCopies
-from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
+from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 

@@ -22,20 +22,10 @@ from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
 from harness.model.precision import Precision
-from harness.runs.train_config import TrainConfig
 from harness.training.startup import PreparedRun
 from harness.training.step import OptimizerStep
 
 SAMPLE_TOKENS = 50
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Text that the model has generated, or in `failure` the reason why it could not. A failure does not end the
-    run."""
-
-    text: str
-    failure: str = ""
 
 
 class Evaluations:
@@ -43,7 +33,8 @@ class Evaluations:
     ranks."""
 
     def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopSignal) -> None:
-        """Load train.json's benchmarks, if it names any. Collective. Raises UserError if they cannot be loaded."""
+        """Load train.json's benchmarks, if it names any. Collective. Raises UserError if they cannot be loaded, or if
+        the tokenizer has tokens that the model lacks."""
         self.world = world
         self.config = prepared.experiment.config
         self.dataset = prepared.dataset
@@ -51,9 +42,20 @@ class Evaluations:
         self.model = step.bare_model
         self.precision = step.precision
         self.stop = stop
-        self.run_benchmarks: RunBenchmarks | None = None
-        if self.config.benchmark_tasks is not None:
-            self.run_benchmarks = RunBenchmarks.load(world, self.config, step, load_tokenizer(self.dataset.tokenizer))
+        if (tasks := self.config.benchmark_tasks) is None:
+            return
+        self.tokenizer, shape = load_tokenizer(self.dataset.tokenizer), self.model.config
+        if self.tokenizer.vocab_size > shape.vocab_size:
+            raise UserError(
+                f'train.json: key "benchmark_tasks": the tokenizer of {self.config.dataset} has '
+                f"{self.tokenizer.vocab_size:,} tokens, but model.json only {shape.vocab_size:,}: the model cannot "
+                "read the texts; remove the key"
+            )
+        self.scorer = Scorer(self.model, self.precision, self.tokenizer.vocab_size, self.config.microbatch_size)
+        found: list[Benchmarks] = []
+        prepare(tasks)
+        world.on_each_node(lambda: found.append(load(tasks)))  # the first process of each node downloads the data
+        self.benchmarks = found[0] if found else load(tasks)
 
     def validation_loss(self, step: int) -> float:
         """Return the mean loss over train.json's validation slice, computed by rank 0 alone or by all ranks
@@ -74,25 +76,28 @@ class Evaluations:
 
         Raises RunStopped on every rank if any rank was asked to stop meanwhile.
         """
-        assert self.run_benchmarks is not None, "loaded before the first step"
+        work = SharedWork(self.world, True, self.stop, Place(step, "benchmarks"))
         try:
-            return self.run_benchmarks.scores(SharedWork(self.world, True, self.stop, Place(step, "benchmarks")))
+            return scores_over_ranks(
+                self.benchmarks, self.scorer, self.tokenizer, limit=self.config.benchmark_examples, work=work
+            )
         except EvaluationFailed as error:
             if self.world.is_main:
                 warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
             return []
 
-    def sample(self) -> Sample:
-        """Return text with which the current model continues train.json's `sample_prompt`. Collective."""
+    def sample(self) -> str | UserError | RunError:
+        """Return text with which the current model continues train.json's `sample_prompt`, or the error because of
+        which there is none. Collective."""
         prompt = self.config.sample_prompt
         assert prompt is not None
 
-        def sample() -> Sample:
+        def sample() -> str | UserError | RunError:
             try:
                 tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
-                return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
+                return continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling)
             except (UserError, RunError) as error:  # a failed sample must not end the run
-                return Sample("", str(error))
+                return error
 
         return self.world.on_rank0(sample)
 
@@ -117,102 +122,67 @@ def losses_over_ranks(
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run continues
-    """Error that every rank raises if one of them could not evaluate the benchmarks."""
+    """Error that every rank raises if one of them could not evaluate the benchmarks. That rank sends it to the other
+    ranks in place of its results."""
+
+    @classmethod
+    def because_of(cls, error: Exception) -> EvaluationFailed:
+        return cls(" ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS])
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Reason why a rank has no results. The rank sends it to the other ranks in place of the results."""
-
-    reason: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return cls(text[:REASON_CHARACTERS])
-
-
 class SharedBatches:
     """`each_batch` of a Scorer for all ranks: each rank evaluates every world-size-th batch and receives the results of
     all."""
 
-    def __init__(self, work: SharedWork) -> None:
-        self.shared = work
+    work: SharedWork
 
     def __call__(self, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
         """Return `evaluate(batch)` for each of `batches`, in order, on every rank. On every rank raises RunStopped if a
         rank was asked to stop, and EvaluationFailed if a rank failed."""
-        rank, size = self.shared.world.rank, self.shared.world.size
+        rank, size = self.work.world.rank, self.work.world.size
         mine = range(rank, len(batches), size)
-        found: list[Any] | Failure | None = None
+        found: list[Any] | EvaluationFailed | None = None
         try:
-            with self.shared.guarded(mine):
-                found = [evaluate(batches[index]) for index in self.shared.until_stopped(mine)]
+            with self.work.guarded(mine):
+                found = [evaluate(batches[index]) for index in self.work.until_stopped(mine)]
         except Interrupted:
             pass
         except Exception as error:  # sent to the other ranks, which wait for this rank's results
-            found = Failure.of(error)
+            found = EvaluationFailed.because_of(error)
         shares = self.exchange(found)
         return [shares[index % size][index // size] for index in range(len(batches))]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value. Raises EvaluationFailed on every rank if one of the values is a Failure, so that
+        """Return every rank's value. Raises EvaluationFailed on every rank if one of the values is that error, so that
         no rank waits for another in a later exchange. Raises RunStopped if one is None, which an interrupted rank
         sends."""
-        values = self.shared.world.gather(value)
-        failures = [each for each in values if isinstance(each, Failure)]
-        if failures:
-            raise EvaluationFailed(failures[0].reason)
-        self.shared.raise_if_interrupted(values)
+        values = self.work.world.gather(value)
+        for each in values:
+            if isinstance(each, EvaluationFailed):
+                raise each
+        self.work.raise_if_interrupted(values)
         return values
 
 
-@dataclass(frozen=True)
-class RunBenchmarks:
-    """The benchmarks of a run, loaded on this rank."""
+def scores_over_ranks(
+    benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int, work: SharedWork
+) -> list[Score]:
+    """Return the scores of benchmarks on the first `limit` examples of each task, the same on every rank.
 
-    benchmarks: Benchmarks
-    scorer: Scorer
-    tokenizer: Tokenizer
-    examples: int  # per task
-
-    @classmethod
-    def load(cls, world: World, config: TrainConfig, step: OptimizerStep, tokenizer: Tokenizer) -> RunBenchmarks:
-        """Load train.json's `benchmark_tasks`; the first process of each node downloads the data. Collective.
-
-        Raises UserError if evaluation/benchmarks/run.py does, or if the tokenizer has tokens that the model lacks.
-        """
-        assert config.benchmark_tasks is not None
-        model = step.bare_model
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise UserError(
-                f'train.json: key "benchmark_tasks": the tokenizer of {config.dataset} has {tokenizer.vocab_size:,} '
-                f"tokens, but model.json only {model.config.vocab_size:,}: the model cannot read the texts; "
-                "remove the key"
-            )
-        scorer = Scorer(model, step.precision, tokenizer.vocab_size, config.microbatch_size)
-        found: list[Benchmarks] = []
-        tasks = config.benchmark_tasks
-        prepare(tasks)
-        world.on_each_node(lambda: found.append(load(tasks)))
-        return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
-
-    def scores(self, work: SharedWork) -> list[Score]:
-        """Return the scores of train.json's `benchmark_tasks`, the same on every rank.
-
-        Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
-        scores cannot be computed.
-        """
-        sharing = SharedBatches(work)
-        try:
-            results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
-        except (EvaluationFailed, RunError):  # all ranks know this error already, or another rank is gone
-            raise
-        except Exception as error:
-            sharing.exchange(Failure.of(error))
-            raise
-        sharing.exchange("done")
-        return list(_main_scores(results, self.benchmarks.asked))
+    Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
+    scores cannot be computed.
+    """
+    sharing = SharedBatches(work)
+    try:
+        results = run(benchmarks, scorer.sharing(sharing), tokenizer, limit=limit)
+    except (EvaluationFailed, RunError):  # all ranks know this error already, or another rank is gone
+        raise
+    except Exception as error:
+        sharing.exchange(EvaluationFailed.because_of(error))
+        raise
+    sharing.exchange("done")
+    return list(_main_scores(results, benchmarks.asked))
 
 
 def _main_scores(results: dict[str, Any], names: list[str]) -> Iterator[Score]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.distributed.world import World
 from harness.model.config import ModelConfig
@@ -23,29 +22,15 @@ class TrainMetrics:
     loss: float
     loss_min: float
     loss_max: float
-    microbatches: int
     gradient_norm: float
     skipped_steps: int
+    microbatches: int
     skipped_in_a_row: int
-    # Mixture of experts only, by block and expert: the expert's tokens divided by what it would get under an even load.
+    # Mixture of experts only. A load is an expert's tokens divided by what it would get under an even load: the
+    # smallest, the largest, and all by block and expert.
+    expert_load_min: float | None = None
+    expert_load_max: float | None = None
     expert_load: list[list[float]] | None = None
-
-    @property
-    def load_range(self) -> tuple[float, float] | None:
-        """Smallest and largest load of any expert in any block; None without experts."""
-        if self.expert_load is None:
-            return None
-        return min(map(min, self.expert_load)), max(map(max, self.expert_load))
-
-    def check_skipped_steps(self, step: int, max_skipped_steps: int, world: World) -> None:
-        """Raise RunError if too many steps in a row were skipped. Every rank has the same metrics, and so all of them
-        raise."""
-        if self.skipped_in_a_row >= max_skipped_steps:
-            raise world.collective_error(
-                f"gradients were not finite in {self.skipped_in_a_row} steps in a row up to global step {step} "
-                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
-                "earlier checkpoint by its name"
-            )
 
 
 class LossMeter:
@@ -54,18 +39,13 @@ class LossMeter:
     # Columns of the fp64 tensor with all values. ROW counts the steps skipped in a row up to now; LONGEST_ROW is its
     # maximum.
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
+    EMPTY = (0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0, 0.0)
 
     def __init__(self, device: torch.device, model: ModelConfig | None = None) -> None:
         """Create an empty meter. `model` gives the number of experts; None means a model without experts."""
         experts = (model.n_layers, model.moe.num_experts) if model and model.moe else (0, 0)
-        self._values = self._empty().to(device)
+        self._values = torch.tensor(self.EMPTY, dtype=torch.float64, device=device)
         self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
-
-    @classmethod
-    def _empty(cls) -> Tensor:
-        values = torch.zeros(8, dtype=torch.float64)
-        values[cls.MIN], values[cls.MAX] = math.inf, -math.inf
-        return values
 
     def add(self, step: StepResult) -> None:
         values, losses, skipped = self._values, step.losses_A, step.skipped.double()
@@ -92,67 +72,45 @@ class LossMeter:
     def reduce(self, world: World) -> TrainMetrics:
         """Wait for the device, combine the values of all ranks, and reset the meter. Returns the same metrics on every
         rank. Collective."""
-        ranks = world.gather(self.state())
-        columns = list(zip(*ranks, strict=True))
-        sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self._values)]
-        expert_tokens = [math.fsum(each) for each in columns[len(self._values) :]]
-        following = self._empty()
+        columns = list(zip(*world.gather(self.state()), strict=True))
+        sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]
+        experts: dict[str, Any] = {}
+        if self._expert_tokens.numel():
+            tokens = [math.fsum(each) for each in columns[len(self.EMPTY) :]]
+            tokens_LxE = torch.tensor(tokens, dtype=torch.float64).view_as(self._expert_tokens)
+            load_LxE = tokens_LxE / tokens_LxE.mean(1, keepdim=True)
+            experts = {"expert_load_min": load_LxE.min().item(), "expert_load_max": load_LxE.max().item()}
+            experts["expert_load"] = [[round(load, LOAD_DIGITS) for load in block] for block in load_LxE.tolist()]
+        following = torch.tensor(self.EMPTY, dtype=torch.float64)
         following[self.ROW] = rows[0]
         self._values = following.to(self._values.device)
         self._expert_tokens = torch.zeros_like(self._expert_tokens)
+        total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
         # Gradients are the same on every rank, so that rank 0's norm and skipped steps are those of all.
         return TrainMetrics(
-            loss=_total(sums) / sum(counts),
-            loss_min=math.nan if math.isnan(_total(sums)) else min(minima),
-            loss_max=math.nan if math.isnan(_total(sums)) else max(maxima),
-            microbatches=int(sum(counts)),
+            loss=total / sum(counts),
+            loss_min=math.nan if math.isnan(total) else min(minima),
+            loss_max=math.nan if math.isnan(total) else max(maxima),
             gradient_norm=norms[0],
             skipped_steps=int(skipped[0]),
+            microbatches=int(sum(counts)),
             skipped_in_a_row=int(longest[0]),
-            expert_load=self._load(expert_tokens),
+            **experts,
         )
-
-    def _load(self, expert_tokens: list[float]) -> list[list[float]] | None:
-        """Return the load of each expert, by block: its tokens divided by the mean over the block's experts.
-        `expert_tokens` lists the experts block after block. Returns None without experts."""
-        if not expert_tokens:
-            return None
-        tokens_LxE = torch.tensor(expert_tokens, dtype=torch.float64).view_as(self._expert_tokens)
-        return (tokens_LxE / tokens_LxE.mean(1, keepdim=True)).tolist()
 
     def state(self) -> list[float]:
         """Return this rank's values since the last report, for a checkpoint between two reports."""
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
-    def load_state(self, values: list[float]) -> None:
-        """Load what `state` returned. Raises ValueError if the number of values is wrong."""
-        own, device = len(self._values), self._values.device
-        if len(values) != own + self._expert_tokens.numel():
-            raise ValueError(f"{len(values)} numbers where there should be {own + self._expert_tokens.numel()}")
-        self._values = torch.tensor(values[:own], dtype=torch.float64, device=device)
-        tokens = torch.tensor(values[own:], dtype=torch.float64, device=device)
-        self._expert_tokens = tokens.view_as(self._expert_tokens)
-
-    def load_merged(self, ranks: list[list[float]]) -> None:
-        """Load the combined values of all ranks, when the run was saved with another number of ranks. Called on rank 0
-        only."""
-        sums, counts, minima, maxima, *others = zip(*ranks, strict=True)
-        # Number of columns of `others` before those of the experts' tokens.
-        own = len(self._values) - self.NORM
-        tokens = [math.fsum(each) for each in others[own:]]
-        first = [each[0] for each in others[:own]]  # rank 0's
-        self.load_state([math.fsum(sums), sum(counts), min(minima), max(maxima), *first, *tokens])
-
-
-def _total(sums: tuple[float, ...]) -> float:
-    return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
-
-
-def metric_values(metrics: TrainMetrics) -> dict[str, Any]:
-    """Return the metrics as the keys and values of a line in metrics.jsonl."""
-    values = asdict(metrics)
-    del values["microbatches"], values["skipped_in_a_row"], values["expert_load"]
-    if metrics.expert_load is not None and metrics.load_range is not None:
-        values["expert_load_min"], values["expert_load_max"] = metrics.load_range
-        values["expert_load"] = [[round(load, LOAD_DIGITS) for load in block] for block in metrics.expert_load]
-    return values
+    def load_state(self, ranks: list[list[float]]) -> None:
+        """Load what `state` returned: on this rank, or on all ranks of a run that had another number of them. Raises
+        ValueError if the number of values is wrong."""
+        # The columns before NORM are combined; those from NORM on are rank 0's, because they are the same on all ranks.
+        columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
+        if len(columns) != own + self._expert_tokens.numel():
+            raise ValueError(f"{len(columns)} numbers where there should be {own + self._expert_tokens.numel()}")
+        sums, counts, minima, maxima, *others = columns[:own]
+        values = [math.fsum(sums), sum(counts), min(minima), max(maxima), *(each[0] for each in others)]
+        self._values = self._values.new_tensor(values)
+        tokens = [math.fsum(each) for each in columns[own:]]
+        self._expert_tokens = self._expert_tokens.new_tensor(tokens).view_as(self._expert_tokens)

@@ -5,6 +5,7 @@ Every rank calls the same methods; only rank 0 writes anything.
 
 from __future__ import annotations
 
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from harness.common.errors import UserError, described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB
-from harness.distributed.world import World
+from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
 from harness.model.precision import Precision
 from harness.planning.experiment import changed_settings
@@ -37,9 +38,8 @@ from harness.runs.metrics import (
 from harness.runs.summary import read_summary, summarise, write_summary
 from harness.runs.throughput import Throughput, peak_flops
 from harness.training.chart_process import ChartProcess
-from harness.training.evaluations import Sample
-from harness.training.loss_meter import TrainMetrics, metric_values
-from harness.training.startup import PreparedRun, say
+from harness.training.loss_meter import TrainMetrics
+from harness.training.startup import PreparedRun
 
 # How long to wait for a chart that is still being drawn when training ends, or is stopped. The latter is short, because
 # torchrun kills 30 seconds after a signal.
@@ -104,58 +104,56 @@ class Reporter:
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
-    def beginning(self, precision: Precision) -> None:
-        """Print the name, size and precision of the run that begins, and its initial weights if train.json names
-        any."""
-        size = f"{self.prepared.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
-        say(self.world, f"{self.run.path.name}: {size}, {precision.name}, {self._steps_left()}")
-        self._say_where()
-        if (initial := self.prepared.experiment.config.initial_weights) is not None:
-            say(self.world, f"  starting from {initial}")
-
-    def continuing(self, path: Path, saved: Checkpoint, precision: Precision) -> None:
-        """Print where the run resumes, and what has changed since the checkpoint `path` was saved."""
-        say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
-        self._say_where()
-        if self.prepared.is_from_notebook:
-            taken = "weights and optimizer" if saved.optimizer else "weights"
-            tokens = self.prepared.position.tokens_seen
-            say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
-            say(self.world, "  counted as seen: its global steps, each with this run's global batch")
-        then, now = saved.meta.precision, precision.name
-        if then not in (None, now):
-            say(self.world, f"  precision: {then} -> {now}")
-        wanted = self.prepared.experiment.config.precision
-        if now != (best := Precision.for_training(wanted, self.world.device).name):
-            say(self.world, f'  in {now}, as it was begun; "precision": "{best}" would be faster here')
-        for change in changed_settings(saved.meta, self.prepared.provenance):
-            say(self.world, f"  train.json has changed since: {change}")
-
-    def _steps_left(self) -> str:
-        steps = self.prepared.position.total_steps - self.prepared.position.first_step
-        sizes = [f"{stage.layout.global_tokens:,}" for stage in self.prepared.batches.stages]
-        return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
-
-    def _say_where(self) -> None:
-        """Print, if there are several machines, which one has the results and where rank 0 must start to resume the
-        run."""
+    def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
+        """Print what begins: a new run, or the rest of a run after the checkpoint `saved`; where its results are, if
+        there are several machines; and what has changed since the checkpoint."""
+        prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
+        sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
+        steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
+        left = f"{steps} of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
+        if start is None or saved is None:
+            size = f"{prepared.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
+            lines = [f"{self.run.path.name}: {size}, {precision.name}, {left}"]
+        else:
+            lines = [f"{self.run.path.name}: continuing from {start.name}, {left} to go"]
         if not self.world.is_one_machine:
             place = f"{socket.gethostname()}:{self.run.path.resolve()}"
-            say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
-            say(self.world, "  start rank 0 where that folder is")
+            lines += [f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,"]
+            lines += ["  start rank 0 where that folder is"]
+        if saved is None:
+            lines += [] if config.initial_weights is None else [f"  starting from {config.initial_weights}"]
+        else:
+            if prepared.is_from_notebook:
+                taken = "weights and optimizer" if saved.optimizer else "weights"
+                tokens = prepared.position.tokens_seen
+                lines += [f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are"]
+                lines += ["  counted as seen: its global steps, each with this run's global batch"]
+            now, best = precision.name, Precision.for_training(config.precision, self.world.device).name
+            if saved.meta.precision not in (None, now):
+                lines += [f"  precision: {saved.meta.precision} -> {now}"]
+            if now != best:
+                lines += [f'  in {now}, as it was begun; "precision": "{best}" would be faster here']
+            changes = changed_settings(saved.meta, prepared.provenance)
+            lines += [f"  train.json has changed since: {change}" for change in changes]
+        say(self.world, "\n".join(lines))
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
         """Write a line of metrics, and show the newest numbers on the console."""
         if not self.world.is_main:
             return
-        tokens, seconds = state.tokens_seen, self.clock.now()["training"]
-        tokens_per_second = (tokens - self._last_report[0]) / max(seconds - self._last_report[1], 1e-9)
-        self._last_report = (tokens, seconds)
+        tokens, clock = state.tokens_seen, self.clock.now()
+        tokens_per_second = (tokens - self._last_report[0]) / max(clock["training"] - self._last_report[1], 1e-9)
+        self._last_report = (tokens, clock["training"])
         mfu = self.throughput.mfu(tokens_per_second / self.world.size)
+        keys = vars(metrics).keys() & TrainEvent.model_fields.keys()
+        given = {key: value for key, value in vars(metrics).items() if key in keys and value is not None}
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
-        self.record(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
+        self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
-        left = self._seconds_left(state)
+        # The rest of the run takes as long as its tokens took since this process started.
+        here = sum(clock[phase] - self._seconds_at_start[phase] for phase in clock if phase != "setup")
+        done = tokens - self.prepared.position.tokens_seen
+        left = here * (self._tokens - done) / done
         shown["left"] = tqdm.format_interval(left)
         so_far, rest = (self.throughput.dollars(seconds) for seconds in (self.clock.total, left))
         if so_far is not None and rest is not None:
@@ -163,41 +161,36 @@ class Reporter:
         shown["norm"] = f"{metrics.gradient_norm:.2f}"
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
-        if metrics.load_range is not None:
-            shown["experts"] = "{:.2f}-{:.2f}".format(*metrics.load_range)
+        if metrics.expert_load is not None:
+            shown["experts"] = f"{metrics.expert_load_min:.2f}-{metrics.expert_load_max:.2f}"
         self.console.show(state.global_step, shown)
 
     def validation(self, loss: float, state: TrainState) -> None:
-        if not self.world.is_main:
-            return
         self.record(ValidationEvent, state, loss=loss)
-        self.console.say(f"global step {state.global_step}: validation loss {loss:.3f}")
-        self.chart.draw()
+        self._announce(f"validation loss {loss:.3f}", state)
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
         """Write a line of metrics for each score, and print the scores."""
-        if not self.world.is_main or not scores:
-            return
         for score in scores:
             self.record(BenchmarkEvent, state, **asdict(score))
-        said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
-        self.console.say(f"global step {state.global_step}: {said}")
-        self.chart.draw()
+        if scores:
+            said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
+            self._announce(said, state)
 
-    def sample(self, sample: Sample, state: TrainState) -> None:
-        if not self.world.is_main:
-            return
-        if sample.failure:
-            self.console.say(f"global step {state.global_step}: no sample: {sample.failure}")
-            return
-        self.record(SampleEvent, state, text=sample.text)
-        self.console.say(f"global step {state.global_step}: {sample.text}")
+    def sample(self, sample: str | Exception, state: TrainState) -> None:
+        if isinstance(sample, str):
+            self.record(SampleEvent, state, text=sample)
+        self._announce(sample if isinstance(sample, str) else f"no sample: {sample}", state, draws=False)
 
     def checkpoint(self, state: TrainState) -> None:
-        if not self.world.is_main:
-            return
         self.record(CheckpointEvent, state, is_best=state.is_best)
-        if not self.prepared.experiment.config.validates:
+        if self.world.is_main and not self.prepared.experiment.config.validates:
+            self.chart.draw()
+
+    def _announce(self, text: str, state: TrainState, *, draws: bool = True) -> None:
+        """Print the result of an evaluation, and draw the chart with it."""
+        self.console.say(f"global step {state.global_step}: {text}")
+        if self.world.is_main and draws:
             self.chart.draw()
 
     def stopped(self, signal_number: int, state: TrainState) -> None:
@@ -213,24 +206,29 @@ class Reporter:
         say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
 
     def summary(self, state: TrainState) -> None:
-        """Write and print the summary, and wait until the last chart is drawn. Collective."""
+        """Write and print the summary, wait until the last chart is drawn, and print which commands test the model.
+        Collective."""
         self.console.close()
         if self.world.is_main:
             self.chart.draw()
-        peak = peak_gib(self.world)
-        if self.world.is_main:
-            summary = summarise(
-                *(self.run.path.name, state, self.prepared.provenance),
-                seconds=self.clock.now(),
-                throughput=self.throughput,
-                device=self.world.device_name,
-                peak_memory_gib=peak,
-                layout=self.prepared.layout,
-                recorded=program_and_settings(self.prepared),
-            )
-            self.metrics.make_durable()
-            write_summary(self.run, summary)
-            self.chart.finish(LAST_CHART_SECONDS)
+        peak = max(self.world.gather(peak_bytes(self.world.device))) / GIB
+        if not self.world.is_main:
+            return
+        summary = summarise(
+            *(self.run.path.name, state, self.prepared.provenance),
+            seconds=self.clock.now(),
+            throughput=self.throughput,
+            device=self.world.device_name,
+            peak_memory_gib=peak,
+            layout=self.prepared.layout,
+            recorded=program_and_settings(self.prepared),
+        )
+        self.metrics.make_durable()
+        write_summary(self.run, summary)
+        self.chart.finish(LAST_CHART_SECONDS)
+        run, data = self.run.path, shlex.quote(str(self.prepared.experiment.datasets_dir))
+        where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
+        print(f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}")
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
         """Write a line of metrics."""
@@ -238,18 +236,6 @@ class Reporter:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
         self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
-
-    def _seconds_left(self, state: TrainState) -> float:
-        """Return the projected seconds for the rest of the run, at the pace since this process started."""
-        seconds = self.clock.now()
-        here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
-        done = state.tokens_seen - self.prepared.position.tokens_seen
-        return here * (self._tokens - done) / done
-
-
-def peak_gib(world: World) -> float:
-    """Return the peak memory of a device in GiB, the largest of all ranks. Collective."""
-    return max(world.gather(peak_bytes(world.device))) / GIB
 
 
 # Keys that `program_and_settings` records in checkpoints, and that `restore_summary` reads from meta.json.
@@ -275,7 +261,8 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
     """Write the summary of a finished run from its last checkpoint, if the run's process ended before it could: if
-    there is none, or one of fewer tokens, from before the budget was raised. Collective."""
+    there is none, or one of fewer tokens, from before the budget was raised. Rank 0 only: the ranks of another machine
+    do not see its files."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
@@ -293,8 +280,8 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
         throughput=throughput_on(prepared, device),
         device=device,
-        peak_memory_gib=peak_gib(world),
+        peak_memory_gib=peak_bytes(world.device) / GIB,
         layout=recorded_layout(prepared.layout, meta),
         recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
     )
-    world.on_rank0(lambda: write_summary(run, summary))
+    write_summary(run, summary)

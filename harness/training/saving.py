@@ -1,4 +1,4 @@
-"""Writers of checkpoints, in a background thread or synchronous, and copies of tensors in host memory.
+"""The writer of checkpoints, in a background thread or synchronous, and copies of tensors in host memory.
 
 New memory for each copy would delay the training thread for two reasons. The system hands the memory out page by page
 while it is filled. And a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the thread
@@ -19,30 +19,20 @@ from harness.common.units import GIB
 from harness.distributed.world import replace_tensors
 
 
-class SyncWriter:
-    """Runs submitted work at once, in the calling thread."""
+class Writer:
+    """Runs one piece of work at a time: at once, or with `in_background` in a thread."""
 
-    def submit(self, work: Callable[[], None]) -> None:
-        work()
-
-    def check(self) -> None:
-        """Raise the error of submitted work, if any has failed."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the submitted work is done, for at most `timeout` seconds. Raises like `check`."""
-
-
-class AsyncWriter(SyncWriter):
-    """Runs one piece of work at a time, in a background thread."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, in_background: bool) -> None:
+        self._in_background = in_background
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Wait for earlier work to end, then start the work in a thread. If the earlier work failed, raises its error
-        instead."""
+        """Wait for earlier work to end, then run `work`. If the earlier work failed, raises its error instead."""
         self.wait()
+        if not self._in_background:
+            work()
+            return
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name="checkpoint-writer")
         self._thread.start()
 
@@ -53,14 +43,16 @@ class AsyncWriter(SyncWriter):
             self._error = error
 
     def check(self) -> None:
+        """Raise the error of earlier work, if any has failed."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self, timeout: float | None = None) -> None:
+        """Wait until the work is done, for at most `timeout` seconds. Raises like `check`."""
         if self._thread is not None:
             self._thread.join(timeout)
-        self.check()
+            self.check()
 
 
 # Offsets in the buffer are multiples of this many bytes: of a cache line, and so of every element size.
@@ -89,30 +81,28 @@ class HostCopies:
         """
         tensors: list[Tensor] = []
         replace_tensors(tree, tensors.append)
-        places = iter(self._places(tensors))
-        copied = replace_tensors(tree, lambda tensor: next(places).copy_(tensor, non_blocking=True))
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        memory, places = self._room(end).numpy(), iter(starts)
+
+        def copied(tensor: Tensor) -> Tensor:
+            start = next(places)
+            # with its own storage, because torch.save would otherwise write the whole buffer for each tensor
+            place = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+            return place.copy_(tensor, non_blocking=True)
+
+        copies: dict[str, Any] = replace_tensors(tree, copied)
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of polling
             self._copied.record()
-        return copied
+        return copies
 
     def wait(self) -> None:
         """Wait until the last `copy` is complete; called by the thread that reads it."""
         if self._copied is not None:
             self._copied.synchronize()
-
-    def _places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return an uninitialized tensor in the buffer for each of `tensors`. Each has its own storage, because
-        torch.save would otherwise write the whole buffer for each."""
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._room(end).numpy()
-        return [
-            torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
 
     def _room(self, size: int) -> Tensor:
         """Return a buffer of at least `size` bytes."""

@@ -2,79 +2,35 @@
 
 from __future__ import annotations
 
-import shlex
 import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
 
 from harness.common.device import idle_gpus
-from harness.common.errors import PeerError, RunError, RunStopped, UserError
+from harness.common.errors import UserError
 from harness.common.lock import RunLock
-from harness.common.memory import is_out_of_memory, taken_by_others
+from harness.common.memory import taken_by_others
 from harness.common.options import TrainOptions
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, BatchSchedule
-from harness.distributed.rendezvous import leaving_with_peers
-from harness.distributed.signals import StopSignal
-from harness.distributed.world import World
-from harness.model.kernels import explain_nondeterminism, not_compiled, rounded_dropout, should_compile
+from harness.distributed.world import World, say
+from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
 from harness.planning.planned_speed import plan_speed
-from harness.planning.rates import UNSCALED, ScaledSettings
+from harness.planning.rates import ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import PHASES
 from harness.runs.throughput import unknown_peak
 from harness.runs.train_config import TrainConfig
-
-
-@dataclass
-class Clock:
-    """Seconds that a run has spent in each phase, including the time before it was resumed."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    _phase: str = "setup"
-    _since: float = field(default_factory=time.perf_counter)
-
-    def add(self, earlier: dict[str, float]) -> None:
-        """Add the seconds by phase that the run took before it was resumed."""
-        for phase in self.seconds:
-            self.seconds[phase] += earlier.get(phase, 0.0)
-
-    def enter(self, phase: str) -> str:
-        """Count time for `phase` from now on. Returns the phase that was counted until now."""
-        now = time.perf_counter()
-        self.seconds[self._phase] += now - self._since
-        ended, self._phase, self._since = self._phase, phase, now
-        return ended
-
-    @contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
-        before = self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(before)
-
-    def now(self) -> dict[str, float]:
-        """Return the seconds of each phase up to now."""
-        self.enter(self._phase)
-        return dict(self.seconds)
-
-    @property
-    def total(self) -> float:
-        return sum(self.now().values())
+from harness.training.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -86,24 +42,18 @@ class PreparedRun:
     layout: BatchLayout
     position: Position
     clock: Clock  # includes the seconds before the run was resumed
-    checkpoint: Path | None = None  # to resume from; None: start from scratch
-    meta: CheckpointMeta | None = None  # the checkpoint's meta.json; a notebook's has our keys added
-    is_from_notebook: bool = False
-    lock: RunLock | None = None
-    precision: str | None = None  # the run's precision; None: resolve train.json's on this device
-    budget: Budget | None = None  # train.json's, resolved when the run began; None if given in tokens
-    scaled: ScaledSettings = UNSCALED  # settings changed by train.json's scaling rules
+    lock: RunLock
+    checkpoint: Path | None  # to resume from; None: start from scratch
+    meta: CheckpointMeta | None  # the checkpoint's meta.json; a notebook's has our keys added
+    is_from_notebook: bool
+    step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
+    budget: Budget | None  # train.json's, resolved when the run began; None if given in tokens
+    scaled: ScaledSettings  # settings changed by train.json's scaling rules
 
     @property
     def provenance(self) -> Provenance:
         """The model, settings and dataset that this run's checkpoints record."""
         return self.experiment.provenance(self.dataset)
-
-    @property
-    def step_config(self) -> TrainConfig:
-        """train.json with its precision resolved and its scaling rules applied."""
-        config = self.scaled.apply(self.experiment.config)
-        return config if self.precision is None else config.model_copy(update={"precision": self.precision})
 
     @property
     def batches(self) -> BatchSchedule:
@@ -119,12 +69,6 @@ class PreparedRun:
     @property
     def is_finished(self) -> bool:
         return self.meta is not None and self.position.is_finished and self.interrupted_in is None
-
-    def note_begun(self) -> None:
-        """Record in the run's lock file that training has begun, so that a restart by torchrun resumes it. Rank 0
-        only."""
-        assert self.lock is not None
-        self.lock.note_begun()
 
     def state(self, world: World) -> TrainState:
         """Return the TrainState that training starts with: the checkpoint's, or a new one."""
@@ -180,11 +124,11 @@ def prepare(
         layout,
         plan.position,
         clock,
+        lock=lock,
         checkpoint=path,
         meta=meta,
         is_from_notebook=is_from_notebook,
-        lock=lock,
-        precision=precision,
+        step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
         budget=plan.budget,
         scaled=plan.scaled,
     )
@@ -271,39 +215,3 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     for remark in (*remarks, *world.gather(taken_by_others(device))):
         if remark is not None:
             say(world, f"note: {remark}")
-
-
-def next_commands(experiment: Experiment) -> str:
-    """Return the commands that test a trained model, ready to be pasted into a shell."""
-    run, data = experiment.run.path, shlex.quote(str(experiment.datasets_dir))
-    where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
-    return f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}"
-
-
-def say(world: World, text: str) -> None:
-    """Print a line on rank 0 only."""
-    if world.is_main:
-        click.echo(text)
-
-
-@contextmanager
-def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Turn an out-of-memory error on this rank, or an operation that `deterministic` does not allow, into an error that
-    says what to do. Turn the loss of another rank into PeerError, or into RunStopped after a signal."""
-    try:
-        with leaving_with_peers():
-            yield
-    except PeerError:
-        if stop.signal:  # torchrun has already asked this rank to stop
-            raise RunStopped(stop.signal) from None
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if nondeterminism := explain_nondeterminism(error):
-            raise UserError(nondeterminism) from None
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else "out of memory"
-        raise RunError(
-            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
-            "fits, and gradient_accumulation_steps keeps the global batch"
-        ) from None

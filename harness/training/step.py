@@ -1,11 +1,17 @@
-"""One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither."""
+"""One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither.
+
+An optimizer (AdamW, Muon) updates the weights from gradients that are equal on all ranks. It returns its state by
+parameter name, so that a checkpoint depends neither on how parameters are grouped nor on which rank keeps which part of
+the state. To add an optimizer, write a class with the methods of AdamW, add a branch in `OptimizerStep.__init__`, and
+add a line in harness/runs/optimizer_state.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +22,7 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
-from harness.distributed.world import World
+from harness.distributed.world import World, say
 from harness.model.kernels import (
     choose_kernels,
     explain_nondeterminism,
@@ -27,11 +33,14 @@ from harness.model.kernels import (
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment
 from harness.runs.train_config import TrainConfig
-from harness.training.optimizer import Optimizer, build_optimizer
-from harness.training.startup import say
+from harness.training.adamw import AdamW
+from harness.training.muon import Muon
 from harness.training.zero1 import StatePartition
 
 REASON_CHARACTERS = 200  # of a compiler's error, printed at most
+CANNOT_BE_COMPILED = (
+    'train.json: key "compile": the model cannot be compiled here: {}; mend that, or let compile be false'
+)
 
 
 @dataclass(frozen=True)
@@ -50,47 +59,87 @@ class OptimizerStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        precision: Precision,
         config: TrainConfig,
+        partition: StatePartition | None = None,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
         """`model(inputs, targets)` returns a tensor of loss terms. Their sum is minimized; the first term, the mean
-        cross-entropy, is reported. Everything is on the device of the model's parameters.
+        cross-entropy, is reported. Everything is on the device of the model's parameters. `partition` says how the
+        optimizer's state is divided, if train.json shards it.
 
         `before_exchange` is called when this rank has finished a part of its own work and may next wait for other
         ranks: before the backward pass that exchanges gradients, and whenever a backward pass has computed the first
         parameter's gradient.
+
+        Raises UserError if this device cannot do what train.json demands.
         """
-        self.model = model
+        self.model, self.config = model, config
         self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
         self.is_wrapped = isinstance(model, DistributedDataParallel)
-        self.optimizer = optimizer
-        self.precision = precision
-        self.max_norm = config.clipping_max_norm
-        self.scaler = precision.scaler()
-        self.device = next(model.parameters()).device
-        self.before_exchange = before_exchange
         # The first parameter's gradient is computed last. A rank that has computed it waits for the others; a rank that
         # has not is behind.
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: before_exchange())
+        self.before_exchange = before_exchange
+        self.device = first.device
+        self.precision = precision = Precision.for_training(config.precision, self.device)
+        precision.allow_tf32()
+        partition = partition if config.shard_optimizer else None
+        self.optimizer: AdamW | Muon
+        if config.optimizer == "adamw":
+            self.optimizer = AdamW(self.bare_model, config, partition)
+        elif precision.name == "fp16":
+            raise UserError(
+                'train.json: key "optimizer": "muon" does not run in fp16, which "precision": '
+                f'"{config.precision}" is on this device; use "fp32", or "optimizer": "adamw"'
+            )
+        else:
+            self.optimizer = Muon(self.bare_model, config, precision.update_dtype(), partition)
+        self.learning_rate = config.learning_rate  # of the last update, in groups without a rate of their own
+        self.scaler = precision.scaler()
+        # Never stepped. GradScaler unscales and checks the gradients through this optimizer, because they are whole
+        # here and so the same on all ranks.
+        self._unscaled = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
 
     def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
         """Run one optimizer step over this rank's microbatches, with `multiplier` times the peak learning rates and
-        `decay` times the weight decays."""
+        `decay` times the weight decays. Clips the gradients to a global norm. If the norm is not finite, the weights
+        and the optimizer's state stay unchanged.
+
+        Gradients are equal on all ranks after `accumulate`, so that all ranks decide alike. The decision is made on the
+        device, so that no thread waits for it. Collective if the optimizer's state is sharded.
+        """
         losses_A, expert_tokens = self.accumulate(microbatches)
-        self.optimizer.set_multiplier(multiplier, decay)
-        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)  # clips; no update if not finite
+        optimizer, max_norm, divisor = self.optimizer, self.config.clipping_max_norm, None
+        parameters = optimizer.parameters.values()
+        if self._unscaled is not None:
+            self.scaler.unscale_(self._unscaled)
+        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        skipped = (~torch.isfinite(norm)).float()
+        if max_norm is not None and self.scaler.is_enabled():
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        elif max_norm is not None:  # the optimizer divides, in the same pass; the epsilon is clip_grad_norm_'s
+            divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
+        optimizer.set_multiplier(multiplier, decay)
+        self.learning_rate = self.config.learning_rate * multiplier
+        optimizer.update(skipped, divisor)
+        optimizer.partition.exchange(optimizer.shards, optimizer.parameters)
+        self.scaler.update()
         self.forget_gradients()
-        return StepResult(losses_A, norm, skipped, expert_tokens)
+        return StepResult(losses_A, norm.float(), skipped, expert_tokens)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward over the microbatches. Afterwards `.grad` holds the mean gradient over them and,
         with `exchange`, over all ranks. Returns the loss of each microbatch, and the number of tokens of each expert
         (None without experts)."""
-        if self.is_wrapped:
-            self._forget_exchanged(accumulates=len(microbatches) > 1)
+        # Remove the last step's gradients from DDP's buckets. If several microbatches will be added up, set them to
+        # zero, because a gradient of None would be allocated outside its bucket. For a single microbatch set them to
+        # None: DDP then copies the new gradient into the bucket and divides it by the number of ranks in one pass,
+        # instead of adding it to zeros and dividing the sum.
+        if self.is_wrapped and len(microbatches) == 1:
+            self.bare_model.zero_grad(set_to_none=True)
+        elif self.is_wrapped and (old := [each.grad for each in self.bare_model.parameters() if each.grad is not None]):
+            torch._foreach_zero_(old)  # private: no public function zeroes all tensors in one kernel
         losses: list[Tensor] = []
         expert_tokens: list[Tensor] = []
         for number, microbatch in enumerate(microbatches, start=1):
@@ -108,14 +157,16 @@ class OptimizerStep:
             expert_tokens += [] if load_LxE is None else [load_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
-    def warm_up(self, microbatch: Microbatch) -> None:
-        """Run one forward and backward pass and discard its gradients. Called before the first step and before any
-        state is restored.
+    def warm_up(self, microbatch: Microbatch, world: World) -> None:
+        """Compile the model, if `choose_kernels` has marked it, and let DDP arrange its buckets, by forward and
+        backward passes whose gradients are discarded. Called before the first step and before any state is restored.
+        Collective.
 
-        The pass compiles the model if it is to be compiled. It also lets DDP arrange its buckets in the order in which
-        gradients are computed, which DDP does after its first exchange. Without this pass, a resumed run would add up
-        the gradients of its first step in another order than a run that never stopped.
+        DDP arranges its buckets in the order in which gradients are computed, after its first exchange. Without this
+        pass, a resumed run would add up the gradients of its first step in another order than a run that never stopped.
         """
+        if is_compiled(self.bare_model):
+            self._compile(microbatch, world)
         self.accumulate([microbatch])
         self.forget_gradients()
 
@@ -124,26 +175,13 @@ class OptimizerStep:
         if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
 
-    def _forget_exchanged(self, *, accumulates: bool) -> None:
-        """Remove the last step's gradients from DDP's buckets. If several microbatches will be added up, set them to
-        zero, because a gradient of None would be allocated outside its bucket. For a single microbatch set them to
-        None: DDP then copies the new gradient into the bucket and divides it by the number of ranks in one pass,
-        instead of adding it to zeros and dividing the sum."""
-        if not accumulates:
-            self.bare_model.zero_grad(set_to_none=True)
-        elif gradients := [each.grad for each in self.bare_model.parameters() if each.grad is not None]:
-            torch._foreach_zero_(gradients)  # private: no public function zeroes all tensors in one kernel
-
-    def settle_compilation(self, microbatch: Microbatch, setting: bool | Literal["auto"], world: World) -> None:
-        """Compile the model, if `choose_kernels` has marked it, by one forward and backward pass. The pass changes
-        nothing but the random state.
+    def _compile(self, microbatch: Microbatch, world: World) -> None:
+        """Compile the model by one forward and backward pass without an exchange, which changes nothing but the random
+        state.
 
         If compiling fails on any rank and train.json's `compile` is "auto", all ranks continue without it and rank 0
-        prints a note. If `compile` is true, raises UserError on all ranks. Collective; all ranks must have the same
-        model.
+        prints a note. If `compile` is true, raises UserError on all ranks. All ranks must have the same model.
         """
-        if not is_compiled(self.bare_model):
-            return
         failure = None
         try:
             self.accumulate([microbatch], exchange=False)
@@ -155,19 +193,15 @@ class OptimizerStep:
         failures = [each for each in world.gather(failure) if each is not None]
         if not failures:
             return
-        if setting is True:
-            raise UserError(_cannot_be_compiled(failures[0]))
+        if self.config.compile is True:
+            raise UserError(CANNOT_BE_COMPILED.format(failures[0]))
         run_eagerly(self.bare_model)
         say(world, f"note: the model is not compiled, and trains more slowly: compiling failed: {failures[0]}")
 
 
 def explain_failed_compilation(error: BaseException) -> str | None:
     """Return a one-line message for an error of torch.compile, or None for any other error."""
-    return _cannot_be_compiled(_reason(error)) if isinstance(error, TorchDynamoException) else None
-
-
-def _cannot_be_compiled(reason: str) -> str:
-    return f'train.json: key "compile": the model cannot be compiled here: {reason}; mend that, or let compile be false'
+    return CANNOT_BE_COMPILED.format(_reason(error)) if isinstance(error, TorchDynamoException) else None
 
 
 def _reason(error: BaseException) -> str:
@@ -178,12 +212,7 @@ def _reason(error: BaseException) -> str:
 
 
 def build_training_step(
-    experiment: Experiment,
-    config: TrainConfig,
-    world: World,
-    *,
-    partition: StatePartition,
-    before_exchange: Callable[[], None] = lambda: None,
+    experiment: Experiment, config: TrainConfig, world: World, *, partition: StatePartition
 ) -> OptimizerStep:
     """Return the OptimizerStep of an experiment. Its model has new weights and the kernels that `config` asks for, and
     is wrapped in DistributedDataParallel if `world` has several ranks. `config` is the experiment's, with the run's
@@ -207,21 +236,4 @@ def build_training_step(
         trained = DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
         )
-    return build_step(model, trained, config, before_exchange, partition)
-
-
-def build_step(
-    model: nn.Module,
-    trained: nn.Module,
-    config: TrainConfig,
-    before_exchange: Callable[[], None] = lambda: None,
-    partition: StatePartition | None = None,
-) -> OptimizerStep:
-    """Return the OptimizerStep that train.json describes. `trained` is `model` itself or its DistributedDataParallel
-    wrapper. `partition` says how the optimizer's state is divided, if train.json shards it. Raises UserError if this
-    device cannot do what train.json demands."""
-    device = next(model.parameters()).device
-    precision = Precision.for_training(config.precision, device)
-    precision.allow_tf32()
-    optimizer = build_optimizer(model, config, precision, partition)
-    return OptimizerStep(trained, optimizer, precision, config, before_exchange)
+    return OptimizerStep(trained, config, partition, world.watchdog.beat)

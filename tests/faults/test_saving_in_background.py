@@ -237,6 +237,6 @@ def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) 
         keep_checkpoints=1,
         async_checkpoint=in_background,
     )
-    shop.train(run.name, prelude=FAULTS + f"record_seconds('checkpointing:Checkpointer._save', {str(notes)!r}, rank=0)")
+    shop.train(run.name, prelude=FAULTS + f"record_seconds('checkpointing:Checkpointer.save', {str(notes)!r}, rank=0)")
     assert len(metrics(run)) > steps
     return [float(line) for line in notes.read_text().splitlines()][:-1]

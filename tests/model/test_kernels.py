@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_train import explained_failures
 from harness.common.errors import UserError
 from harness.distributed.signals import StopSignal
 from harness.model import kernels
-from harness.training import startup
 from tests.support.isolation import FOLDER, ROOT
 from tests.support.launch import Workshop
 from tests.support.warm import warm_server
@@ -144,7 +144,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     values, indices = torch.zeros(4), torch.tensor([0, 1])
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(UserError) as refused, startup.explained_failures(1, StopSignal()):
+        with pytest.raises(UserError) as refused, explained_failures(1, StopSignal()):
             values.put_(indices, torch.ones(2))
     finally:
         torch.use_deterministic_algorithms(False)

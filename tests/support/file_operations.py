@@ -25,8 +25,8 @@ from typing import Any
 AUDITED = {"os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CALLS = {  # the calls in which operations are numbered, by a short name
-    "save": "checkpointing:Checkpointer._save",
-    "background save": "harness.training.saving:AsyncWriter._run",
+    "save": "checkpointing:Checkpointer.save",
+    "background save": "harness.training.saving:Writer._run",
     "metrics": "harness.runs.metrics:MetricsFile.append",
     "end": "harness.training.reporter:Reporter.summary",
     "going back": "harness.runs.checkpoints:rewind_to",

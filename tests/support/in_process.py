@@ -58,6 +58,12 @@ class InProcess(Workshop):
         variables = {"HF_HUB_OFFLINE": "1", **self.environment, **(environment or {})}
         return call(name, *arguments, folder=self.path, environment=variables)
 
+    def train_here(self, run: str = "r", *arguments: str, expect: int = 0) -> Result:
+        """Run ddp_train.py on one rank to its end."""
+        result = self.attempt(*arguments, run=run)
+        assert result.status == expect, result
+        return result
+
     def script(self, name: str, *arguments: str) -> Result:
         """Run one of the root's commands, which must succeed."""
         result = self.command(name, *arguments)

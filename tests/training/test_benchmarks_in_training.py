@@ -156,12 +156,12 @@ SIGNAL = """
 import os, signal, time
 from harness.training.evaluations import SharedBatches
 share, calls = SharedBatches.__call__, []
-def interrupted(self, work, batches):
-    calls.append(self.shared.place.step)
+def interrupted(self, evaluate, batches):
+    calls.append(self.work.place.step)
     if calls.count(STEP) == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
-    return share(self, work, batches)
+    return share(self, evaluate, batches)
 SharedBatches.__call__ = interrupted
 """
 
@@ -290,7 +290,7 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop)
 
     from harness.data.tokenizers.tokenizer import Tokenizer
     from harness.evaluation.benchmarks.run import Benchmarks
-    from harness.training.evaluations import RunBenchmarks
+    from harness.training.evaluations import scores_over_ranks
 
     class Broken:
         def set_fewshot_seed(self, seed: int) -> None:
@@ -300,8 +300,8 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop)
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 2)
 
     def work(sharing: SharedBatches) -> Any:
-        if sharing.shared.world.rank == 1:
-            return RunBenchmarks(Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, 3).scores(sharing.shared)
+        if sharing.work.world.rank == 1:
+            return scores_over_ranks(Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, limit=3, work=sharing.work)
         return sharing(lambda batch: batch, range(4))
 
     found = on_ranks(2, work)

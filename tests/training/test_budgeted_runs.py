@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from harness.common.program import program_commit
+from tests.support.in_process import InProcess
 from tests.support.isolation import ROOT
-from tests.support.launch import Workshop, metrics
+from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
 
 RAMP: dict[str, Any] = {
@@ -34,6 +35,13 @@ BATCHES = [32] * 5 + [64] * 3 + [128] * 6
 STOP = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={step})\n"
 
 
+@pytest.fixture
+def shop(tmp_path: Path) -> InProcess:
+    shop = InProcess(tmp_path)
+    shop.add_dataset()
+    return shop
+
+
 def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return meta.json of the latest checkpoint, and summary.json."""
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
@@ -41,7 +49,7 @@ def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_ramp_continues_to_the_bit(shop: Workshop) -> None:
+def test_a_ramp_continues_to_the_bit(shop: InProcess) -> None:
     """A run with a batch ramp ends as one that never stopped, after stops in the first batch size, at the last step
     before the batch grows, and in the last batch size. It reads each token of the slice once."""
     straight, stopped = shop.add_run("straight", **RAMP), shop.add_run("stopped", **RAMP)
@@ -64,16 +72,16 @@ def test_a_ramp_continues_to_the_bit(shop: Workshop) -> None:
     assert tokens == {step: sum(BATCHES[: step + 1]) for step in tokens}
 
 
-def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> None:
+def test_scaled_rates_are_trained_with_printed_and_recorded(shop: InProcess) -> None:
     """A run with scaling rules equals, to the bit, a run whose train.json has the scaled values."""
     both = {"min_train_tokens": None, "train_steps": 4, "precision": "fp32", "report_interval": 1}
     rules = {"scale_with_batch": {"reference_tokens": 16}, "scale_with_depth": {"reference_layers": 4}}
     scaled = shop.add_run("scaled", learning_rate=0.01, weight_decay=0.1, **both, **rules)
     by_hand = shop.add_run("by_hand", learning_rate=0.02, weight_decay=0.1 * 2 * 4, **both)
-    said = shop.train("scaled", ranks=1).stdout
+    said = shop.train_here("scaled").stdout
     assert "  scaled: learning_rate 0.01 x sqrt(64 / 16) = 0.02\n" in said
     assert "  scaled: weight_decay 0.1 x sqrt(64 / 16) x (4 / 2)^2 = 0.8\n" in said
-    shop.train("by_hand", ranks=1)
+    shop.train_here("by_hand")
     assert_same_end(scaled, by_hand)
     for record in end_of(scaled):
         assert record["scaled"] == pytest.approx({"learning_rate": 0.02, "weight_decay": 0.8}, rel=1e-12)
@@ -81,22 +89,22 @@ def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> N
     assert all("scaled" not in record for record in end_of(by_hand))
 
 
-def test_steps_that_are_asked_for_later_are_that_many_in_all(shop: Workshop) -> None:
+def test_steps_that_are_asked_for_later_are_that_many_in_all(shop: InProcess) -> None:
     """`train_steps` counts all steps of the run, also those done with another global batch."""
     shop.add_run(min_train_tokens=64 * 4)
-    shop.train(ranks=1)
+    shop.train_here()
     run = shop.add_run(min_train_tokens=None, train_steps=10, gradient_accumulation_steps=4)
     planned = " ".join(shop.attempt("--plan").stdout.split())
     assert "done already 4 steps, 256 tokens global steps 6 more tokens 768 more" in planned
-    shop.train(ranks=1)
+    shop.train_here()
     meta, summary = end_of(run)
     assert (meta["global_step"], meta["tokens_seen"], summary["global_steps"]) == (9, 64 * 4 + 128 * 6, 10)
     assert meta["budget"] == {"key": "train_steps", "value": 10, "tokens": 64 * 4 + 128 * 6}
     shop.add_run(min_train_tokens=None, train_steps=3, gradient_accumulation_steps=4)
-    assert "is finished: 10 global steps" in shop.train(ranks=1).stdout
+    assert "is finished: 10 global steps" in shop.train_here().stdout
 
 
-def test_a_tied_heads_own_rate_is_refused(shop: Workshop) -> None:
+def test_a_tied_heads_own_rate_is_refused(shop: InProcess) -> None:
     shop.add_run(model={"tie_weights": True}, head_learning_rate=0.1)
     for arguments in ([], ["--plan"]):
         (line,) = shop.attempt(*arguments).error_lines
@@ -104,7 +112,7 @@ def test_a_tied_heads_own_rate_is_refused(shop: Workshop) -> None:
         assert 'use "embedding_learning_rate"' in line
 
 
-def test_the_plan_knows_what_optimizers_keep(shop: Workshop) -> None:
+def test_the_plan_knows_what_optimizers_keep(shop: InProcess) -> None:
     """The plan prints the disk space of whole checkpoints, and each rank's part of a sharded optimizer state."""
     shop.add_run("r", model={"emb_dim": 512}, optimizer="muon", shard_optimizer=True)
     said = shop.attempt("--plan", "--assume-world-size", "4").stdout

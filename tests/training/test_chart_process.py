@@ -78,42 +78,31 @@ def test_training_does_not_wait_for_a_drawing_and_many_requests_are_one(
     assert len(drawn) <= 2
 
 
-def test_a_chart_that_cannot_be_drawn_is_a_warning(run: RunDirectory) -> None:
+def test_no_failure_of_drawing_ends_the_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is a warning: no metrics, a process that cannot be started, hangs or is killed. The next chart is
+    drawn by another process."""
     chart = ChartProcess(run)
-    chart.draw()  # there are no metrics
+    chart.draw()
     with pytest.warns(UserWarning, match=r"training-run-chart\.png: no chart: .*metrics\.jsonl"):
         chart.finish(PATIENCE_SECONDS)
-
-
-def test_a_killed_worker_is_a_warning_and_another_worker_draws_the_next_chart(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chart = ChartProcess(run)
     validated(run, 0)
     with monkeypatch.context() as patch:
+        patch.setattr(chart_process, "WORKER", [str(run.path / "nothing")])
+        with pytest.warns(UserWarning, match="no chart: No such file"):
+            chart.draw()
         slow_worker(patch, seconds=PATIENCE_SECONDS)
-        chart.draw()
-    os.kill(worker_pid(chart), signal.SIGKILL)
-    with pytest.warns(UserWarning, match="no chart: the process that draws has ended with status -9"):
-        chart.finish(PATIENCE_SECONDS)
+        for patience, kill, warning in (
+            (0.1, False, r"no chart: not drawn in 0\.1 s"),
+            (PATIENCE_SECONDS, True, "no chart: the process that draws has ended with status -9"),
+        ):
+            chart.draw()
+            pid = worker_pid(chart)
+            if kill:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.warns(UserWarning, match=warning):
+                chart.finish(patience)
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
     chart.draw()
     chart.finish(PATIENCE_SECONDS)
     assert run.chart.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_worker_that_cannot_be_started_is_a_warning(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chart_process, "WORKER", [str(run.path / "nothing")])
-    with pytest.warns(UserWarning, match="no chart: No such file"):
-        ChartProcess(run).draw()
-
-
-def test_a_drawing_that_hangs_is_ended(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    validated(run, 0)
-    slow_worker(monkeypatch, seconds=PATIENCE_SECONDS)
-    chart = ChartProcess(run)
-    chart.draw()
-    pid = worker_pid(chart)
-    with pytest.warns(UserWarning, match=r"no chart: not drawn in 0\.1 s"):
-        chart.finish(0.1)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from harness.common.errors import UserError
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model import kernels
-from harness.training.step import build_step
+from harness.training.step import OptimizerStep
 from tests.support.configs import model_in, train_in
 from tests.support.launch import Workshop
 
@@ -44,55 +44,45 @@ torch.nn.Module.compile = lambda self: compile_module(self, backend=backend)
 NOTE = "note: the model is not compiled, and trains more slowly: compiling failed: "
 
 
-class FakeCompiler:
-    """Training step of a model whose compiled code raises `error`. Uncompiled, the model trains."""
-
-    def __init__(self, folder: Path, error: Exception) -> None:
-        def fail(*arguments: Any, **options: Any) -> None:
-            raise error
-
-        config = train_in(folder)(microbatch_size=1)
-        self.model = GPTModel(model_in(folder)(vocab_size=8, context_length=4, emb_dim=8, n_heads=2, n_layers=1))
-        self.model._compiled_call_impl = fail
-        self.step = build_step(self.model, self.model, config)
-        self.microbatch = Microbatch(np.zeros(5, dtype=np.uint16), context_length=4)
-
-    def settle(self, setting: Literal["auto", True]) -> None:
-        self.step.settle_compilation(self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
-
-
 FAILED = TorchDynamoException("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")
 
 
+def warm_up(folder: Path, setting: bool | str, error: Exception) -> OptimizerStep:
+    """Warm up the step of a model whose compiled code raises `error`. Uncompiled, the model trains."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    config = train_in(folder)(microbatch_size=1, compile=setting)
+    model = GPTModel(model_in(folder)(vocab_size=8, context_length=4, emb_dim=8, n_heads=2, n_layers=1))
+    model._compiled_call_impl = fail
+    step = OptimizerStep(model, config)
+    for _ in range(2):  # the second time the model is no longer compiled, so that nothing fails and nothing is printed
+        step.warm_up(Microbatch(np.zeros(5, dtype=np.uint16), 4), World(0, 0, 1, 1, torch.device("cpu")))
+    return step
+
+
 def test_auto_trains_uncompiled_where_compiling_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake = FakeCompiler(tmp_path, FAILED)
-    fake.settle("auto")
+    step = warm_up(tmp_path, "auto", FAILED)
     assert capsys.readouterr().out == f"{NOTE}CppCompileError: C++ compile error\n"
-    assert not kernels.is_compiled(fake.model)
-    fake.step.warm_up(fake.microbatch)
-    fake.settle("auto")  # the model is no longer compiled, so nothing fails and nothing is printed
-    assert capsys.readouterr().out == ""
-
-
-def test_true_is_refused_where_compiling_fails(tmp_path: Path) -> None:
-    fake = FakeCompiler(tmp_path, FAILED)
-    with pytest.raises(UserError, match=r'^train.json: key "compile": the model cannot be compiled here: CppC'):
-        fake.settle(True)
+    assert not kernels.is_compiled(step.bare_model)
 
 
 @pytest.mark.parametrize(
-    ("text", "setting"),
+    ("error", "setting", "raised", "text"),
     [
-        ("shapes do not match", True),
-        ("CUDA out of memory", "auto"),
-        ("put_ does not have a deterministic implementation, but", "auto"),
+        (FAILED, True, UserError, r'^train.json: key "compile": the model cannot be compiled here: CppC'),
+        # Errors that are not the compiler's are raised unchanged.
+        (RuntimeError("shapes do not match"), True, RuntimeError, "^shapes do not match$"),
+        (RuntimeError("CUDA out of memory"), "auto", RuntimeError, "^CUDA out of memory$"),
+        (RuntimeError("put_ does not have a deterministic implementation, but"), "auto", RuntimeError, "^put_ does"),
     ],
 )
-def test_errors_that_are_not_the_compilers_are_raised_unchanged(
-    tmp_path: Path, text: str, setting: Literal["auto", True]
+def test_other_failures_of_compiling_end_the_run(
+    tmp_path: Path, error: Exception, setting: bool | str, raised: type[Exception], text: str
 ) -> None:
-    with pytest.raises(RuntimeError, match=text):
-        FakeCompiler(tmp_path, RuntimeError(text)).settle(setting)
+    with pytest.raises(raised, match=text):
+        warm_up(tmp_path, setting, error)
 
 
 def weights(run: Path) -> bytes:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_result
 from tests.runs.test_results import SEARCH
-from tests.support.launch import Workshop, metrics
+from tests.support.in_process import InProcess
+from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
 
 # Dropout of 0.1 and two accumulation steps are the defaults of tests/support/launch.py.
@@ -49,17 +49,18 @@ DistributedDataParallel.__init__, Reporter.summary = made, count
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("continuation"))
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    shop = InProcess(tmp_path_factory.mktemp("continuation"))
     shop.add_dataset(tokens=40_000)
     return shop
 
 
 @pytest.fixture(scope="module")
-def finished(shop: Workshop) -> Path:
+def finished(shop: InProcess) -> Path:
     """Finished run of four steps on one rank."""
     run = shop.add_run("finished", **SHORT)
-    replace(shop, draws=True).train("finished", ranks=1)
+    shop.train_here("finished")
+    (run / "training-run-chart.png").write_text("a chart")
     return run
 
 
@@ -67,11 +68,12 @@ def copy_of(run: Path, name: str) -> Path:
     return Path(shutil.copytree(run, run.with_name(name), symlinks=True))
 
 
-def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
+def test_continued_from_a_named_checkpoint(shop: InProcess) -> None:
     """A run resumed from a named checkpoint moves everything later to aside/ and ends as the first run. Gradients are
     exchanged in several buckets. A tensor that makes a bucket larger than `bucket_mb` is the bucket's last."""
     run = shop.add_run("named", model={"emb_dim": 256}, **COMMON, bucket_mb=1)
-    said = replace(shop, draws=True).train("named", prelude=COUNTED).stdout
+    said = shop.train("named", prelude=COUNTED).stdout
+    (run / "training-run-chart.png").write_text("a chart")
     counts = re.findall(r"rank \d: (\d+) buckets of (\d+) bytes", said)
     assert len(counts) == 2
     assert counts[0] == counts[1]
@@ -92,8 +94,8 @@ def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
     assert_same_end(first, run)
 
 
-def test_a_shared_out_optimizer_goes_on_as_a_whole_one(shop: Workshop) -> None:
-    """A run with a sharded Muon state ends as one with an unsharded state. Both begin on two ranks and resume on four,
+def test_a_shared_out_optimizer_goes_on_as_a_whole_one(shop: InProcess) -> None:
+    """A run with a sharded Muon state ends as one with an unsharded state. Both begin on two ranks and resume on three,
     the sharded run without sharding and the unsharded one with it."""
     settings = COMMON | {"min_train_tokens": 512, "gradient_accumulation_steps": 1, "precision": "fp32"} | MUON
     runs = {flag: shop.add_run(f"sharded-{flag}", **settings, shard_optimizer=flag) for flag in (True, False)}
@@ -103,28 +105,28 @@ def test_a_shared_out_optimizer_goes_on_as_a_whole_one(shop: Workshop) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
     for flag, run in runs.items():
         shop.add_run(run.name, **settings | {"min_train_tokens": 768}, shard_optimizer=not flag)
-        said = shop.train(run.name, ranks=4).stdout
+        said = shop.train(run.name, ranks=3).stdout
         assert f"train.json has changed since: shard_optimizer: {json.dumps(flag)} -> {json.dumps(not flag)}" in said
     assert_same_end(*runs.values())
 
 
-def test_restart_moves_everything_aside(shop: Workshop, finished: Path) -> None:
+def test_restart_moves_everything_aside(shop: InProcess, finished: Path) -> None:
     run = copy_of(finished, "again")
     files = [path for path in run.iterdir() if path.is_file() and path.suffix != ".json" and path.name != ".lock"]
     before = {path.name: path.read_bytes() for path in files}
-    shop.train("again", "--restart", ranks=1)
+    shop.train_here("again", "--restart")
     (aside,) = (run / "aside").iterdir()
     assert {path.name for path in aside.iterdir()} == ASIDE
     assert all((aside / name).read_bytes() == content for name, content in before.items())
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 3]
 
 
-def test_a_changed_model_dataset_or_optimizer_is_refused(shop: Workshop, finished: Path) -> None:
+def test_a_changed_model_dataset_or_optimizer_is_refused(shop: InProcess, finished: Path) -> None:
     """Training refuses to resume with another model, optimizer or dataset, and changes no file. A new run may start
     from the weights."""
     run = copy_of(finished, "changed")
     shop.add_run("changed", model={"emb_dim": 32}, **SHORT)
-    assert "made with another model: emb_dim: 16 -> 32" in shop.train("changed", ranks=1, expect=2).stderr
+    assert "made with another model: emb_dim: 16 -> 32" in shop.train_here("changed", expect=2).stderr
     shop.add_run("changed", **SHORT | {"min_train_tokens": 1024}, **MUON)
     for arguments in ([], ["--plan"]):
         result = shop.attempt(*arguments, run="changed")
@@ -132,17 +134,17 @@ def test_a_changed_model_dataset_or_optimizer_is_refused(shop: Workshop, finishe
         (line,) = result.error_lines
         assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart' in line
     shop.add_run("changed", **SHORT)
-    second = Workshop(shop.path / "elsewhere")
+    second = InProcess(shop.path / "elsewhere")
     second.add_dataset(tokens=40_000, seed=1)
     (second.runs).symlink_to(shop.runs)
-    assert "made with another dataset" in second.train("changed", ranks=1, expect=2).stderr
+    assert "made with another dataset" in second.train_here("changed", expect=2).stderr
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 3]
     initial = str(run / "checkpoints" / "latest" / "model.safetensors")
     shop.add_run("new", **SHORT, **MUON, initial_weights=initial)
-    assert "starting from" in shop.train("new", ranks=1).stdout
+    assert "starting from" in shop.train_here("new").stdout
 
 
-def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
+def test_stopped_in_a_validation_and_continued(shop: InProcess) -> None:
     """A signal interrupts a validation, because torchrun kills the run soon after a signal. The resumed run repeats the
     validation."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
@@ -151,17 +153,17 @@ def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
     shop.train("validating", ranks=1, prelude=stopping, expect=128 + signal.SIGTERM)
     assert [event["event"] for event in metrics(run)] == ["train"]
     for name in ("validating", "validated"):
-        shop.train(name, ranks=1)
+        shop.train_here(name)
     assert_same_end(straight, run)
 
 
-def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: Workshop) -> None:
+def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -> None:
     """Validation losses of different microbatch sizes are compared if they are over the same tokens, so a higher loss
     with another microbatch size does not become the best."""
     slices = ({"microbatch_size": 2, "validation_batches": 4}, {"microbatch_size": 1, "validation_batches": 8})
     for tokens, rate, keys in zip((512, 1024), (0.01, 1.0), slices, strict=True):
         run = shop.add_run("sliced", min_train_tokens=tokens, learning_rate=rate, **keys)
-        shop.train("sliced", ranks=1)
+        shop.train_here("sliced")
     best = {
         step: json.loads((path / "meta.json").read_text())["best_loss"]
         for step, path in list_checkpoints(run / "checkpoints")
@@ -170,33 +172,33 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: Workshop) ->
     assert all(event["loss"] > best[max(best)] for event in later), "the high learning rate did not raise the loss"
 
 
-def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: Workshop) -> None:
+def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess) -> None:
     """A process that is killed between its last checkpoint and its summary leaves that of the shorter run."""
     run = shop.add_run("longer", min_train_tokens=256)
-    shop.train("longer", ranks=1)
+    shop.train_here("longer")
     earlier = (run / "summary.json").read_text()
     shop.add_run("longer", min_train_tokens=384)
-    shop.train("longer", ranks=1)
+    shop.train_here("longer")
     longer = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(earlier)
-    assert "longer is finished" in shop.train("longer", ranks=1).stdout
+    assert "longer is finished" in shop.train_here("longer").stdout
     restored = json.loads((run / "summary.json").read_text())
     for key in ("tokens_seen", "global_steps", "final_train_loss", "train"):
         assert restored[key] == longer[key] != json.loads(earlier)[key]
 
 
-def test_a_search_alone_is_not_moved_aside(shop: Workshop) -> None:
+def test_a_search_alone_is_not_moved_aside(shop: InProcess) -> None:
     """-f measures the device. Results of an earlier training are moved when the run begins again."""
     run = shop.add_run("searched")
     found = write_result(RunDirectory(run), SEARCH)
-    assert "Earlier results" not in shop.train("searched", ranks=1).stdout
+    assert "Earlier results" not in shop.train_here("searched").stdout
     assert found.exists()
-    assert "Earlier results" in shop.train("searched", "--restart", ranks=1).stdout
+    assert "Earlier results" in shop.train_here("searched", "--restart").stdout
     assert not found.exists()
 
 
-def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: Workshop) -> None:
+def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: InProcess) -> None:
     """The dataset's tokens are GPT-2's by its meta.json, and this model has 64 of them."""
     shop.add_run("sampled", sample_prompt="def", sample_interval=2)
-    result = shop.train("sampled", ranks=1)
+    result = shop.train_here("sampled")
     assert "no sample: " in result.stdout + result.stderr

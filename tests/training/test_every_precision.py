@@ -26,7 +26,8 @@ from harness.runs.train_config import TrainConfig
 from harness.training.batch_size_finder import MicrobatchSearcher
 from harness.training.startup import choose_precision
 from tests.support.configs import SEED_TRAIN
-from tests.support.launch import DATASET, Workshop
+from tests.support.in_process import InProcess
+from tests.support.launch import DATASET
 
 CPU = torch.device("cpu")
 HERE = "x86_64 CPU"
@@ -46,17 +47,17 @@ STEPS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("precisions"))
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    shop = InProcess(tmp_path_factory.mktemp("precisions"))
     shop.add_dataset(tokens=20_000)
     return shop
 
 
-def final_loss(shop: Workshop, name: str, **keys: Any) -> float:
+def final_loss(shop: InProcess, name: str, **keys: Any) -> float:
     """Train a run with the given keys of train.json, check that it skipped no step, and return its last validation
     loss."""
     run = shop.add_run(name, model={"drop_rate": 0.0}, **STEPS, **keys)
-    shop.train(name, ranks=1)
+    shop.train_here(name)
     summary = json.loads((run / "summary.json").read_text())
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
     assert (meta["precision"], summary["skipped_steps"]) == (keys["precision"], 0)
@@ -67,7 +68,7 @@ def final_loss(shop: Workshop, name: str, **keys: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def fp32_loss(shop: Workshop) -> float:
+def fp32_loss(shop: InProcess) -> float:
     loss = final_loss(shop, "fp32", precision="fp32")
     assert math.log(4) < loss < 2, "the model has learned, and its loss is above the entropy of the text, log(4)"
     return loss
@@ -82,7 +83,7 @@ def fp32_loss(shop: Workshop) -> float:
     ],
     ids=str,
 )
-def test_trains_to_the_loss_of_fp32(shop: Workshop, fp32_loss: float, keys: dict[str, str]) -> None:
+def test_trains_to_the_loss_of_fp32(shop: InProcess, fp32_loss: float, keys: dict[str, str]) -> None:
     loss = final_loss(shop, "-".join(keys.values()), **keys)
     assert loss == pytest.approx(fp32_loss, abs=TOLERANCE)
     assert loss != fp32_loss, "an equal loss would mean that the run was computed in fp32"
@@ -121,7 +122,7 @@ def test_a_gpu_that_does_not_compute_what_the_run_began_in(monkeypatch: pytest.M
     assert choose_precision(TrainConfig(**SEED_TRAIN), torch.device("cuda", 0), began) == "fp16"
 
 
-def test_a_search_is_done_in_what_the_run_began_in(shop: Workshop, fp32_loss: float) -> None:
+def test_a_search_is_done_in_what_the_run_began_in(shop: InProcess, fp32_loss: float) -> None:
     """With "auto", the microbatch search uses the precision of the checkpoint, here fp32."""
     run = Path(shutil.copytree(shop.runs / "fp32", shop.runs / "begun", symlinks=True))
     (run / "train.json").write_text((run / "train.json").read_text().replace('"fp32"', '"auto"'))

@@ -40,7 +40,7 @@ from harness.planning.experiment import SWITCH_LOSS_SCALE
 from harness.planning.rates import Rates, scale_settings
 from harness.runs.budget import batch_schedule
 from harness.runs.train_config import TrainConfig
-from harness.training.step import build_step
+from harness.training.step import OptimizerStep
 from tests.model.test_levers import ALL, LEVERS
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
@@ -181,7 +181,7 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
     batches, rates = batch_schedule(config, layout), Rates.of(config, STEPS, layout.global_tokens)
     work = {"batch_tokens": layout.global_tokens, "train_tokens": batches.tokens_before(STEPS)}
-    step = build_step(model, model, scale_settings(config, **work, layers=model.config.n_layers).apply(config))
+    step = OptimizerStep(model, scale_settings(config, **work, layers=model.config.n_layers).apply(config))
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
         tokens.append(int(tokens[-1] * 5 + 3 + (noise if noise < 2 else 0)) % 97)

@@ -22,12 +22,13 @@ from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, read_metrics
 from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
-from harness.training.muon import Matrix, matrices_of
+from harness.training.muon import Muon
 from harness.training.step import StepResult
 from tests.hf.test_convert_hf import convert, write_checkpoint
 from tests.model.test_levers import ALL
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
+from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop, metrics
 from tests.support.same_end import assert_goes_on_to_the_same_end
 
@@ -43,24 +44,24 @@ SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "clipping_max_norm": 1.0, "pr
 CPU = torch.device("cpu")
 
 
-Trained = tuple[Workshop, Path, Result]
+Trained = tuple[InProcess, Path, Result]
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("models"))
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    shop = InProcess(tmp_path_factory.mktemp("models"))
     shop.add_dataset(tokens=40_000)
     return shop
 
 
 @pytest.fixture(scope="module")
-def levers(shop: Workshop) -> Trained:
+def levers(shop: InProcess) -> Trained:
     run = shop.add_run("levers", model=LEVERS, **SETTINGS)
     return shop, run, shop.train("levers")
 
 
 @pytest.fixture(scope="module")
-def trained(shop: Workshop) -> Trained:
+def trained(shop: InProcess) -> Trained:
     run = shop.add_run("experts", model={"moe": MOE}, **SETTINGS)
     return shop, run, shop.train("experts")
 
@@ -155,7 +156,7 @@ def test_the_notebooks_runs_balance_experts_where_they_say_so(
 ) -> None:
     """Runs of the notebook's program have a balancing loss only if train.json sets one, and so do runs derived from
     them. "log_moe_balance_file" in "moe" has no effect."""
-    shop = Workshop(tmp_path)
+    shop = InProcess(tmp_path)
     shop.add_dataset()
     shop.add_run(model={"moe": MOE | {"log_moe_balance_file": "routing_logits.jsonl"}}, **train)
     derived = shop.command("derive_run.py", "r", "derived", "--set", "random_seed=1", "--runs-dir", str(shop.runs))
@@ -166,7 +167,11 @@ def test_the_notebooks_runs_balance_experts_where_they_say_so(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"precision": "bf16", "activation_checkpointing": True}, {"precision": "fp16"}], ids=["bf16", "fp16"]
+    "changes",
+    [
+        pytest.param({"precision": "bf16", "activation_checkpointing": True}, id="bf16"),
+        pytest.param({"precision": "fp16"}, id="fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_half_precision_ends_near_fp32(trained: Trained, changes: dict[str, Any]) -> None:
     """The final loss in half precision is within 0.03 of fp32's. Rounding may route a token to another expert if two
@@ -187,7 +192,7 @@ def test_it_goes_on_with_another_number_of_ranks(trained: Trained) -> None:
     the tokens before the checkpoint."""
     shop, run, _ = trained
     folder = Path(shutil.copytree(run, shop.runs / "one", symlinks=True))
-    shop.train("one", list_checkpoints(run / "checkpoints")[1][1].name, ranks=1)
+    shop.train_here("one", list_checkpoints(run / "checkpoints")[1][1].name)
     assert train_events(folder)[-1].tokens_seen == 1280
     for event in train_events(folder):
         assert all(sum(block) == pytest.approx(4, abs=1e-3) for block in loads_of(event))
@@ -196,16 +201,13 @@ def test_it_goes_on_with_another_number_of_ranks(trained: Trained) -> None:
 def test_muon_sees_each_experts_matrices_and_the_router() -> None:
     """Muon updates all matrices but embeddings and head, as in Moonlight (arXiv:2502.16982) and GLM-4.5
     (arXiv:2508.06471)."""
-    from harness.training.muon import Muon
-
     model = GPTModel(shape(moe=MOE, mlp="swiglu"))
     config = TrainConfig.model_validate({**SEED_TRAIN, "optimizer": "muon", "precision": "fp32"})
-    muons = Muon(model, config)._muons
+    shapes = Muon(model, config).state_shapes()
+    muons = [name for name, state in shapes.items() if "momentum_buffer" in state]
     block = [name.removeprefix("trf_blocks.0.") for name in muons if name.startswith("trf_blocks.0.")]
     experts = [f"ff.experts.{number}.{part}.weight" for number in range(4) for part in ("layers.0", "layers.2", "gate")]
     assert sorted(block) == sorted(["att.qkv.weight", "att.out_proj.weight", "ff.router.weight", *experts])
-    name = "trf_blocks.0.ff.experts.3.gate.weight"
-    assert matrices_of(name, muons[name], model) == [Matrix(name, 0, 128, 48)]
 
 
 # Commands
@@ -216,7 +218,7 @@ def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", config)
     (tmp_path / "model.json").write_text(config.model_dump_json())
     files = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors")]
-    shop = Workshop(tmp_path)
+    shop = Workshop(tmp_path)  # in processes of one thread
     said = shop.script("test_smoke.py", *files, "--prompt", "def f(", "--num-tokens", "5", "--temperature", "0").stdout
     assert said.startswith("def f(")
     examples = [{"instruction": "f", "input": "", "output": "def"}] * 20
@@ -231,7 +233,7 @@ def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
 def test_the_scale_is_switch_transformers_over_the_active_experts(
     tmp_path: Path, given: dict[str, float], active: int, scale: float
 ) -> None:
-    shop = Workshop(tmp_path)
+    shop = InProcess(tmp_path)
     moe = {"num_experts": 4, "num_active_experts": active}
     run = shop.add_run(model={"moe": moe}, moe_router_loss_scale=given.get("own"))
     assert Experiment.load(RunDirectory(run), shop.datasets).moe_router_loss_scale == scale
@@ -259,14 +261,12 @@ def test_the_load_is_of_all_microbatches_since_the_last_report() -> None:
     loads = ([[4, 0, 4, 0], [2, 2, 2, 2]], [[4, 4, 0, 0], [0, 2, 4, 2]])
     for load in loads:
         meter.add(StepResult(torch.ones(2, dtype=torch.float64), zero, zero, torch.tensor(load)))
-    state = meter.state()
-    for other in (LossMeter(CPU, model), LossMeter(CPU, model)):
-        other.load_state(state)
-        assert other.reduce(alone).expert_load == [[2, 1, 1, 0], [0.5, 1, 1.5, 1]]
-        assert other.state() == LossMeter(CPU, model).state(), "a report resets the meter"
-    merged = LossMeter(CPU, model)
-    merged.load_merged([state, LossMeter(CPU, model).state()])
-    report = merged.reduce(alone)
-    assert (report.expert_load, report.microbatches) == ([[2, 1, 1, 0], [0.5, 1, 1.5, 1]], 4)
+    state, empty = meter.state(), LossMeter(CPU, model).state()
+    for ranks, microbatches in ([state], 4), ([state, empty], 4), ([state, state], 8):
+        other = LossMeter(CPU, model)
+        other.load_state(ranks)
+        report = other.reduce(alone)
+        assert (report.expert_load, report.microbatches) == ([[2, 1, 1, 0], [0.5, 1, 1.5, 1]], microbatches)
+        assert other.state() == empty, "a report resets the meter"
     with pytest.raises(ValueError, match="16 numbers where there should be 8"):
-        LossMeter(CPU).load_state(state)
+        LossMeter(CPU).load_state([state])

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpointing import OptimizerStates, capture_optimizer, load_notebook_optimizer, restore_optimizer
+from checkpointing import restore_optimizer
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.model.precision import Precision
+from harness.runs.checkpoint_meta import CheckpointMeta
+from harness.runs.checkpoints import Checkpoint
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
-from harness.training.optimizer import build_optimizer
-from harness.training.step import OptimizerStep, build_step
+from harness.training.step import OptimizerStep, StepResult
 from harness.training.zero1 import NamedState
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
+PATH = Path("20260101Z000000-iteration-2")
 CONFIG = ModelConfig(vocab_size=50, context_length=8, emb_dim=16, n_heads=2, n_layers=1, drop_rate=0.0, qkv_bias=True)
 TRAIN = TrainConfig(
-    dataset="a/b", microbatch_size=2, min_train_tokens=1, start_train_token=0, checkpoint_interval=1, learning_rate=0.01
+    dataset="a/b",
+    microbatch_size=2,
+    min_train_tokens=1,
+    start_train_token=0,
+    checkpoint_interval=1,
+    learning_rate=0.01,
+    precision="fp32",
 )
-MUON = TRAIN.model_copy(update={"optimizer": "muon", "precision": "fp32", "muon_momentum_warmup_steps": 4})
+MUON = TRAIN.model_copy(update={"optimizer": "muon", "muon_momentum_warmup_steps": 4})
 EACH = pytest.mark.parametrize("config", [TRAIN, MUON], ids=["adamw", "muon"])
 MATRICES_ONLY = TRAIN.model_copy(update={"decay_all_parameters": False})
-NO_SCALER = Precision("fp32", "cpu").scaler()
 BATCHES = [[Microbatch(np.arange(17, dtype=np.uint16) * factor % 50, 8)] for factor in (1, 2, 3, 7, 11)]
 
 
@@ -43,11 +51,24 @@ def fresh_model(seed: int = 0, config: ModelConfig = CONFIG) -> GPTModel:
 
 
 def trained_step(config: TrainConfig = TRAIN, steps: int = 3) -> OptimizerStep:
-    model = fresh_model()
-    step = build_step(model, model, config)
+    step = OptimizerStep(fresh_model(), config)
     for batch in BATCHES[:steps]:
         step.run(batch, 1.0)
     return step
+
+
+def update(step: OptimizerStep, multiplier: float = 1.0) -> StepResult:
+    """Run a step with the gradients that the parameters already have."""
+    with mock.patch.object(step, "accumulate", return_value=(torch.zeros(1), None)):
+        return step.run([], multiplier)
+
+
+def saved_by(step: OptimizerStep) -> Checkpoint:
+    return checkpoint_of(copy.deepcopy(step.optimizer.named_state(ALONE)))
+
+
+def checkpoint_of(state: NamedState) -> Checkpoint:
+    return Checkpoint({}, state, {}, {}, CheckpointMeta(global_step=2, tokens_seen=96))
 
 
 def alike(left: NamedState, right: NamedState) -> bool:
@@ -71,46 +92,42 @@ def test_adamw_is_torchs_to_the_bit() -> None:
     weight decay of all parameters and of matrices only."""
     for config in (TRAIN, MATRICES_ONLY):
         ours, theirs = fresh_model(), fresh_model()
-        optimizer = AdamW(ours, config)
+        step = OptimizerStep(ours, config)
         matrices = [p for p in theirs.parameters() if p.dim() >= 2 or config.decay_all_parameters]
         vectors = [p for p in theirs.parameters() if p.dim() < 2 and not config.decay_all_parameters]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         reference = torch.optim.AdamW([group for group in groups if group["params"]], betas=config.betas, fused=True)
         for number, batch in enumerate(BATCHES):
             multiplier = 1.0 / (number + 1)
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(*batch[0].to(CPU)).backward()
-            optimizer.set_multiplier(multiplier)
-            optimizer.update(NO_SCALER, None)
+            step.run(batch, multiplier)
+            theirs.zero_grad()
+            theirs(*batch[0].to(CPU)).backward()
             for group in reference.param_groups:
                 group["lr"] = config.learning_rate * multiplier
             reference.step()
-            assert optimizer.learning_rate == config.learning_rate * multiplier
+            assert step.learning_rate == config.learning_rate * multiplier
         assert same_weights(ours, theirs)
         names: dict[Tensor, str] = {parameter: name for name, parameter in theirs.named_parameters()}
-        assert alike(
-            optimizer.named_state(ALONE), {names[parameter]: state for parameter, state in reference.state.items()}
-        )
+        found = {names[parameter]: state for parameter, state in reference.state.items()}
+        assert alike(step.optimizer.named_state(ALONE), found)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.01])
-def test_a_step_is_torchs_adamw_with_clipping(max_norm: float | None) -> None:
+def test_a_step_is_torchs_adamw_with_clipping() -> None:
     torch.manual_seed(0)
     ours, theirs = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = AdamW(ours, TRAIN)
+    step = OptimizerStep(ours, TRAIN.model_copy(update={"clipping_max_norm": 0.01}))
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     for _ in range(5):
         x = torch.randn(3, 7)
         for model in (ours, theirs):
             model.zero_grad()
             model(x).square().sum().backward()
-        norm, skipped = optimizer.update(NO_SCALER, max_norm)
-        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
+        result = update(step)
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
         reference.step()
-        torch.testing.assert_close(norm, expected)
-        assert skipped == 0
+        torch.testing.assert_close(result.gradient_norm, expected)
+        assert result.skipped == 0
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
 
@@ -122,31 +139,15 @@ def test_a_step_is_torchs_adamw_with_clipping(max_norm: float | None) -> None:
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
     config: TrainConfig, precision: str, value: float
 ) -> None:
-    model, scaler = fresh_model(), Precision(precision, "cpu").scaler()
-    optimizer = build_optimizer(model, config)
-    for number, batch in enumerate(BATCHES[:3]):
-        model.zero_grad()
-        scaler.scale(model(*batch[0].to(CPU)).sum()).backward()
-        if number < 2:
-            assert optimizer.update(scaler, 1.0)[1] == 0
-    weights = [parameter.clone() for parameter in model.parameters()]
-    state = copy.deepcopy(optimizer.named_state(ALONE))
-    gradient = model.trf_blocks[0].att.qkv.weight.grad  # type: ignore[union-attr]
-    assert isinstance(gradient, Tensor)
-    gradient[3, 3] = value
-    assert optimizer.update(scaler, 1.0)[1] == 1
-    assert all(map(torch.equal, weights, model.parameters()))
-    assert len(state) == len(weights)
-    assert alike(optimizer.named_state(ALONE), state)
-
-
-def test_weight_decay_on_matrices_only() -> None:
-    model = GPTModel(CONFIG)
-    groups = AdamW(model, MATRICES_ONLY).param_groups
-    assert {parameter.dim() for parameter in groups[0]["params"]} == {2}
-    assert {parameter.dim() for parameter in groups[1]["params"]} == {1}
-    assert (groups[0]["weight_decay"], groups[1]["weight_decay"]) == (0.1, 0.0)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    step = trained_step(config.model_copy(update={"precision": precision, "clipping_max_norm": 1.0}), steps=2)
+    weights = [parameter.clone() for parameter in step.bare_model.parameters()]
+    state = copy.deepcopy(step.optimizer.named_state(ALONE))
+    assert state.keys() == {name for name, _ in step.bare_model.named_parameters()}
+    step.accumulate(BATCHES[2])
+    step.bare_model.trf_blocks[0].att.qkv.weight.grad[3, 3] = value
+    assert update(step).skipped == 1
+    assert all(map(torch.equal, weights, step.bare_model.parameters()))
+    assert alike(step.optimizer.named_state(ALONE), state)
 
 
 # State by name
@@ -157,7 +158,7 @@ def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfi
     """The state has each parameter by name in fp32, and as many bytes as `optimizer_state_bytes` returns, not counting
     the "step" tensors."""
     model = fresh_model()
-    step = build_step(model, model, config)
+    step = OptimizerStep(model, config)
     assert step.optimizer.named_state(ALONE) == {}, "there is no state before the first step"
     for batch in BATCHES[:3]:
         step.run(batch, 1.0)
@@ -180,13 +181,13 @@ def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
     """A model resumed after two steps ends equal to one trained without a stop, even if Muon's momentum is still
     warming up."""
     at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
-    steps = {model: build_step(model, model, config) for model in (at_once, stopped, continued)}
+    steps = {model: OptimizerStep(model, config) for model in (at_once, stopped, continued)}
     for batch in BATCHES:
         steps[at_once].run(batch, 1.0)
     for batch in BATCHES[:2]:
         steps[stopped].run(batch, 1.0)
     continued.load_state_dict(stopped.state_dict())
-    restore_optimizer(steps[continued], copy.deepcopy(capture_optimizer(steps[stopped], ALONE)))
+    restore_optimizer(steps[continued], saved_by(steps[stopped]), PATH)
     for batch in BATCHES[2:]:
         steps[continued].run(batch, 1.0)
     assert same_weights(at_once, continued)
@@ -206,13 +207,13 @@ def test_the_state_is_the_optimizers_own_and_rank_0s_alone() -> None:
     assert step.optimizer.named_state(World(1, 1, 2, 2, CPU)) == {}
 
 
-@pytest.mark.parametrize("saved_by", [TRAIN, MATRICES_ONLY])
-@pytest.mark.parametrize("loaded_by", [TRAIN, MATRICES_ONLY])
-def test_a_state_does_not_depend_on_how_parameters_are_grouped(saved_by: TrainConfig, loaded_by: TrainConfig) -> None:
+@pytest.mark.parametrize("one", [TRAIN, MATRICES_ONLY])
+@pytest.mark.parametrize("other", [TRAIN, MATRICES_ONLY])
+def test_a_state_does_not_depend_on_how_parameters_are_grouped(one: TrainConfig, other: TrainConfig) -> None:
     """A state saved with one grouping of parameters can be loaded with another. Loading leaves the settings of the
     groups as the current train.json has them."""
-    saved = trained_step(saved_by).optimizer.named_state(ALONE)
-    optimizer = AdamW(fresh_model(), loaded_by)
+    saved = trained_step(one).optimizer.named_state(ALONE)
+    optimizer = AdamW(fresh_model(), other)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_named_state(saved)
     assert alike(optimizer.named_state(ALONE), saved)
@@ -243,26 +244,16 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change: Any, w
     saved = copy.deepcopy(before)
     change(saved)
     with pytest.raises(UserError, match=r"optimizer\.pt") as refused:
-        restore_optimizer(step, OptimizerStates(saved, {}))
+        restore_optimizer(step, checkpoint_of(saved), PATH)
     assert words in str(refused.value)
     assert alike(step.optimizer.named_state(ALONE), before)
 
 
-def test_a_state_of_another_model_is_refused() -> None:
-    wider = fresh_model(config=CONFIG.model_copy(update={"vocab_size": 51}))
-    with pytest.raises(ValueError, match=r"tok_emb\.weight"):
-        AdamW(wider, TRAIN).load_named_state(trained_step().optimizer.named_state(ALONE))
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "words"),
-    [(TRAIN, MUON, "has ['momentum_buffer', 'step']"), (MUON, TRAIN, "has ['exp_avg', 'exp_avg_sq', 'step']")],
-    ids=["adamw", "muon"],
-)
-def test_optimizers_refuse_each_others_state(own: TrainConfig, other: TrainConfig, words: str) -> None:
-    with pytest.raises(UserError, match=r"optimizer.pt: .*trf_blocks.0.att.qkv.weight") as refused:
-        restore_optimizer(trained_step(own), capture_optimizer(trained_step(other), ALONE))
-    assert words in str(refused.value)
+def test_optimizers_refuse_each_others_state() -> None:
+    for own, other, moments in ((TRAIN, MUON, "momentum_buffer"), (MUON, TRAIN, "exp_avg', 'exp_avg_sq")):
+        with pytest.raises(UserError, match=r"optimizer.pt: .*trf_blocks.0.att.qkv.weight") as refused:
+            restore_optimizer(trained_step(own), saved_by(trained_step(other)), PATH)
+        assert f"has ['{moments}', 'step']" in str(refused.value)
 
 
 def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
@@ -271,4 +262,4 @@ def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
     tensors = step.bare_model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
     with pytest.raises(UserError, match=r"optimizer.pt: holds something else"):
-        load_notebook_optimizer(step, OptimizerStates({"state": numbered}, {}))
+        restore_optimizer(step, Checkpoint({}, {"state": numbered}, {}, {}, CheckpointMeta(global_step=2)), PATH)

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from harness.common.program import program_commit
 from harness.model.precision import Precision
+from tests.support.in_process import InProcess
 from tests.support.launch import ROOT, Result, Workshop, finish, metrics
 
 STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
@@ -29,14 +30,14 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workshop, Path, Result]:
-    shop = Workshop(tmp_path_factory.mktemp("training"))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[InProcess, Path, Result]:
+    shop = InProcess(tmp_path_factory.mktemp("training"))
     shop.add_dataset()
     run = shop.add_run(**SETTINGS)
     return shop, run, replace(shop, draws=True).torchrun()
 
 
-def test_every_report_is_there_and_strict_json(trained: tuple[Workshop, Path, Result]) -> None:
+def test_every_report_is_there_and_strict_json(trained: tuple[InProcess, Path, Result]) -> None:
     _, run, _ = trained
     events = metrics(run)
     steps = {
@@ -53,13 +54,13 @@ def test_every_report_is_there_and_strict_json(trained: tuple[Workshop, Path, Re
     assert [event["learning_rate"] for event in train][-1] == pytest.approx(0.001)
 
 
-def test_it_learns(trained: tuple[Workshop, Path, Result]) -> None:
+def test_it_learns(trained: tuple[InProcess, Path, Result]) -> None:
     losses = [event["loss"] for event in metrics(trained[1]) if event["event"] == "validation"]
     assert losses[0] == pytest.approx(math.log(64), rel=0.05)
     assert losses[-1] < losses[0] - 0.2
 
 
-def test_checkpoints_chart_and_links(trained: tuple[Workshop, Path, Result]) -> None:
+def test_checkpoints_chart_and_links(trained: tuple[InProcess, Path, Result]) -> None:
     _, run, _ = trained
     folders = sorted(path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink())
     assert [re.fullmatch(r"\d{8}Z\d{6}-iteration-(\d+)", name).group(1) for name in folders] == ["0", "5", "9"]  # type: ignore[union-attr]
@@ -74,7 +75,7 @@ def test_checkpoints_chart_and_links(trained: tuple[Workshop, Path, Result]) -> 
     assert (run / "training-run-chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_summary_and_what_is_printed(trained: tuple[Workshop, Path, Result]) -> None:
+def test_summary_and_what_is_printed(trained: tuple[InProcess, Path, Result]) -> None:
     _, run, result = trained
     summary = json.loads((run / "summary.json").read_text())
     assert summary["tokens_seen"] == STEPS * 128
@@ -90,15 +91,14 @@ def test_summary_and_what_is_printed(trained: tuple[Workshop, Path, Result]) -> 
     assert line.endswith(f" norm {last['gradient_norm']:.2f}")
 
 
-def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Workshop, Path, Result]) -> None:
+def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[InProcess, Path, Result]) -> None:
     shop, run, _ = trained
 
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
 
     before = times()
-    result = shop.train(ranks=2)
-    assert "r is finished: 10 global steps" in result.stdout
+    assert "r is finished: 10 global steps" in shop.train_here().stdout
     assert times() == before
 
 
@@ -118,7 +118,7 @@ def test_one_process_without_torchrun(shop: Workshop) -> None:
     assert "Best loss" not in result.stdout
 
 
-def test_validation_on_all_ranks_prints_the_same_number(trained: tuple[Workshop, Path, Result]) -> None:
+def test_validation_on_all_ranks_prints_the_same_number(trained: tuple[InProcess, Path, Result]) -> None:
     shop, alone, _ = trained
     shared = shop.add_run("shared", **SETTINGS, validation_ranks="all")
     shop.train("shared")
@@ -127,7 +127,7 @@ def test_validation_on_all_ranks_prints_the_same_number(trained: tuple[Workshop,
     assert losses[0] == losses[1]
 
 
-def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(trained: tuple[Workshop, Path, Result]) -> None:
+def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(trained: tuple[InProcess, Path, Result]) -> None:
     """meta.json and summary.json record all settings, defaults included, and the precision, versions, commit, device
     and seed."""
     _, run, result = trained
