@@ -322,7 +322,7 @@ def _high_water_mark(pid: int) -> int:
 @pytest.mark.slow
 @needs_proc
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Peaks for a text, for eight times the text, and for one document of 25 MiB are all far below 1 GiB."""
+    """Peaks for a text, for eight times the text, and for one document of 25 MiB are all far below half a GiB."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [f" {word}" for word in WORDS if word.isalpha()]))
     documents = texts(3000, longest=400)
     for copies in (1, 8):
