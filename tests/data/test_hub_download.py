@@ -78,6 +78,7 @@ class Downloader:
         environment = {**self.hub.environment(self.home / "hf"), **self.environment}
         settings: dict[str, Any] = {
             "ENDPOINT": environment["HF_ENDPOINT"],
+            "HUGGINGFACE_CO_URL_TEMPLATE": environment["HF_ENDPOINT"] + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE") == "1",
             "HF_HUB_DISABLE_XET": True,
         }
