@@ -47,7 +47,7 @@ def add_run(folder: Path, name: str, **changed: Any) -> None:
 
 @pytest.fixture(scope="module")
 def report(points: str) -> subprocess.CompletedProcess[str]:
-    """What the command prints for the points and two plans. It loads neither torch nor matplotlib."""
+    """The command's output for the points and two plans. The command loads neither torch nor matplotlib."""
     arguments = ["fit_scaling.py", "--points", points, "--predict", "parameters=3e8,tokens=1e10", "--budget", "1e19"]
     arguments += ["--predict", "quickstart-gpt2", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100"]
     program = (
