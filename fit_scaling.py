@@ -122,12 +122,13 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
         return Plan("", **numbers, flops=cost.flops(**numbers))
     run = RunDirectory.find(runs_dir, text)
     model, train = load_model_config(run.model_json), load_train_config(run.train_json)
+    remedy = "give --predict parameters=NUMBER,tokens=NUMBER instead of the run"
     if model.moe is not None:
-        raise UserError(f'{run.model_json}: key "moe": the laws are of dense models; give parameters=,tokens=')
+        raise UserError(f'{run.model_json}: key "moe": the laws are of dense models; {remedy}')
     wanted = stated_tokens(train, model)
     if wanted is None:
         said = f'key "{train.budget}": {getattr(train, train.budget)} names no number'
-        raise UserError(f"{run.train_json}: {said}; give parameters=,tokens=")
+        raise UserError(f"{run.train_json}: {said}; {remedy}")
     return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
 
 

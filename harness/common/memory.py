@@ -191,7 +191,8 @@ def give_back_under_a_limit() -> None:
     mapping, which returns to the system as soon as the block is freed. For small blocks the heap allocates
     CUSHION_BYTES now and keeps them.
 
-    The microbatch search runs with this setting, so training needs it, too, for the size that the search found to fit.
+    The microbatch search runs with this setting. Training must run with it, too, or the size that the search found
+    may not fit.
     """
     if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
         return

@@ -267,8 +267,8 @@ def _unfinished_state(
 
 
 def _last_end(run: RunDirectory) -> State | None:
-    """Return how the run last ended in a sweep, by its sweep.log: failed or pruned. None if the log has no such line
-    after the last start, or if the run was resumed without the sweep since."""
+    """Return how the last sweep that trained the run ended it, failed or pruned, as sweep.log says. None if sweep.log
+    says neither since it last recorded a start, or if the run was trained without a sweep after that."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None

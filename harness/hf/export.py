@@ -61,8 +61,8 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
     """Write `model`, which was loaded from `files`, to a new folder that the lab notebook's scripts can load.
 
-    The scripts read model.json and model.safetensors. For our own commands the folder also has the tokenizer and a
-    meta.json that names it. Returns remarks for the user.
+    The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
+    the tokenizer, and the tokenizer's file if it has one. Returns remarks for the user.
 
     Raises UserError if the notebook's program does not compute such a model, or if the folder exists and is not empty.
     Raises RunError if the folder cannot be written; no partial folder remains.

@@ -92,8 +92,9 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 
 
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
-    """Return the model's tensors under the names of a native class, or of our own class if `kind` is OWN_TYPE, some of
-    them as views. Biases that the model lacks are zeros, and gains that it lacks are ones."""
+    """Return the model's tensors under the names that transformers' class `kind` gives them, some of them as views. If
+    the class has biases or gains that the model lacks, zeros or ones are returned for them. If `kind` is OWN_TYPE,
+    return the tensors under the names of our own class."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
         return {f"model.{name}": tensor for name, tensor in ours.items() if not (shape.tie_weights and name == HEAD)}

@@ -106,8 +106,7 @@ def too_small(
     model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> str | None:
     """Return the reason why a step is too small for an estimate, or None if it is large enough. A step is too small if
-    the GPU completes its work before the CPU has launched its kernels, because UNCERTAINTY does not hold in that
-    case."""
+    the CPU needs longer to launch its kernels than the GPU needs to run them. The error may then exceed UNCERTAINTY."""
     seconds, kernels = _step(model, device, layout, train)
     if seconds >= kernels * LAUNCH_SECONDS:
         return None

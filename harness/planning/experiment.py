@@ -224,7 +224,7 @@ class Experiment:
         return Position(done_steps, done_steps + steps, start, done_tokens)
 
     def provenance(self, dataset: Dataset) -> Provenance:
-        """Return the provenance of this experiment's checkpoints."""
+        """Return what this experiment's checkpoints record of it: model, parameters, train.json and dataset."""
         return Provenance(
             model=self.model.model_dump(mode="json"),
             parameters=self.model.parameters,

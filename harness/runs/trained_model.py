@@ -155,7 +155,9 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
     # beside a train.json it may be the run's initial weights
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
         return TrainedModel.read(run.path, label=name)
-    raise UserError(f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another: RUN:CHECKPOINT")
+    raise UserError(
+        f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another checkpoint, as RUN:CHECKPOINT"
+    )
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:

@@ -64,9 +64,9 @@ def explained(place: str) -> Iterator[None]:
 class DerivedRun:
     """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json.
 
-    `parent` is the name of the run that it was derived from, and `differs` has each setting that differs from it, as
-    {"base": value there, "here": value}. They compare with the base as it is now; it may change later. `sweep` is the
-    name of the sweep that the run is for.
+    `parent` is the name of the run from which this run was derived. `differs` has each setting in which this run
+    differs from its parent, as {"base": value in the parent, "here": value in this run}, by the parent's files at the
+    time of deriving. `sweep` is the name of the sweep that the run is for.
     """
 
     run: RunDirectory

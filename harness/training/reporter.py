@@ -57,7 +57,8 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if standard error is a terminal. Messages printed before keep their own lines."""
+        """Show the bar from now on, if standard error is a terminal. It is not shown earlier, so that the messages of
+        the start-up, which are printed directly, do not break it."""
         if self.visible and sys.stderr is not None and sys.stderr.isatty():
             # The numbers include the time left. tqdm's other fields would push them off a screen of 80 columns.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"

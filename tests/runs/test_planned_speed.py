@@ -196,8 +196,8 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
 
 
 def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path) -> None:
-    """On a computer without GPUs, a plan by one process is for all ranks of the machine in the run's name, or else of
-    the machine whose price is in train.json."""
+    """Without GPUs, --plan assumes the machine in the run's name, or else the machine whose price is in train.json. If
+    one process runs --plan, it assumes all GPUs of that machine."""
     where = shipped(tmp_path, "8xh100m80-fast")
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")

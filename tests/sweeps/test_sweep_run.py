@@ -181,7 +181,8 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
 
 
 def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> None:
-    """The machine costs 150 dollars while two runs of 150 dollars share it; a longer run beside them is not begun."""
+    """Two runs that share the machine, 150 dollars each if alone, cost 150 dollars together. A third, longer run is not
+    started beside them, because the machine would then cost 296.67 dollars."""
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"random_seed": 2}, {"random_seed": 3}, {"min_train_tokens": 2560}]
     sweep = make(shop, together=entries)

@@ -157,8 +157,8 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) 
 def _tokenize(
     batches: Iterator[Encoded], text: TokenStream, pool: TokenStream, rules: SplitRules, work: WorkFolder, show: Show
 ) -> None:
-    """Write all documents to `text`, those that may be held out to `pool`, and call `show` after each batch. If that
-    fails, the work that is done is kept."""
+    """Write the documents that may be held out to `pool` and all others to `text`, and call `show` after each batch. If
+    that fails, the work done so far is kept."""
     journal = work.journal
     text.open_at(journal.here.size)
     pool.open_at(journal.here.pool)

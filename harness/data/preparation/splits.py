@@ -46,7 +46,8 @@ POOL_SHARE = 4  # the pool's size in held-out shares; more than 1, since a few v
 
 @dataclass(frozen=True)
 class SplitRules:
-    """Shares of the text for the held-out splits, whose rest is the train split, and the order of the documents."""
+    """Division of a text: the shares of the held-out splits (the train split gets the rest), and the order of the
+    documents."""
 
     validation: float = 0.01
     test: float = 0.0

@@ -154,7 +154,7 @@ def read_responses(path: Path) -> Responses:
         ]
         value = {"model": as_unicode(path.stem).removesuffix(NOTEBOOK_SUFFIX), "responses": answers}
     if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold one JSON object with model, responses, or a list of answers")
+        raise UserError(f'{path}: must hold a list of answers, or one JSON object with "model" and "responses"')
     return parse_config(Responses, value, path)
 
 
