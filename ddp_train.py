@@ -88,8 +88,8 @@ class Trainer:
                     done = step - position.first_step
                     microbatches = self.loader.microbatches(done, self.world.rank)
                     batch_tokens = self.loader.batches.at(done).global_tokens
-                    rate, decay = self.rates.at(step, batch_tokens)
-                    result = self.optimizer_step.run(microbatches, rate, decay)
+                    multiplier, decay = self.rates.at(step, batch_tokens)
+                    result = self.optimizer_step.run(microbatches, multiplier, decay)
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step
                 state.tokens_seen += batch_tokens
@@ -144,7 +144,7 @@ class Trainer:
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
         if metrics.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
             raise self.world.collective_error(
-                f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row up to global step {step} "
+                f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row by global step {step} "
                 "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
                 "earlier checkpoint by its name"
             )

@@ -90,8 +90,9 @@ def one_line_errors() -> Iterator[None]:
         if _launched("WORLD_SIZE", 1) > 1:
             # When the interpreter shuts down, torch's threads that still run C++ code can abort the process ("terminate
             # called without an active exception"), and torchrun would report a finished rank as failed.
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # None if it was closed before Python started
+                    stream.flush()
             os._exit(0)
         return
     except (UserError, RunError) as error:
