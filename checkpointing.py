@@ -127,7 +127,7 @@ class Checkpointer:
                     meta=meta,
                     tokenizer=tokenizer if isinstance(tokenizer, Path) else None,
                 )
-                self.writer.submit(partial(self._publish, checkpoint))
+                self.writer.submit(partial(self._write_and_point, checkpoint))
 
             self.world.on_rank0(copy_and_submit)
         self.saved_step = state.global_step
@@ -153,7 +153,7 @@ class Checkpointer:
             **vars(self.prepared.provenance),
         )
 
-    def _publish(self, checkpoint: Checkpoint) -> None:
+    def _write_and_point(self, checkpoint: Checkpoint) -> None:
         """Write the files, point the links to them, and remove old checkpoints. Called by the writer."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl

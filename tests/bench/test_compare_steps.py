@@ -28,7 +28,8 @@ def test_every_peer_trains_the_same_model(program: str) -> None:
     assert sum(each.numel() for each in loss.parameters()) == config.parameters
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_race_of_the_real_command(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes the same number of steps, and an impossible --at-least exits with status 1 and the reason."""
     monkeypatch.setattr(compare_steps, "SHAPES", (TINY,))

@@ -54,6 +54,7 @@ for way in ("kept", "limited", "scarce"):
 """
 
 
+@pytest.mark.slow
 def test_blocks_are_kept_where_there_is_room() -> None:
     """Large blocks are kept if there is room. Under a limit, at least 4 MiB stay free at the heap's end for small
     allocations, because oneDNN does not check whether its own succeed."""

@@ -49,6 +49,7 @@ print(json.dumps([[f"{{kind}} {{cap}}", wants, lowered(kind, wants, cap)] for ki
 """
 
 
+@pytest.mark.slow
 def test_on_a_gpu_a_chunk_of_the_loss_is_one_kernel() -> None:
     pytest.importorskip("triton")  # builds of torch for CPUs have none
     for case, wants_errors, source in printed_by(TRITON):
