@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop
 
