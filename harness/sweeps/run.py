@@ -42,9 +42,14 @@ START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  #
 Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
 
 
+def is_on_terminal() -> bool:
+    """Return True if standard output is a terminal, and False also if it was closed before Python started."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def say(text: str) -> None:
     """Print a line. On a terminal, it replaces the line that `show` has written."""
-    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
+    print(f"{CLEAR_LINE}{text}" if is_on_terminal() else text, flush=True)
 
 
 def show(text: str) -> None:
@@ -147,7 +152,7 @@ class SweepRunner:
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
                 looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
-                if sys.stdout.isatty():
+                if is_on_terminal():
                     show("; ".join(lines))
                 elif now - said >= REPORT_SECONDS:
                     said = now

@@ -315,6 +315,17 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
     assert bool(shown) is is_terminal
 
 
+def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no sys.stdout if it is started by `command >&-`."""
+    monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.0)
+    sweep = make(shop, vary={"random_seed": [1]})
+    monkeypatch.setattr(sys, "stdout", None)
+    runner = SweepRunner(sweep.runs, Planner(shop.datasets, shop.runs, processes=1), shop.path / "in_place.py")
+    runner.run()
+    runner.leave()
+    assert states(sweep) == {"seed1": "finished"}
+
+
 def test_a_run_that_is_being_trained_is_waited_for(shop: Workshop) -> None:
     """The percentage is rounded down: 26.9 % of the tokens are shown as 26 %."""
     sweep = make(shop, vary={"random_seed": [1, 2]})
