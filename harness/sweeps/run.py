@@ -133,7 +133,7 @@ class SweepRunner:
         self.dollars = {each.run.name: each.dollars for each in statuses}
         self.spent = sum(each.dollars / groups_before(each.run) for each in statuses)
         self.attempts: list[Attempt] = []
-        self.is_idle = True  # no run has been started so far
+        self.has_started_runs = False
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
@@ -146,8 +146,10 @@ class SweepRunner:
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
             self._stop_if_due()
-            while self.free and not self.reason and (chosen := self._next_run()):
-                self._start(*chosen)
+            while self.free and not self.reason and (chosen := self._first_startable()):
+                self.reason = self._why_unaffordable(*chosen)
+                if not self.reason:
+                    self._start(*chosen)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
@@ -185,10 +187,9 @@ class SweepRunner:
             attempt.is_stopped = True
             attempt.process.terminate()
 
-    def _next_run(self) -> tuple[DerivedRun, RunPlan | None] | None:
+    def _first_startable(self) -> tuple[DerivedRun, RunPlan | None] | None:
         """Return the first waiting run that can be trained now, with its plan, which is None if the run will fail at
-        once. None if there is no such run, or if the budget does not cover the machine until this run and those that
-        are being trained have ended. In the second case, `reason` is set, which ends the sweep.
+        once. None if there is no such run.
 
         A run cannot be trained while another process trains it, such as one left by a killed sweep, or while another
         run is downloading its dataset.
@@ -207,22 +208,22 @@ class SweepRunner:
                 if dataset in fetched and not is_present(experiment.datasets_dir, dataset, experiment.splits):
                     continue
                 planned = self.planner.plan(run)
-            break
-        else:
-            return None
-        if self.max_dollars is not None:
-            wanted = (planned.dollars if planned else None) or 0.0
-            to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
-            total = self.spent + max([wanted, *to_come])
-            if total > self.max_dollars or self.spent >= self.max_dollars:
-                others = " and the runs under way" if self.attempts else ""
-                said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
-                spent = f"${amount_text(self.spent)} are spent"
-                self.reason = f"--max-dollars {amount_text(self.max_dollars)}: {spent}{said}"
-                return None
-            if not wanted:
-                say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
-        return run, planned
+            return run, planned
+        return None
+
+    def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str:
+        """Return why the budget does not cover the machine until this run and those that are being trained have ended.
+        Empty if it does, or without a budget. A run of unknown cost counts as free."""
+        if self.max_dollars is None:
+            return ""
+        wanted = (planned.dollars if planned else None) or 0.0
+        to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
+        total = self.spent + max([wanted, *to_come])
+        if total <= self.max_dollars and self.spent < self.max_dollars:
+            return ""
+        others = " and the runs under way" if self.attempts else ""
+        said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
+        return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process. Its output is appended to the run's sweep.log."""
@@ -250,8 +251,10 @@ class SweepRunner:
         if planned is not None and planned.seconds is not None:
             dollars += planned.dollars or 0.0
             expected = f", about {planned.seconds:,.0f} s"
+        elif self.max_dollars is not None:
+            say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
         self.attempts.append(Attempt(run, group, process, log, tokens, dollars))
-        self.is_idle = False
+        self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _look_at(self, attempt: Attempt) -> str:
@@ -296,7 +299,7 @@ class SweepRunner:
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if not each.is_done]
         said = count_states(statuses)
-        if self.is_idle and not unfinished:
+        if not self.has_started_runs and not unfinished:
             said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
         reason = f" ({self.reason})" if self.reason else ""
         say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
