@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from harness.common.errors import RunError, RunStopped, UserError, handle_stopping_signals, ignores_hangup
 from harness.common.libraries import usable_cores
@@ -37,7 +36,8 @@ REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
-START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_start`
+START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
+NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
 Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
 
@@ -92,7 +92,6 @@ class Attempt:
     run: DerivedRun
     group: Group
     process: subprocess.Popen[bytes]
-    log: IO[bytes]
     tokens: int | None
     dollars_at_end: float
     began: float = field(default_factory=time.monotonic)
@@ -105,6 +104,12 @@ def _end_with_parent() -> None:
     it."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _note_failure(run: DerivedRun, exit_status: int, error: str = "") -> None:
+    """Append to the run's sweep.log that the run has failed."""
+    with suppress(OSError), run.run.sweep_log.open("ab") as log:  # such as a full disk, which must not end other runs
+        log.write(f"{error}\n# failed with exit status {exit_status}\n".encode())
 
 
 class SweepRunner:
@@ -226,25 +231,19 @@ class SweepRunner:
         return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process. Its output is appended to the run's sweep.log."""
+        """Start the run's process, whose output is appended to the run's sweep.log. If the system refuses that, the run
+        has failed, and the next run gets the devices."""
         self.waiting.remove(run)
         name, variables = group = self.free.pop(0)
-        command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
-        command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
-        log = run.run.sweep_log.open("ab")
-        shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
-        begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
-        log.flush()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
-            start_new_session=True,  # a Ctrl-C reaches only the sweep, which stops the runs by SIGTERM
-            preexec_fn=_end_with_parent,
-        )
+        try:
+            process = self._open_process(run, variables)
+        except OSError as error:
+            self.free.append(group)
+            place = f"{error.filename}: " if error.filename else ""
+            reason = f"cannot be started: {place}{error.strerror or error}"
+            say(f"{run.name}: failed, {reason}")
+            _note_failure(run, NOT_STARTED, f"error: {reason}")
+            return
         tokens, dollars, expected = None, self.dollars[run.name], ""
         if planned is not None and planned.plan.position is not None:
             tokens = planned.plan.position.tokens_seen + planned.plan.tokens()
@@ -253,9 +252,31 @@ class SweepRunner:
             expected = f", about {planned.seconds:,.0f} s"
         elif self.max_dollars is not None:
             say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
-        self.attempts.append(Attempt(run, group, process, log, tokens, dollars))
+        self.attempts.append(Attempt(run, group, process, tokens, dollars))
         self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
+
+    def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start ddp_train.py with these environment variables, after a line with the command in the run's sweep.log."""
+        command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
+        command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
+        shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
+        begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        log = run.run.sweep_log.open("ab", buffering=0)
+        try:
+            log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,  # a Ctrl-C reaches only the sweep, which stops the runs by SIGTERM
+                preexec_fn=_end_with_parent,
+            )
+        finally:
+            with suppress(OSError):  # of a network disk; the process may have been started
+                log.close()
 
     def _look_at(self, attempt: Attempt) -> str:
         """Return the progress of a run that is being trained, as text. If there is a budget, also count its cost."""
@@ -289,9 +310,7 @@ class SweepRunner:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
         else:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
-        with suppress(OSError), attempt.log:  # an error such as a full disk must not end the other runs
-            if not is_finished and not is_stopped:
-                attempt.log.write(f"\n# failed with exit status {code}\n".encode())
+            _note_failure(attempt.run, code)
 
     def leave(self) -> None:
         """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
