@@ -85,14 +85,20 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """
     final = final.absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
+    with draft_folder(free_draft_path(final)) as draft:
+        yield draft
+        rename_whole(draft, lambda: final)
+
+
+def free_draft_path(final: Path) -> Path:
+    """Return the path of this process's draft of the folder `final`, beside it. Drafts of `final` that killed processes
+    left behind are removed."""
     prefix, own = f".{final.name}.partial-", ProcessName.own()
     for path in final.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)  # an earlier process may have had this one's
         if pid.isdecimal() and (int(pid) == own.pid or replace(own, pid=int(pid)).is_gone()):
             shutil.rmtree(path, ignore_errors=True)
-    with draft_folder(final.with_name(f"{prefix}{own.pid}")) as draft:
-        yield draft
-        rename_whole(draft, lambda: final)
+    return final.with_name(f"{prefix}{own.pid}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import check_name, draft_folder, sync
+from harness.common.files import check_name, draft_folder, free_draft_path, sync
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
@@ -236,14 +236,14 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
     yet.
 
     Raises RunError if one cannot be written. If the process is killed, some folders may be missing, but none is
-    incomplete.
+    incomplete. What it leaves behind is removed when runs of the same sweep, or this run, are written again.
     """
     if not runs:
         return
     folder = runs[0].run.path.parent
     made: list[Path] = []
     try:
-        with draft_folder(folder / f".{runs[0].name}.partial-{os.getpid()}") as draft:
+        with draft_folder(free_draft_path(folder / (runs[0].sweep or runs[0].name))) as draft:
             for run in runs:
                 (draft / run.name).mkdir()
                 derived = {"parent": run.parent, "sweep": run.sweep, "differs": run.differs}

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from harness.common.errors import RunError, RunStopped, UserError, handle_stopping_signals, ignores_hangup
 from harness.common.libraries import usable_cores
@@ -37,14 +36,20 @@ REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
-START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_start`
+START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
+NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
 Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
 
 
+def is_on_terminal() -> bool:
+    """Return True if standard output is a terminal, and False also if it was closed before Python started."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def say(text: str) -> None:
     """Print a line. On a terminal, it replaces the line that `show` has written."""
-    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
+    print(f"{CLEAR_LINE}{text}" if is_on_terminal() else text, flush=True)
 
 
 def show(text: str) -> None:
@@ -87,7 +92,6 @@ class Attempt:
     run: DerivedRun
     group: Group
     process: subprocess.Popen[bytes]
-    log: IO[bytes]
     tokens: int | None
     dollars_at_end: float
     began: float = field(default_factory=time.monotonic)
@@ -100,6 +104,12 @@ def _end_with_parent() -> None:
     it."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _note_failure(run: DerivedRun, exit_status: int, error: str = "") -> None:
+    """Append to the run's sweep.log that the run has failed."""
+    with suppress(OSError), run.run.sweep_log.open("ab") as log:  # such as a full disk, which must not end other runs
+        log.write(f"{error}\n# failed with exit status {exit_status}\n".encode())
 
 
 class SweepRunner:
@@ -128,7 +138,7 @@ class SweepRunner:
         self.dollars = {each.run.name: each.dollars for each in statuses}
         self.spent = sum(each.dollars / groups_before(each.run) for each in statuses)
         self.attempts: list[Attempt] = []
-        self.is_idle = True  # no run has been started so far
+        self.has_started_runs = False
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
@@ -141,13 +151,15 @@ class SweepRunner:
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
             self._stop_if_due()
-            while self.free and not self.reason and (chosen := self._next_run()):
-                self._start(*chosen)
+            while self.free and not self.reason and (chosen := self._first_startable()):
+                self.reason = self._why_unaffordable(*chosen)
+                if not self.reason:
+                    self._start(*chosen)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
                 looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
-                if sys.stdout.isatty():
+                if is_on_terminal():
                     show("; ".join(lines))
                 elif now - said >= REPORT_SECONDS:
                     said = now
@@ -180,10 +192,9 @@ class SweepRunner:
             attempt.is_stopped = True
             attempt.process.terminate()
 
-    def _next_run(self) -> tuple[DerivedRun, RunPlan | None] | None:
+    def _first_startable(self) -> tuple[DerivedRun, RunPlan | None] | None:
         """Return the first waiting run that can be trained now, with its plan, which is None if the run will fail at
-        once. None if there is no such run, or if the budget does not cover the machine until this run and those that
-        are being trained have ended. In the second case, `reason` is set, which ends the sweep.
+        once. None if there is no such run.
 
         A run cannot be trained while another process trains it, such as one left by a killed sweep, or while another
         run is downloading its dataset.
@@ -202,52 +213,70 @@ class SweepRunner:
                 if dataset in fetched and not is_present(experiment.datasets_dir, dataset, experiment.splits):
                     continue
                 planned = self.planner.plan(run)
-            break
-        else:
-            return None
-        if self.max_dollars is not None:
-            wanted = (planned.dollars if planned else None) or 0.0
-            to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
-            total = self.spent + max([wanted, *to_come])
-            if total > self.max_dollars or self.spent >= self.max_dollars:
-                others = " and the runs under way" if self.attempts else ""
-                said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
-                spent = f"${amount_text(self.spent)} are spent"
-                self.reason = f"--max-dollars {amount_text(self.max_dollars)}: {spent}{said}"
-                return None
-            if not wanted:
-                say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
-        return run, planned
+            return run, planned
+        return None
+
+    def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str:
+        """Return why the budget does not cover the machine until this run and those that are being trained have ended.
+        Empty if it does, or without a budget. A run of unknown cost counts as free."""
+        if self.max_dollars is None:
+            return ""
+        wanted = (planned.dollars if planned else None) or 0.0
+        to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
+        total = self.spent + max([wanted, *to_come])
+        if total <= self.max_dollars and self.spent < self.max_dollars:
+            return ""
+        others = " and the runs under way" if self.attempts else ""
+        said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
+        return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process. Its output is appended to the run's sweep.log."""
+        """Start the run's process, whose output is appended to the run's sweep.log. If the system refuses that, the run
+        has failed, and the next run gets the devices."""
         self.waiting.remove(run)
         name, variables = group = self.free.pop(0)
-        command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
-        command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
-        log = run.run.sweep_log.open("ab")
-        shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
-        begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
-        log.flush()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
-            start_new_session=True,  # a Ctrl-C reaches only the sweep, which stops the runs by SIGTERM
-            preexec_fn=_end_with_parent,
-        )
+        try:
+            process = self._open_process(run, variables)
+        except OSError as error:
+            self.free.append(group)
+            place = f"{error.filename}: " if error.filename else ""
+            reason = f"cannot be started: {place}{error.strerror or error}"
+            say(f"{run.name}: failed, {reason}")
+            _note_failure(run, NOT_STARTED, f"error: {reason}")
+            return
         tokens, dollars, expected = None, self.dollars[run.name], ""
         if planned is not None and planned.plan.position is not None:
             tokens = planned.plan.position.tokens_seen + planned.plan.tokens()
         if planned is not None and planned.seconds is not None:
             dollars += planned.dollars or 0.0
             expected = f", about {planned.seconds:,.0f} s"
-        self.attempts.append(Attempt(run, group, process, log, tokens, dollars))
-        self.is_idle = False
+        elif self.max_dollars is not None:
+            say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
+        self.attempts.append(Attempt(run, group, process, tokens, dollars))
+        self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
+
+    def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start ddp_train.py with these environment variables, after a line with the command in the run's sweep.log."""
+        command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
+        command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
+        shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
+        begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        log = run.run.sweep_log.open("ab", buffering=0)
+        try:
+            log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,  # a Ctrl-C reaches only the sweep, which stops the runs by SIGTERM
+                preexec_fn=_end_with_parent,
+            )
+        finally:
+            with suppress(OSError):  # of a network disk; the process may have been started
+                log.close()
 
     def _look_at(self, attempt: Attempt) -> str:
         """Return the progress of a run that is being trained, as text. If there is a budget, also count its cost."""
@@ -281,9 +310,7 @@ class SweepRunner:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
         else:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
-        with suppress(OSError), attempt.log:  # an error such as a full disk must not end the other runs
-            if not is_finished and not is_stopped:
-                attempt.log.write(f"\n# failed with exit status {code}\n".encode())
+            _note_failure(attempt.run, code)
 
     def leave(self) -> None:
         """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
@@ -291,7 +318,7 @@ class SweepRunner:
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if not each.is_done]
         said = count_states(statuses)
-        if self.is_idle and not unfinished:
+        if not self.has_started_runs and not unfinished:
             said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
         reason = f" ({self.reason})" if self.reason else ""
         say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))

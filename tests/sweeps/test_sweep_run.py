@@ -140,6 +140,32 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
     assert log_of(shop, "s-eps1.0").count("\n$ ") == 2
 
 
+def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its devices go to the next run: the last two runs wait for each other."""
+    shop.add_dataset()
+    sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
+    log = shop.runs / "s-seed1" / "sweep.log"
+    log.mkdir()
+    shutil.rmtree(shop.runs / "s-seed2")
+    ended = run(shop, sweep, groups=2)
+    assert states(sweep) == {"seed1": "never trained", "seed2": "not made", "seed3": "finished", "seed4": "finished"}
+    assert ended.said[0] == f"s-seed1: failed, cannot be started: {log}: Is a directory"
+    absent = shop.runs / "s-seed2" / "sweep.log"
+    assert ended.said[1] == f"s-seed2: failed, cannot be started: {absent}: No such file or directory"
+    assert ended.error == "2 of 4 runs failed; the same command tries them again"
+    load(shop, set={"eps": 3.0}, vary={"random_seed": [1, 3]})
+    done = sweep_command(shop, "run", str(shop.datasets))
+    assert (done.status, done.stderr) == (1, "error: 1 of 2 runs failed; the same command tries them again\n")
+    assert ended.said[0] in done.stdout.splitlines()
+    log.rmdir()
+    python = shop.path / "no-python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    run(shop, sweep)
+    reason = f"error: cannot be started: {python}: No such file or directory"
+    assert log.read_text().endswith(f" UTC\n{reason}\n# failed with exit status 126\n")
+    assert status_lines([status_of(sweep.runs[0])])[-1] == f"    {reason}"
+
+
 def test_groups_run_at_the_same_time(shop: Workshop) -> None:
     """Two runs that wait for each other both finish. Runs whose dataset is still to be downloaded take turns."""
     ended = run(shop, make(shop, vary={"random_seed": [1, 2]}), groups=2)
@@ -313,6 +339,17 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
     pattern = r"run 1 of 2, s-seed1: global step \d+, \d+ %, loss 2\.500, \d+ s left"
     assert any(re.fullmatch(pattern, line) for line in lines)
     assert bool(shown) is is_terminal
+
+
+def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no sys.stdout if it is started by `command >&-`."""
+    monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.0)
+    sweep = make(shop, vary={"random_seed": [1]})
+    monkeypatch.setattr(sys, "stdout", None)
+    runner = SweepRunner(sweep.runs, Planner(shop.datasets, shop.runs, processes=1), shop.path / "in_place.py")
+    runner.run()
+    runner.leave()
+    assert states(sweep) == {"seed1": "finished"}
 
 
 def test_a_run_that_is_being_trained_is_waited_for(shop: Workshop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -291,6 +292,14 @@ def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.M
     with pytest.raises(RunError, match="s-seed3: the runs cannot be written: No space left on device"):
         write_runs(load(shop, vary={"random_seed": [1, 2, 3]}).missing())
     assert [path.name for path in shop.runs.iterdir()] == ["base"]
+
+
+def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
+    """The killed process had this one's pid, as happens in containers, or another one's."""
+    for pid in (os.getpid(), 2**22 + 1):  # the latter is above Linux's largest pid
+        (shop.runs / f".s.partial-{pid}" / "s-seed2").mkdir(parents=True)
+    write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
+    assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed1", "s-seed2"]
 
 
 # A single run
