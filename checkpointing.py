@@ -146,7 +146,6 @@ class Checkpointer:
             microbatch_size=self.prepared.layout.microbatch_size,
             accumulation_steps=self.prepared.layout.accumulation_steps,
             device=self.world.device_name,
-            precision=self.step.precision.name,
             tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             torch=torch.__version__,
             **program_and_settings(self.prepared),

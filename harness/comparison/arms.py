@@ -26,6 +26,8 @@ WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
 # The same configuration rounds differently with another torch, device or number of ranks. The number of ranks also
 # changes dropout.
 SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
+# The precision is no part of them, because summaries of earlier versions do not record what "auto" stood for.
+UNKNOWN = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         if isinstance(settings, Inconclusive):
             unknown.append(f"{record.name}: its replicates are unknown, because {settings.reason}")
         groups.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
-    alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings apart from SURROUNDINGS
-    for key, members in groups.items():
+    alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings without surroundings and precision
+    parts = [(key[0], part) for key, members in groups.items() for part in _by_precision(members)]
+    for shared, members in sorted(parts, key=lambda part: records.index(part[1][0])):
         by_seed: dict[str, str] = {}
         for record in sorted(members, key=lambda record: record.name != baseline):
             seed = record.train.get(SEED, TrainConfig.model_fields[SEED].default)
@@ -65,15 +68,26 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         arms.append(tuple(record.name for record in counted))
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
-        alike.setdefault(key[0], []).append(counted[0])
+        alike.setdefault(shared, []).append(counted[0])
     notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
     notes += unknown + repeated
     for firsts in (firsts for firsts in alike.values() if len(firsts) > 1):
-        values = {what: [record.recorded(each) for record in firsts] for each, what in SURROUNDINGS.items()}
-        differing = [f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each}) > 1]
+        facts = {**SURROUNDINGS, "precision": "precision"}
+        values = {what: [record.recorded(each) or UNKNOWN for record in firsts] for each, what in facts.items()}
+        differing = [
+            f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each} - {UNKNOWN}) > 1
+        ]
         names = ", ".join(record.name for record in firsts)
         notes.append(f"{names} differ in {' and '.join(differing)}: not counted as replicates")
     return Arms(_named(arms, {record.name for record in records}, baseline), notes)
+
+
+def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Return the runs by the precision that they were trained in, or all together if they record at most one."""
+    found: dict[str | None, list[RunRecord]] = {}
+    for record in members:
+        found.setdefault(record.recorded("precision"), []).append(record)
+    return list(found.values()) if len(found.keys() - {None}) > 1 else [[*members]]
 
 
 def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:

@@ -78,6 +78,7 @@ def _provenance(record: RunRecord) -> list[str]:
         "state": f"{record.state.word} {record.state.detail}".strip(),
         "machine": machine_of(record),
         "torch": record.recorded("torch"),
+        "precision": record.recorded("precision"),
         "data": record.dataset.get("name"),
     }
     results = [f"{result.kind} of {result.weights.checkpoint}, {result.date}" for result in record.results.of(Result)]

@@ -194,8 +194,8 @@ def machine_of(record: RunRecord) -> str | None:
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     """Return a column for each setting with more than one value: keys of model.json and train.json, then the dataset's
-    content, the machine and torch. A run that lacks a key, such as a run of an earlier version, does not count as a
-    further value."""
+    content, the machine, torch and the precision. A run that lacks a key, such as a run of an earlier version, does not
+    count as a further value."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
@@ -204,6 +204,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
             "dataset_content": " ".join(hashes) or None,
             "machine": machine_of(record) or (record.reported.machine if record.reported else None),
             "torch": record.recorded("torch"),
+            "trained_in": record.recorded("precision"),
         }
         known = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
         settings.append(known | {key: value for key, value in facts.items() if value is not None})

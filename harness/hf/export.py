@@ -107,7 +107,7 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), ours.decode([ours.eot_token])),
         "clean_up_tokenization_spaces": False,
     }
     _write_json(folder / "tokenizer_config.json", settings)

@@ -17,7 +17,7 @@ from harness.common.json_files import finite, parse_config, read_json_object
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import Provenance, TrainState
+from harness.runs.checkpoint_meta import PrecisionName, Provenance, TrainState
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import Measured, Throughput, cost_by_phase, unknown_peak
 
@@ -56,6 +56,7 @@ class RunSummary(BaseModel):
     peak_memory_gib: Amount | None = None
     dollars: dict[str, Dollars] | None = None  # by phase, and in total
     device: str
+    precision: PrecisionName | None = None  # the precision that training used; earlier versions did not record it
     world_size: Positive
     microbatch_size: Positive | None = None
     accumulation_steps: Positive | None = None

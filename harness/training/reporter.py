@@ -240,19 +240,19 @@ class Reporter:
 
 
 # Keys that `program_and_settings` records in checkpoints, and that `restore_summary` reads from meta.json.
-RECORDED = ("versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
+RECORDED = ("precision", "versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
 
 
 def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
-    """Return the program's versions and commit, for checkpoints and the summary. Where they exist, also return the
-    resolved values of train.json's budget, of its scaling rules and of a mixture of experts."""
+    """Return the precision, and the program's versions and commit, for checkpoints and the summary. Where they exist,
+    also return the resolved values of train.json's budget, of its scaling rules and of a mixture of experts."""
     experiment = prepared.experiment
     resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
     if experiment.model.moe:
         resolved["active_parameters"] = experiment.model.active_parameters
         resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
-    program = {"versions": program_versions(), "commit": program_commit()}
-    return program | {key: value for key, value in resolved.items() if value is not None}
+    known = {"precision": prepared.step_config.precision, "versions": program_versions(), "commit": program_commit()}
+    return known | {key: value for key, value in resolved.items() if value is not None}
 
 
 def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:

@@ -52,12 +52,14 @@ OTHER_VALUES: dict[str, Any] = {
 def arms_of(**runs: dict[str, Any]) -> Arms:
     """Return the arms of finished runs, each given by its changes to TRAIN, to MODEL ("model") or to RECORDED.
 
-    "content" replaces the dataset that the summary records; "left_out" names keys that train.json lacks.
+    "content" replaces the dataset that the summary records, "precision_trained" gives the precision that it records,
+    and "left_out" names keys that train.json lacks.
     """
     records = []
     for name, changes in runs.items():
         recorded = RECORDED | {key: changes.pop(key) for key in [*changes] if key in RECORDED and key != "dataset"}
         recorded |= {"dataset": changes.pop("content")} if "content" in changes else {}
+        recorded |= {"precision": changes.pop("precision_trained", None)}
         model, left = {**MODEL, **changes.pop("model", {})}, changes.pop("left_out", ())
         train = {key: value for key, value in {**TRAIN, **changes}.items() if key not in left}
         state, directory = State("finished"), RunDirectory(Path("runs") / name)
@@ -120,6 +122,26 @@ def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said
     assert key in SURROUNDINGS
     arms = arms_of(a={}, b={SEED: 1, key: value}, c={SEED: 2})
     assert arms == Arms({"a": ("a", "c"), "b": ("b",)}, [f"a, b differ in {said}: not counted as replicates"])
+
+
+def test_another_precision_is_another_arm_and_noted() -> None:
+    """ "auto" is another precision on another CPU of the same name."""
+    low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
+    arms = arms_of(a={**low}, b={SEED: 1, **full}, x={"learning_rate": 0.003}, c={SEED: 2, **low}, d={SEED: 3, **full})
+    assert [*arms.runs.values()] == [("a", "c"), ("b", "d"), ("x",)]
+    assert arms.notes == ["a, b differ in precision (bf16, fp32): not counted as replicates"]
+
+
+def test_summaries_without_precision_compare_as_before_unless_two_are_recorded() -> None:
+    """A summary of an earlier version does not record it."""
+    low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
+    assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")})
+    assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")})
+    arms = arms_of(a={}, b={SEED: 1, **low}, c={SEED: 2, **full})
+    assert arms.runs == {"a": ("a",), "b": ("b",), "c": ("c",)}
+    assert arms.notes == ["a, b, c differ in precision (not recorded, bf16, fp32): not counted as replicates"]
+    elsewhere = arms_of(a={}, b={SEED: 1, "device": "NVIDIA H100", **low})
+    assert elsewhere.notes == ["a, b differ in device (CPU, NVIDIA H100): not counted as replicates"]
 
 
 DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}

@@ -41,17 +41,18 @@ def row_of(table: RunsTable, name: str) -> dict[str, Any]:
 
 def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     a = RunFolder(tmp_path, "a").finish()
-    b = RunFolder(tmp_path, "b", {"learning_rate": 0.003, "betas": [0.9, 0.95]}).finish()
-    c = RunFolder(tmp_path, "c", n_layers=3).finish(torch="2.16.0", world_size=4)
+    b = RunFolder(tmp_path, "b", {"learning_rate": 0.003, "betas": [0.9, 0.95]}).finish(precision="bf16")
+    c = RunFolder(tmp_path, "c", n_layers=3).finish(torch="2.16.0", world_size=4, precision="fp32")
     table = table_of(a, b, c)
     assert [each.key for each in table.columns if each.is_setting] == [
-        *("n_layers", "learning_rate", "betas", "machine", "torch")
+        *("n_layers", "learning_rate", "betas", "machine", "torch", "trained_in")
     ]
     assert [cell.text for cell in column(table, "learning_rate").cells] == ["0.0004", "0.003", "0.0004"]
     assert [cell.text for cell in column(table, "betas").cells] == ["[0.9, 0.999]", "[0.9, 0.95]", "[0.9, 0.999]"]
     assert [cell.text for cell in column(table, "machine").cells] == [
         *("2 x NVIDIA H100", "2 x NVIDIA H100", "4 x NVIDIA H100")
     ]
+    assert [cell.text for cell in column(table, "trained_in").cells] == ["", "bf16", "fp32"]
     assert [cell.value for cell in column(table, "global_batch").cells] == [8, 8, 16]
 
 

@@ -204,6 +204,21 @@ def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.parametrize("name", ["<|endoftext|>", "<|end_of_text|>"])
+def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name: str) -> None:
+    """The end-of-text token is ours, and transformers adds none behind the vocabulary."""
+    train_bpe(iter([TEXT]), 290, tmp_path / "tokenizer.json")
+    content = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", name)
+    (tmp_path / "tokenizer.json").write_text(content)
+    ours = load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    export_tokenizer(tmp_path / "tokenizer.json", tmp_path / "out", 64)
+    (tmp_path / "out" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (len(theirs), theirs.eos_token, theirs.eos_token_id) == (ours.vocab_size, name, ours.eot_token)
+    assert theirs.bos_token_id == theirs.unk_token_id == ours.eot_token
+
+
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
 def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> None:
     export_tokenizer("gpt2", tmp_path, 1024)

@@ -185,6 +185,7 @@ def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess
     restored = json.loads((run / "summary.json").read_text())
     for key in ("tokens_seen", "global_steps", "final_train_loss", "train"):
         assert restored[key] == longer[key] != json.loads(earlier)[key]
+    assert restored["precision"] == longer["precision"]
 
 
 def test_a_search_alone_is_not_moved_aside(shop: InProcess) -> None:
