@@ -74,9 +74,10 @@ class Checkpointer:
             saved = Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(start))))
             self.model.load_checkpoint_tensors(saved.weights, start)
         else:
-            initial = self.prepared.experiment.initial_weights
+            experiment, initial = self.prepared.experiment, self.prepared.experiment.initial_weights
             if initial is not None:
-                self.model.load_checkpoint_tensors(self.world.broadcast(lambda: load_weights(initial)), initial)
+                with experiment.initial_weights_errors():
+                    self.model.load_checkpoint_tensors(self.world.broadcast(lambda: load_weights(initial)), initial)
             aside = self.world.on_rank0(self.run.set_results_aside)
             if aside:
                 say(self.world, f"Earlier results are now in {aside}")

@@ -202,7 +202,9 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     exit_when_launcher_dies()
     with one_line_errors():
         if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:
-            raise UserError(f"{run}, {datasets_dir}, …: one run at a time; sweep_runs.py trains several")
+            raise UserError(
+                f"{run}, {datasets_dir}, …: one run at a time, and one CHECKPOINT; sweep_runs.py trains several runs"
+            )
         checkpoint = checkpoints[0] if checkpoints else None
         options = TrainOptions(**given)
         options.check(checkpoint)

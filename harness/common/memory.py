@@ -87,7 +87,8 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 def limit_cpu_memory(limit: MemoryLimit) -> None:
     """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA)."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(limit.usable_bytes), hard))
+    usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux takes 0 for no limit
+    resource.setrlimit(resource.RLIMIT_DATA, (usable, hard))
     give_back_under_a_limit()
 
 

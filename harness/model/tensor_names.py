@@ -77,8 +77,8 @@ def check_weights_file(path: Path, config: ModelConfig) -> None:
                 name: (tuple(each.get_shape()), TORCH_TYPES.get(each.get_dtype(), each.get_dtype().lower()))
                 for name, each in slices.items()
             }
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file") from None
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
     check_tensors(public_names(kinds, tied=config.tie_weights), config.tensor_shapes(), path)

@@ -74,9 +74,9 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file. Raises UserError if the file is missing or damaged."""
     try:
         return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file") from None
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
 
 

@@ -5,6 +5,8 @@ starts or resumes; and the checks of whether it may resume.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,17 @@ class Experiment:
         named = self.config.initial_weights
         return None if named is None else self.run.path / named
 
+    @contextmanager
+    def initial_weights_errors(self) -> Iterator[None]:
+        """Add the key of train.json and the remedy to errors of reading `initial_weights`."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(
+                f'{self.run.train_json}: key "initial_weights": {error}; name the model.safetensors of a model of the '
+                "same shape, relative to the run's folder"
+            ) from None
+
     def layout(self, world_size: int) -> BatchLayout:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
@@ -216,9 +229,11 @@ class Experiment:
         try:
             steps = 0 if exhausted else batches.num_steps(wanted, available)
         except UserError as error:
+            keys = f"{config.budget} or the batch"
+            keys = f"start_train_token, {keys}" if config.start_train_token else keys
             raise UserError(
                 f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "
-                f'"start_train_token") {error}; lower {config.budget} or the batch'
+                f'"start_train_token") {error}; lower {keys}'
             ) from None
         build_schedule(config, done_steps + steps)
         return Position(done_steps, done_steps + steps, start, done_tokens)

@@ -352,7 +352,8 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
     meta = None if options.restart else planned_start(experiment, ranks, checkpoint)
     plan = make_plan(experiment, ranks, meta)
     if meta is None and experiment.initial_weights is not None:
-        check_weights_file(experiment.initial_weights, experiment.model)
+        with experiment.initial_weights_errors():
+            check_weights_file(experiment.initial_weights, experiment.model)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # The disk of this machine does not matter on an assumed machine.
     shortage = None if assumed else plan.disk_shortage(experiment.run.path)

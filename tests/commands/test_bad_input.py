@@ -78,6 +78,11 @@ def test_a_misspelt_dataset_has_a_neighbour(shop: Workshop, name: str) -> None:
     assert 'did you mean "local/letters"?' in " ".join((planned.stdout + planned.stderr).split())
 
 
+def test_a_start_beyond_the_split(shop: Workshop) -> None:
+    edit(shop, start_train_token=99_999)
+    refused(shop.attempt(), "but there are 0; lower start_train_token, min_train_tokens or the batch")
+
+
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
     """`ddp_train.py runs/* datasets` is refused, whether the shell makes two runs of the pattern or three."""
     second = str(shop.add_run("second"))

@@ -140,7 +140,9 @@ def test_a_file_that_is_none(damage: str, tmp_path: Path) -> None:
     elif damage != "none":
         path.write_bytes({"empty": b"", "text": b"x" * 100, "short header": b"\x05\0\0\0\0\0\0\0{}"}[damage])
     (message,) = refusals(path, model)
-    assert message.startswith(f"{path}: " + ("no such file" if damage == "none" else "not a readable safetensors file"))
+    assert message.startswith(
+        f"{path}: " + ("no such file" if damage in ("none", "folder") else "not a readable safetensors file")
+    )
 
 
 def test_checkpoint_tensors_share_no_memory() -> None:

@@ -275,7 +275,8 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> No
         model = GPTModel(ModelConfig(**MODEL | shape))
         save_file({name: each.contiguous() for name, each in model.to_checkpoint_names().items()}, weights)
 
-    with pytest.raises(UserError, match=re.escape(f"{weights}: no such file")):
+    named = f'train.json: key "initial_weights": {weights}: no such file; name the model.safetensors'
+    with pytest.raises(UserError, match=re.escape(named)):
         plan(shop)
     weights.write_bytes(b"not one")
     with pytest.raises(UserError, match=re.escape(f"{weights}: not a readable safetensors file")):

@@ -295,15 +295,17 @@ def test_a_hard_limit_of_the_system_below_the_option(
     assert first[0] - 3 <= answer(search(workshop, limit=64, prelude=bound)) <= first[0] - 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ranks: int) -> None:
-    result = search(workshop, limit=base_gib - 0.1, ranks=ranks)
+@pytest.mark.parametrize(("ranks", "limit"), [(1, -0.1), (2, -0.1), (1, 0.05)])
+def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ranks: int, limit: float) -> None:
+    """A limit below what the program itself takes is refused, also one below the reserve."""
+    given = limit if limit > 0 else base_gib + limit
+    result = search(workshop, limit=given, ranks=ranks)
     assert result.status == 1
     assert "Traceback" not in result.stderr
     assert "Max microbatch size" not in result.stdout
     assert len(result.error_lines) == 1
-    limit = rf"error: not even a microbatch of 1 fits in {base_gib - 0.1:.2f} GiB, of which .*; use a smaller model "
-    assert re.fullmatch(rf"{limit}or context, or raise --memory-limit-gib", result.error_lines[0])
+    words = rf"error: not even a microbatch of 1 fits in {given:.2f} GiB, of which .*; use a smaller model "
+    assert re.fullmatch(rf"{words}or context, or raise --memory-limit-gib", result.error_lines[0])
 
 
 @pytest.mark.slow
