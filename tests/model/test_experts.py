@@ -1,4 +1,4 @@
-"""A mixture of experts against a loop over tokens and experts in fp64."""
+"""A mixture of experts against a loop over tokens and experts in fp64, and transformers' Mixtral."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gpt
 from gpt import (
+    FeedForward,
     GPTModel,
     MixtureOfExperts,
     experts_one_by_one,
@@ -104,6 +105,29 @@ def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str,
         theirs = tensors[name].grad
         wanted = torch.zeros_like(parameter) if theirs is None else theirs
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
+    """The layer and its balancing loss equal transformers' Mixtral for one block. For several blocks transformers
+    computes the loss over the tokens of all blocks together, which differs."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    ours = mixture(mlp="swiglu", linear_bias=False)
+    names = {"hidden_size": 48, "intermediate_size": 128, "num_local_experts": 5, "num_experts_per_tok": 2}
+    config = mixtral.MixtralConfig(**names, experts_implementation="eager")
+    theirs = mixtral.MixtralSparseMoeBlock(config)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        for number, expert in enumerate(ours.experts):
+            assert isinstance(expert, FeedForward)
+            assert expert.gate is not None
+            gate_up = torch.cat((expert.gate.weight, expert.layers[0].get_parameter("weight")))
+            theirs.experts.gate_up_proj[number].copy_(gate_up)
+            theirs.experts.down_proj[number].copy_(expert.layers[2].get_parameter("weight"))
+    x = some_input()
+    output, (balance, _) = ours(x)
+    torch.testing.assert_close(output, theirs(x), rtol=1e-4, atol=1e-6)
+    logits = F.linear(x, ours.router.weight).flatten(0, 1)
+    torch.testing.assert_close(balance, mixtral.load_balancing_loss_func((logits,), 5, 2))
 
 
 @pytest.mark.parametrize(("kind", "width"), [*((kind, 44) for kind in KINDS), (KINDS[0], 48), (KINDS[-1], 48)], ids=str)
