@@ -224,6 +224,11 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
             if here.rank == 0:
                 print_plan(experiment, checkpoint, options.processes or here.world_size, options)
             return
+        if here.world_size == 1 and not options.find:
+            from harness.planning.plan import checked_plan
+
+            # for its errors, before torch is imported and other ranks are started
+            checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
         if to_start:
             run_ranks(to_start)
         configure_libraries()

@@ -28,7 +28,7 @@ from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
-from harness.runs.checkpoints import choose_start, refuse_unnamed
+from harness.runs.checkpoints import choose_start, offering_another, refuse_unnamed
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
@@ -176,6 +176,21 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     return replace(plan, scaled=scaled)
 
 
+def checked_plan(experiment: Experiment, checkpoint: str | None, ranks: int, *, restart: bool) -> Plan:
+    """Return the plan of training on `ranks` ranks, resumed from `checkpoint` (None: from the latest) unless `restart`
+    is true.
+
+    Raises UserError for everything that training would refuse, except for a disk that is too small, and for names of
+    benchmarks, which are not checked.
+    """
+    meta = None if restart else planned_start(experiment, ranks, checkpoint)
+    plan = make_plan(experiment, ranks, meta)
+    if meta is None and experiment.initial_weights is not None:
+        with experiment.initial_weights_errors():
+            check_weights_file(experiment.initial_weights, experiment.model)
+    return plan
+
+
 def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
     """Return a remark if the model's vocabulary is far larger than the dataset's, or None if it is at most padded."""
     needed = dataset.meta.vocab_size
@@ -192,10 +207,12 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
     training would start from scratch. Fills in the keys that a checkpoint of the notebook's program lacks. Raises
     UserError if training would refuse the checkpoint."""
-    start = choose_start(experiment.run.checkpoints, checkpoint)
-    if start is None:
-        return None
-    meta, name, folder = read_meta(start), experiment.config.dataset, experiment.datasets_dir
+    with offering_another(experiment.run.checkpoints, checkpoint):
+        start = choose_start(experiment.run.checkpoints, checkpoint)
+        if start is None:
+            return None
+        meta = read_meta(start)
+    name, folder = experiment.config.dataset, experiment.datasets_dir
     refuse_unnamed(start, meta, checkpoint)
     is_here = is_present(folder, name, experiment.splits)
     provenance = experiment.provenance(Dataset.open(folder, name)) if is_here else None
@@ -337,9 +354,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
 
     `ranks` is the number of processes that were started, unless --assume-world-size gives another number. On a machine
     without GPUs, the machine that the run is meant for is assumed, with all its GPUs if only one process was started.
-
-    Raises UserError for everything that training would refuse, except for a disk that is too small, and for names of
-    benchmarks, which are not checked.
+    Raises UserError like `checked_plan`.
     """
     said, meant, assumed = None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):
@@ -349,11 +364,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
         said = machine.machine if is_that else f"{assumed or ranks} x {kind} in place of {machine.machine}"
         said += f" (by {named_by}; --assume-device and --assume-world-size change it)"
     ranks = assumed or ranks
-    meta = None if options.restart else planned_start(experiment, ranks, checkpoint)
-    plan = make_plan(experiment, ranks, meta)
-    if meta is None and experiment.initial_weights is not None:
-        with experiment.initial_weights_errors():
-            check_weights_file(experiment.initial_weights, experiment.model)
+    plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # The disk of this machine does not matter on an assumed machine.
     shortage = None if assumed else plan.disk_shortage(experiment.run.path)

@@ -11,9 +11,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -215,15 +215,24 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
     checkpoint of the notebook's program has no hashes to verify, and is only accepted if the user named it.
     """
     _remove_leftovers(folder)
-    try:
+    with offering_another(folder, name):
         start = choose_start(folder, name)
         if start is None:
             return None
         meta = read_meta(start)
         if not meta.is_from_notebook:
             verify_checkpoint(start)
+    refuse_unnamed(start, meta, name)
+    return start, meta
+
+
+@contextmanager
+def offering_another(folder: Path, name: str | None) -> Iterator[None]:
+    """Add the newest whole checkpoint in `folder` to the message of a UserError about the checkpoint `name` (None: the
+    latest), unless there is no such checkpoint; that message already lists those that exist."""
+    try:
+        yield
     except UserError as error:
-        # the error already lists the checkpoints that exist
         if name is not None and not os.path.lexists(folder / name):
             raise
         whole = newest_whole(folder)
@@ -231,8 +240,6 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
         if whole:
             offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
         raise UserError(f"{error}; {offer}, or use --restart") from None
-    refuse_unnamed(start, meta, name)
-    return start, meta
 
 
 def newest_whole(folder: Path) -> Path | None:
