@@ -71,6 +71,30 @@ def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, optio
     assert f'r/{file}: key "lerning_rate": unknown' in line
 
 
+@pytest.mark.parametrize(
+    ("words", "change", "options"),
+    [
+        ("there are: none", {}, ("nope",)),
+        ("there are: none", {}, ("nope", "--processes", "2")),
+        ("there are 4,000", {"min_train_tokens": 5000}, ()),
+        (
+            "are not a multiple of 2 ranks",
+            {"global_batch_size": 5, "gradient_accumulation_steps": None},
+            ("--processes", "2"),
+        ),
+    ],
+)
+def test_what_a_plan_refuses(
+    shop: Workshop, there: tuple[str, ...], words: str, change: dict[str, int | None], options: tuple[str, ...]
+) -> None:
+    shop.add_run(**change)
+    first, *others = there
+    result = quickly(shop, "r", first, *options, *others)
+    assert (result.status, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert words in line
+
+
 @pytest.mark.parametrize("options", [(), ("--plan",)], ids=str)
 def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, ...], options: tuple[str, ...]) -> None:
     shop.add_run(dataset="builtin/python-stdlb")
