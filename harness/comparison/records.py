@@ -173,14 +173,14 @@ class RunRecord:
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds by phase, and in total; empty if nothing was recorded. For an unfinished run, the phases are those up
-        to its latest checkpoint, and the total is that of its last report."""
+        to its latest checkpoint, and the total is that of its last report or of this checkpoint, whichever is more."""
         if self.summary:
             return self.summary.seconds
         phases = self.meta.seconds if self.meta else {}
         reported = self.progress.seconds if self.progress else None
         if reported is None and not phases:
             return {}
-        return {**phases, "total": sum(phases.values()) if reported is None else reported}
+        return {**phases, "total": max(reported or 0.0, sum(phases.values()))}
 
     @property
     def dollars(self) -> Mapping[str, float]:

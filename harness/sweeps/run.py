@@ -26,6 +26,7 @@ from harness.common.lock import is_held
 from harness.common.units import amount_text
 from harness.comparison.progress import describe_progress, read_progress
 from harness.data.dataset import is_present
+from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
@@ -87,15 +88,26 @@ def groups_before(run: DerivedRun) -> int:
 @dataclass
 class Attempt:
     """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
-    not known. `dollars_at_end` is what it will have cost by then, at the price of the whole machine."""
+    not known. Its dollars, those when the attempt began and those planned for its end, are at the price of the whole
+    machine."""
 
     run: DerivedRun
     group: Group
     process: subprocess.Popen[bytes]
     tokens: int | None
+    dollars_before: float
     dollars_at_end: float
     began: float = field(default_factory=time.monotonic)
     is_stopped: bool = False
+
+    def seconds(self) -> float:
+        """Return the seconds since the attempt began."""
+        return time.monotonic() - self.began
+
+    def dollars(self) -> float:
+        """Return what the run has cost by this process's clock: the machine is paid for from the attempt's beginning,
+        whether the run has reported anything or not."""
+        return self.dollars_before + cost(self.seconds(), self.run.train_config.price_per_hour or 0.0)
 
 
 def _end_with_parent() -> None:
@@ -244,15 +256,15 @@ class SweepRunner:
             say(f"{run.name}: failed, {reason}")
             _note_failure(run, NOT_STARTED, f"error: {reason}")
             return
-        tokens, dollars, expected = None, self.dollars[run.name], ""
+        tokens, before, planned_dollars, expected = None, status_of(run).dollars, 0.0, ""
         if planned is not None and planned.plan.position is not None:
             tokens = planned.plan.position.tokens_seen + planned.plan.tokens()
         if planned is not None and planned.seconds is not None:
-            dollars += planned.dollars or 0.0
+            planned_dollars = planned.dollars or 0.0
             expected = f", about {planned.seconds:,.0f} s"
         elif self.max_dollars is not None:
             say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
-        self.attempts.append(Attempt(run, group, process, tokens, dollars))
+        self.attempts.append(Attempt(run, group, process, tokens, before, before + planned_dollars))
         self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
@@ -284,24 +296,25 @@ class SweepRunner:
         with suppress(UserError):
             progress = read_progress(attempt.run.run.metrics)
         if self.max_dollars is not None:
-            self._count(status_of(attempt.run))
+            self._count(attempt, status_of(attempt.run))
         place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs):,}"
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
-    def _count(self, status: Status) -> None:
-        """Add to `spent` what a run has cost since this was last called. Only the runs under way share the machine's
-        cost: it costs as much while some groups have no run."""
-        self.spent += (status.dollars - self.dollars[status.run.name]) / len(self.attempts)
-        self.dollars[status.run.name] = status.dollars
+    def _count(self, attempt: Attempt, status: Status) -> None:
+        """Add to `spent` what a run has cost since this was last called, by its records or by the clock, whichever is
+        more. Only the runs under way share the machine's cost: it costs as much while some groups have no run."""
+        dollars = max(status.dollars, attempt.dollars())
+        self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
+        self.dollars[attempt.run.name] = dollars
 
     def _end(self, attempt: Attempt) -> None:
         """Record how a run's process has ended. If it failed, its exit status is written to the run's log."""
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
-        self._count(status)
+        self._count(attempt, status)
         self.attempts.remove(attempt)
         self.free.append(attempt.group)
         self.planner.speeds.clear()  # the run may have measured a speed
-        seconds = time.monotonic() - attempt.began
+        seconds = attempt.seconds()
         is_stopped = attempt.is_stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
         if is_finished:

@@ -27,14 +27,14 @@ from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.file import SweepRuns
 from harness.sweeps.plan import Planner, status_lines, status_of
 from harness.sweeps.run import SweepRunner
-from tests.support.launch import Process, Result, Workshop, finish, metrics
+from tests.support.launch import ROOT, Process, Result, Workshop, finish, metrics
 from tests.support.sweeping import add_summary, command, has_reported, load, start, states, sweep_command, when
-from tests.support.warm import WarmProcess
+from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 PATIENCE_SECONDS = 100
 
 # `eps` decides what a run does: 1 fails; 2 writes lines of metrics, each a second of training later, until SIGTERM; 3
-# waits until a second run has begun; others finish at once.
+# waits until a second run has begun; 6 writes nothing until SIGTERM; others finish at once.
 IN_PLACE_OF_TRAINING = """
 import json, pathlib, signal, sys, time
 run = pathlib.Path(sys.argv[4], sys.argv[1])
@@ -56,11 +56,13 @@ while eps == 2:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**event, "tokens_per_second": 64.0}) + "\\n")
     time.sleep(0.01)
+while eps == 6:
+    time.sleep(0.01)
 while eps == 3 and len(list(run.parent.glob("*/began"))) < 2:
     time.sleep(0.01)
 model = json.loads((run / "model.json").read_text())
 summary = {"device": "none", "world_size": 1, "final_validation_loss": 1.5, "seconds": {"total": 1.0}, "train": train}
-summary["dollars"] = {"total": 10.0}
+summary["dollars"] = {"total": 50.0}
 (run / "summary.json").write_text(json.dumps(summary))
 """
 
@@ -201,7 +203,7 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
     ended = run(shop, sweep, max_dollars=171.0)
-    assert ended.reason == "--max-dollars 171.00: $30.00 are spent, and with s-seed3 they would be $180.00"
+    assert ended.reason == "--max-dollars 171.00: $70.00 are spent, and with s-seed3 they would be $220.00"
     assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
@@ -220,8 +222,8 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
 
 
 def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
-    """The run costs 10 dollars at the price of the machine, and the other group is idle."""
-    assert run(shop, make(shop, vary={"random_seed": [1]}), groups=2, max_dollars=1000.0).spent == 10.0
+    """The run costs 50 dollars at the price of the machine, and the other group is idle."""
+    assert run(shop, make(shop, vary={"random_seed": [1]}), groups=2, max_dollars=1000.0).spent == 50.0
 
 
 def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop) -> None:
@@ -244,7 +246,7 @@ def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spending is counted by the run's own clock, as in compare_runs.py, and includes what was spent before."""
+    """Spending includes what was spent before, by the run's own clock, as in compare_runs.py."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep, max_dollars=25.0)
@@ -252,6 +254,23 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     assert ended.said[0] == "s-seed1: what it costs is not known yet; it is stopped when the budget is spent"
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
     assert run(shop, sweep, max_dollars=25.0).said == [], "nothing is begun"
+
+
+def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is paid for while a run starts up, downloads, compiles or is stuck, and two runs share it."""
+    monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.05)
+    shop.add_dataset()
+    sweep = make(shop, set={"eps": 6.0}, vary={"random_seed": [1, 2]})
+    event = TrainEvent(global_step=1, tokens_seen=64, seconds=0.3, loss=2.5, tokens_per_second=64.0)
+    MetricsFile(sweep.runs[0].run.metrics).append(event)
+    for groups, names in ((1, ["s-seed1"]), (2, ["s-seed1", "s-seed2"])):
+        began = time.monotonic()
+        ended = run(shop, sweep, groups=groups, max_dollars=9.0)
+        assert ended.reason == "--max-dollars 9.00 are spent"
+        assert [line.split(" after")[0] for line in ended.said[-groups:]] == [f"{name}: stopped" for name in names]
+        assert 9.0 <= ended.spent <= 3.0 + 15 * (time.monotonic() - began), "not 20 dollars a second"
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
@@ -415,6 +434,31 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
         f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
     )
     assert states(sweep) == {"seed1": "finished"}
+
+
+# A clock of the sweep that shows 100 s from a run's first report, so that the test need not wait for its budget.
+AFTER_THE_FIRST_REPORT = """
+from harness.sweeps import run
+run.Attempt.seconds = lambda attempt: 100.0 * attempt.run.run.metrics.is_file()
+"""
+
+
+def test_a_real_run_that_reports_no_more_is_stopped_with_a_checkpoint(shop: Workshop) -> None:
+    never = dict.fromkeys(("report_interval", "validation_interval", "checkpoint_interval"), 100_000)
+    shop.add_dataset(tokens=2_000_000)
+    shop.add_run("base", price_per_hour=36_000.0, min_train_tokens=1_900_000, **never)
+    sweep = make(shop, vary={"random_seed": [1]})
+    words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets)]
+    words += ["--runs-dir", str(shop.runs), "--max-dollars", "900"]
+    done = finish([shop.fork(words, {}, FORK_PYTHONS + AFTER_THE_FIRST_REPORT)], expect=1, timeout=PATIENCE_SECONDS)
+    assert done.error_lines == ["error: 1 of 1 runs are left: --max-dollars 900.00 are spent"]
+    assert "--max-dollars 900.00 are spent: waiting for the checkpoints of s-seed1" in done.stdout.splitlines()
+    stopped = re.search(r"stopped by SIGTERM after global step (\d+);", log_of(shop, "s-seed1"))
+    assert stopped
+    latest = shop.runs / "s-seed1" / "checkpoints" / "latest"
+    assert latest.resolve().name.endswith(f"-iteration-{stopped[1]}")
+    seconds = read_json_object(latest / "meta.json")["seconds"]
+    assert status_of(sweep.runs[0]).dollars == pytest.approx(10 * sum(seconds.values())), "the last report cost less"
 
 
 @pytest.mark.slow
