@@ -18,7 +18,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from harness.common.errors import UserError, one_line_errors, printable
+from harness.common.errors import UserError, interrupt_on_stopping_signals, one_line_errors, printable
 from harness.common.messages import abbreviated, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
@@ -86,6 +86,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     Each document ends with the token <|endoftext|>. Inside a document, <|endoftext|> is ordinary text.
     """
     with one_line_errors():
+        interrupt_on_stopping_signals()
         check_options(inputs, output_dir, options)
         if output_dir:
             for line in make(inputs, output_dir, options):

@@ -103,9 +103,10 @@ def one_line_errors() -> Iterator[None]:
         end = RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}")
     except KeyboardInterrupt:  # not during training, which handles SIGINT itself
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
+        number = EXIT.stop_signal or signal.SIGINT
         if is_first:
-            say_last("stopped by SIGINT; to continue, run the same command again")
-        end = RunStopped(signal.SIGINT)
+            say_last(f"stopped by {signal.Signals(number).name}; to continue, run the same command again")
+        end = RunStopped(number)
     except Exception:
         if "LOCAL_RANK" not in os.environ:
             raise
@@ -191,6 +192,17 @@ def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) ->
     for number in STOPPING_SIGNALS:
         if number != signal.SIGHUP or not ignores_hangup():
             signal.signal(number, handler)
+
+
+def interrupt_on_stopping_signals() -> None:
+    """Let every signal that asks to stop raise KeyboardInterrupt in the main thread; `one_line_errors` names it."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        EXIT.stop_signal = number
+        signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two SIGHUPs; the second must not disturb
+        raise KeyboardInterrupt
+
+    handle_stopping_signals(interrupt)
 
 
 def ignores_hangup() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import RunError, printable
+from harness.common.errors import RunError, UserError, printable
 from harness.common.files import sha256
 from harness.common.messages import document_count, quoted
 from harness.data.dataset import SCAN_CHUNK_TOKENS, Dataset, TokenFile
@@ -52,12 +52,23 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
     return facts
 
 
+def _check_is_dataset(dataset: Dataset) -> None:
+    """Raise UserError if the folder lacks meta.json or all splits. Its tokenizer would be GPT-2's by default."""
+    has_meta = (dataset.folder / "meta.json").exists()
+    if not (has_meta and any(map(dataset.has_split, SPLITS))):
+        missing = "train.safetensors" if has_meta else "meta.json"
+        raise UserError(
+            f"{dataset.folder}: no dataset: {missing} is missing; name another folder, or make or download the dataset"
+        )
+
+
 def verify(dataset: Dataset) -> list[str]:
     """Compare the tokenizer and every split with meta.json: hash, dtype, range of token ids, and counts. Return a line
     for each split, and one for the whole.
 
-    Raises RunError with everything that is wrong, UserError if a file cannot be read at all.
+    Raises RunError with everything that is wrong, UserError if there is no dataset or a file cannot be read at all.
     """
+    _check_is_dataset(dataset)
     meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)
     right: list[str] = []
     wrong: list[str] = []
@@ -94,15 +105,14 @@ def verify(dataset: Dataset) -> list[str]:
         if not faults:
             compared = "as meta.json says" if meant else "but meta.json has no counts of them"
             right.append(f"{split}: {len(tokens):,} tokens, {compared}")
-    if not right and not wrong:
-        wrong.append("no train, test or validation split")
     if wrong:
         raise RunError(f"{dataset.folder}: {'; '.join(wrong)}; make or download the dataset again")
     return [*right, f"{dataset.folder} is whole"]
 
 
 def describe(dataset: Dataset) -> Iterator[str]:
-    """Yield a summary of the dataset for a terminal, line by line."""
+    """Yield a summary of the dataset for a terminal, line by line. Raises UserError if there is no dataset."""
+    _check_is_dataset(dataset)
     tokenizer = load_tokenizer(dataset.tokenizer)
     yield from textwrap.wrap(f"{dataset.name}: {printable(dataset.meta.description) or 'no description'}", COLUMNS)
     name = dataset.meta.tokenizer

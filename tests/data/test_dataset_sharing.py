@@ -179,6 +179,21 @@ def test_the_card_says_what_is_in_it(preparer: Preparer, folder: Path) -> None:
     assert f"the longest with {lengths.max():,} tokens" in shown
 
 
+@pytest.mark.parametrize("look", ["--verify", "--describe"])
+def test_a_folder_without_a_dataset_says_what_is_missing(preparer: Preparer, folder: Path, look: str) -> None:
+    """No tokenizer is looked for: it would be GPT-2's, from the network."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "meta.json").unlink()
+    remedy = "name another folder, or make or download the dataset"
+    line = preparer.run(look, folder, status=2)
+    assert line == f"error: {folder}: no dataset: meta.json is missing; {remedy}"
+    (folder / "meta.json").write_text("{}")
+    for split in folder.glob("*.safetensors"):
+        split.unlink()
+    line = preparer.run(look, folder, status=2)
+    assert line == f"error: {folder}: no dataset: train.safetensors is missing; {remedy}"
+
+
 def change_byte(path: Path, at: int, value: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[at] = value

@@ -137,20 +137,22 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 
 
 @needs_proc
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
-def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_number: signal.Signals) -> None:
-    """SIGINT is sent to the whole process group, as by Ctrl-C, and one line is printed nevertheless."""
-    process = Preparer(tmp_path).start(preparer.path / "texts", "out", *SMALL, "--workers", 2, start_new_session=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: signal.Signals) -> None:
+    """A terminal's signal is sent to the whole process group, as by Ctrl-C, and one line is printed nevertheless."""
+    mine, arguments = Preparer(tmp_path), [preparer.path / "texts", "out", *SMALL, "--workers", 2]
+    process = mine.start(*arguments, start_new_session=True)
     workers = workers_of(process)
-    if signal_number == signal.SIGINT:
-        os.killpg(process.pid, signal_number)
+    if number in {signal.SIGINT, signal.SIGHUP}:
+        os.killpg(process.pid, number)
     else:
-        process.send_signal(signal_number)
+        process.send_signal(number)
     _, error = process.communicate(timeout=120)  # returns when no process has standard error open
-    assert process.returncode in {-signal_number, 130}
-    if signal_number == signal.SIGINT:
-        assert error == "stopped by SIGINT; to continue, run the same command again\n"
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert error == f"stopped by {number.name}; to continue, run the same command again\n"
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
+    mine.run(*arguments)
 
 
 def is_zombie(pid: int) -> bool:

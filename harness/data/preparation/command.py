@@ -7,7 +7,6 @@ from __future__ import annotations
 import glob
 import io
 import itertools
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
+from harness.common.errors import RunError, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, is_hub_name
@@ -68,7 +67,7 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
     size.
 
     `options` are the options of prepare_datasets.py by name. Raises UserError if an option or the input is wrong,
-    RunError or RunStopped if the same command can resume the work later.
+    RunError or KeyboardInterrupt if the same command can resume the work later.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -85,9 +84,6 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
     except UserError:
         work.leave()
         raise
-    except KeyboardInterrupt:
-        print("stopped by SIGINT; to continue, run the same command again", file=sys.stderr, flush=True)
-        raise RunStopped(signal.SIGINT) from None
     except OSError as error:
         where = place_of(error) or work.path
         raise RunError(f"{where}: {error.strerror or error}; correct that and run the same command again") from None

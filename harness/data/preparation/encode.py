@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import STOPPING_SIGNALS, RunError, UserError
 from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -196,10 +196,11 @@ def encoder_processes(count: int) -> Iterator[Executor]:
     """Yield an executor for `encode_texts`, which runs in `count` processes, or in a thread if `count` is 1. The
     processes end with this process, even if it is killed."""
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
-    pool: Executor = ThreadPoolExecutor(1) if count == 1 else ProcessPoolExecutor(count, context, _begin)
+    pool: Executor = ThreadPoolExecutor(1)  # starts a thread when it is used
     try:
         if count > 1:
             with _without_interrupts():
+                pool = ProcessPoolExecutor(count, context, _begin)
                 for _ in range(count):
                     pool.submit(os.getpid)  # makes the pool start a process
         yield pool
@@ -223,20 +224,25 @@ def _begin() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT in the processes that the body starts, and delay it in this process until the end of the body.
+    """Block the stopping signals in the processes that the body starts, and delay them in this process until the end of
+    the body. SIGTERM is not blocked, because the pool ends its processes with it.
 
-    Ctrl-C sends SIGINT to all processes of a terminal, but only this process should handle it. The started processes
-    inherit the blocked signal. In this process, SIGINT is recorded whichever thread receives it, and KeyboardInterrupt
-    is raised at the end, because a process that is only half started would print an error.
+    A terminal sends its signals to all of its processes, but only this process should handle them. The started
+    processes inherit the blocked signals. In this process, a signal is recorded whichever thread receives it, and
+    raised at the end, because a process that is only half started would print an error.
     """
     noted: list[int] = []
-    resource_tracker.ensure_running()  # otherwise starting the first process starts it, which unblocks SIGINT
-    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}
+    heeded = [each for each in STOPPING_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in heeded}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
+        resource_tracker.ensure_running()  # otherwise the pool starts it, which unblocks SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
     if noted:
-        raise KeyboardInterrupt
+        signal.raise_signal(noted[0])
