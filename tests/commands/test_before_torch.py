@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, optio
     ],
 )
 def test_what_a_plan_refuses(
-    shop: Workshop, there: tuple[str, ...], words: str, change: dict[str, int | None], options: tuple[str, ...]
+    shop: Workshop, there: tuple[str, ...], words: str, change: dict[str, Any], options: tuple[str, ...]
 ) -> None:
     shop.add_run(**change)
     first, *others = there
