@@ -69,7 +69,10 @@ class TokenFile:
             self._tokens = safe_open(path, "numpy").get_slice("tokens")
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
+            remedy = "move its folder away, and make or download the dataset again"
+            raise UserError(f"{path}: not a readable token file: {error}; {remedy}") from None
+        except OSError as error:
             raise UserError(f"{path}: not a readable token file: {error}") from None
         shape, dtype = self._tokens.get_shape(), self._tokens.get_dtype()
         if len(shape) != 1 or dtype not in TOKEN_DTYPES:

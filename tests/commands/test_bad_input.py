@@ -263,7 +263,7 @@ def make_a_folder(folder: Path) -> None:
 
 
 DATASETS: list[tuple[str, Harm, list[str]]] = [
-    ("cut off", cut, ["train.safetensors", "not a readable token file"]),
+    ("cut off", cut, ["train.safetensors", "not a readable token file", "make or download"]),
     ("garbage", lambda folder: (folder / "train.safetensors").write_bytes(b"x" * 999), ["train.safetensors"]),
     ("empty", lambda folder: (folder / "train.safetensors").write_bytes(b""), ["train.safetensors"]),
     ("another tensor", tokens(ids=np.zeros(4000, np.uint16)), ["train.safetensors", "tokens"]),

@@ -294,11 +294,24 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, argu
     assert sorted(preparer.path.rglob("*")) == before
 
 
-def test_a_text_too_short_for_its_splits_is_one_line(preparer: Preparer, tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "one.jsonl", ["a"])
-    tokenizer = preparer.path / "tokenizer.json"
-    line = Preparer(tmp_path).run("one.jsonl", "out", "--tokenizer", tokenizer, status=2)
-    assert "validation would be empty: there are 1 documents" in line
+@pytest.mark.parametrize(
+    ("fraction", "split", "remedy"),
+    [("0.01", "validation", "a larger --validation-fraction"), ("0.99", "train", "smaller fractions for other splits")],
+)
+@pytest.mark.parametrize("more", ["text", "share"])
+def test_a_text_too_short_for_its_splits_is_one_line(
+    preparer: Preparer, tmp_path: Path, fraction: str, split: str, remedy: str, more: str
+) -> None:
+    """Each remedy that the line names works."""
+    mine = Preparer(tmp_path)
+    arguments = ["texts", "out", "--tokenizer", preparer.path / "tokenizer.json", "--validation-fraction"]
+    write_json_lines(tmp_path / "texts" / "a.jsonl", ["hello"])
+    line = mine.run(*arguments, fraction, status=2)
+    assert f"{split} would be empty: there are 1 documents" in line
+    assert line.endswith(f"; give more text, or {remedy}, and --restart")
+    if more == "text":
+        write_json_lines(tmp_path / "texts" / "b.jsonl", DOCUMENTS[:200])
+    mine.run(*arguments, "0.5" if more == "share" else fraction, "--restart")
 
 
 # What is in the way ----------------------------------------------------------------------------------------------

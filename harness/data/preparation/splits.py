@@ -161,9 +161,11 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
         splits = [_counted(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
     for split in splits:
         if not split.bytes:
+            is_train = split.name not in shares  # train gets the rest, and has no fraction of its own
+            change = "smaller fractions for other splits" if is_train else f"a larger --{split.name}-fraction"
             raise UserError(
                 f"{split.name} would be empty: there are {size.documents:,} documents with {size.tokens:,} tokens; "
-                f"give more text, or a larger --{split.name}-fraction"
+                f"give more text, or {change}, and --restart"
             )
     return splits
 
