@@ -193,7 +193,7 @@ def test_the_books_and_the_notebooks_files_are_read_too(tmp_path: Path) -> None:
     with pytest.raises(UserError, match='key "responses"'):
         read_responses(path)
     path.write_text("3")
-    with pytest.raises(UserError, match="or a list of answers"):
+    with pytest.raises(UserError, match="must hold a list of answers"):
         read_responses(path)
 
 

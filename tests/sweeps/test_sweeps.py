@@ -307,7 +307,7 @@ def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
 
 def test_derive_run(shop: Workshop) -> None:
     asked = ["base", "new", "--set", "learning_rate=0.003", "--set", "dataset=local/other", "--set", "tie_weights=true"]
-    asked += ["--set", "betas=[0.9, 0.98]"]
+    asked += ["--set", "betas=[0.9, 0.98]", "--datasets-dir", str(shop.datasets)]
     done = command(shop, "derive_run.py", *asked)
     assert done.status == 0, done.stderr
     assert "learning_rate: 0.0015 -> 0.003" in done.stdout
