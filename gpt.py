@@ -277,7 +277,8 @@ class MixtureOfExperts(nn.Module):
         return output_NxC.view_as(x_BxTxC), routing
 
     def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """Return the weights and the indices of each token's experts, both (N, A), and the routing of all tokens."""
+        """Return the weights and the indices of each token's experts, both (N, A), and the Routing: the balancing loss
+        and the number of tokens of each expert."""
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
             shares_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)

@@ -34,9 +34,9 @@ def main(
     precision: str,
     **options: Any,
 ) -> None:
-    """Print the mean loss of models on a dataset in DATASETS_DIR. A model is the best of RUN ('lr-*': the best of each
-    run whose name matches), its CHECKPOINT (a folder's name, `latest` or `best`), or WEIGHTS with the shape in
-    MODEL_JSON.
+    """Print the mean loss of models on a dataset in DATASETS_DIR. RUN is the run's best checkpoint, and 'lr-*' that of
+    each run whose name matches. RUN:CHECKPOINT is another one (a folder's name, `latest` or `best`). MODEL_JSON WEIGHTS
+    are the two files of a model.
 
     Several models make a table, lowest loss first. Results of a run's checkpoints are also written to the run's folder
     results/.

@@ -195,7 +195,8 @@ def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) ->
 
 
 def interrupt_on_stopping_signals() -> None:
-    """Let every signal that asks to stop raise KeyboardInterrupt in the main thread; `one_line_errors` names it."""
+    """Let every signal that asks to stop raise KeyboardInterrupt in the main thread. The message that `one_line_errors`
+    prints names the signal."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         EXIT.stop_signal = number

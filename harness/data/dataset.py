@@ -130,7 +130,8 @@ class Dataset:
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
             if file.endswith((".safetensors", ".json")) and not _is_file(folder, file):
                 raise UserError(
-                    f"{folder}: incomplete: meta.json lists {quoted(file)}; complete the folder or move it away"
+                    f"{folder}: incomplete: there is no {quoted(file)}, which meta.json lists; complete the folder or "
+                    "move it away"
                 )
         dataset = cls(name or "/".join(folder.resolve().parts[-2:]), folder, meta)
         if isinstance(dataset.tokenizer, Path) and not _is_file(folder, dataset.tokenizer.name):

@@ -158,7 +158,7 @@ def leaving_with_peers() -> Iterator[None]:
                 "share, such as eth0"
             ) from None
         if TIMED_OUT_TEXT in text:
-            raise RunError("timed out waiting for another rank in an exchange; no rank was found stuck") from None
+            raise RunError("timed out waiting for another rank; no rank was found stuck") from None
         if not any(each in text for each in PEER_GONE_TEXTS):
             raise
         raise PeerError("the connection to another rank is gone") from None

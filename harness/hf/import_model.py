@@ -1,4 +1,5 @@
-"""Import of a GPT-2, or of a model by the notebook's author, from a Hugging Face folder or repository as a new run."""
+"""Import of a GPT-2, or of a model published by github.com/gpjt/ddp-base-model-from-scratch (the "notebook"), from a
+Hugging Face folder or repository as a new run."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, every: int | None) -> int:
-        """Return how many times work that is done at this interval is still due; 0 without an interval."""
+        """Return how often work that is done every `every` global steps, and after the last one, is still to be done.
+        Returns 0 if `every` is None."""
         return times_due(self.steps, every) if every else 0
 
     def checkpoints(self) -> int:

@@ -51,9 +51,10 @@ class Measured(BaseModel):
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
-    """Return True if a step of the same model and batch takes the same time with both train.json, as far as both record
-    the keys. `batch_ramp` is compared, too, because a speed that was measured during a ramp includes smaller batches.
-    With `same_batch`, all keys of the batch must be the same."""
+    """Return True if a step of the same model and batch takes the same time with the train.json `then` and `now`: all
+    keys that affect a step's speed are equal. A key that either of them lacks is not compared. `batch_ramp` is
+    compared, too, because a speed that was measured during a ramp includes smaller batches. With `same_batch`, all keys
+    of the batch must be equal."""
     keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 

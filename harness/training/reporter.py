@@ -261,9 +261,10 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write the summary of a finished run from its last checkpoint, if the run's process ended before it could: if
-    there is none, or one of fewer tokens, from before the budget was raised. Rank 0 only: the ranks of another machine
-    do not see its files."""
+    """Write the summary of a finished run from its last checkpoint. This is needed if the run's process ended before it
+    wrote the summary: there is then no summary, or only one with fewer tokens, from before the budget was raised.
+    Nothing is written if the summary there is damaged, or if the checkpoint is the notebook's. Called only on rank 0,
+    because the ranks of another machine do not see the run's files."""
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return

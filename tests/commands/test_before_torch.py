@@ -156,8 +156,8 @@ STRAY = [
 @pytest.mark.parametrize(("variables", "words"), STRAY, ids=[" ".join(variables) for variables, _ in STRAY])
 @pytest.mark.parametrize("arguments", [[], ["--plan"]], ids=["train", "plan"])
 def test_leftovers_of_a_launcher(shop: Workshop, arguments: list[str], variables: dict[str, str], words: str) -> None:
-    """Stray variables of a launcher are refused at once, with one line. A stray LOCAL_RANK must not wait for a first
-    process that does not exist."""
+    """Stray variables of a launcher are refused at once, with one line. A process with a stray LOCAL_RANK must not
+    wait for a first process that does not exist."""
     began = time.monotonic()
     result = shop.attempt(*arguments, environment=variables)
     assert time.monotonic() - began < SPEAKER_PATIENCE_SECONDS

@@ -59,8 +59,8 @@ class SplitRules:
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
-        """Return (count,) bool: True for each of `count` documents, from number `first` on, that may be held out and so
-        belongs to the pool."""
+        """Return (count,) bool for the `count` documents from number `first` on: True if a document is in the pool, so
+        that it may be held out."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")

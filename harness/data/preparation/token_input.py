@@ -128,8 +128,8 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
     """Write the tokens of all shards, one after another and unchanged, to the file of `split` in `folder`, and return
     the split.
 
-    Raises UserError if a token id is not in the tokenizer's vocabulary, if there are no tokens, or if a file has become
-    shorter in the meantime.
+    Raises UserError if a token id is not in the tokenizer's vocabulary, if a shard's dtype is narrower than the
+    tokenizer's, if there are no tokens, or if a file is shorter than it was when `open_shard` read its size.
     """
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{shards[0].path}: {split} would have no tokens")

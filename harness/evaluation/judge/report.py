@@ -222,8 +222,9 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
     """Write each model's scores to the run in whose folder its responses file is. `paths` are the responses files of
     `models`, in the same order as in the judgement.
 
-    Nothing is written for a file outside a run. If a file does not say which of the run's weights answered, a line on
-    standard error says so instead. A failed write is only a warning.
+    Nothing is written for a file outside a run, or for a model without a valid answer. If a file does not say which
+    weights answered, or if they are no longer a checkpoint of the run, a line on standard error says so instead. A
+    failed write is only a warning.
     """
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):

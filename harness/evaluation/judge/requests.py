@@ -314,7 +314,8 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
     stop = threading.Event()
 
     def ask(key: str) -> str | None:
-        """Return what was wrong with the last answer, or None if it is valid."""
+        """Ask the judge until an answer is valid, at most `attempts` times, and add each answer to the cache. Return
+        what was wrong with the last answer, or None if it is valid."""
         reason = None
         try:
             for _ in range(settings.attempts):
