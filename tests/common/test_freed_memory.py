@@ -87,10 +87,10 @@ def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
     """A step of the real command uses the memory that the previous step freed for its activations and gradients, here
     about 50 MiB, and needs few new pages from the system."""
     shop = Workshop(tmp_path)
-    shop.add_dataset(tokens=50_000)
+    shop.add_dataset(tokens=65_000)
     model = {"context_length": 128, "emb_dim": 256, "drop_rate": 0.0}
     settings: dict[str, Any] = {"microbatch_size": 16, "gradient_accumulation_steps": 1, "report_interval": 1}
-    settings |= {"train_steps": 12, "min_train_tokens": None, "checkpoint_interval": 50}
+    settings |= {"train_steps": 30, "min_train_tokens": None, "checkpoint_interval": 50}
     settings |= {"validation_interval": None, "validation_batches": None}
     shop.add_run(model=model, **settings)
     command = [sys.executable, "-c", WITHOUT_CHART, "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
@@ -102,4 +102,5 @@ def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
             if step := re.match(r"global step (\d+)/", line):
                 faults[int(step[1])] = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7])
     assert process.returncode == 0
-    assert (faults[11] - faults[4]) / 7 < 300, "a step needs too many new pages of 4 KiB"
+    # In the first steps the heap grows now and then.
+    assert (faults[29] - faults[11]) / 18 < 300, "a step needs too many new pages of 4 KiB"

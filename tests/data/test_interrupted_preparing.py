@@ -122,6 +122,30 @@ def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer,
     assert content_of(tmp_path / "datasets" / "me" / "x") == content_of(plain)
 
 
+# Kills the first tokenizing process while the second is being started.
+DEAD_AT_THE_START = """
+import os, time
+from multiprocessing import util
+spawn, workers = util.spawnv_passfds, []
+def spawn_slowly(path, args, kept):
+    pid = spawn(path, args, kept)
+    if any(b"spawn_main" in os.fsencode(each) for each in args):
+        workers.append(pid)
+    if len(workers) == 2:
+        os.kill(workers[0], 9)
+        time.sleep(0.5)
+    return pid
+util.spawnv_passfds = spawn_slowly
+"""
+
+
+def test_a_worker_that_dies_at_the_start_leaves_nothing_to_wait_for(preparer: Preparer, tmp_path: Path) -> None:
+    arguments = [preparer.path / "texts", "out", "--workers", 2, *SMALL]
+    assert "a tokenizing process has ended by itself" in Preparer(tmp_path).run(
+        *arguments, status=1, prelude=DEAD_AT_THE_START
+    )
+
+
 def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: Path) -> None:
     """The encoding's pattern tries all ways to match a long word of a's, and the library gives up after a million."""
     mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))

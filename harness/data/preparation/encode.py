@@ -129,7 +129,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
     processes or threads to encode, and as many to wait.
 
     The result does not depend on `at_once`. An error in reading `batches` is raised after the batches before it have
-    been yielded. Raises RunError if encoding fails or a process dies, UserError if the tokenizer or the text is wrong.
+    been yielded. Raises RunError if encoding fails, UserError if the tokenizer or the text is wrong.
     """
     waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
 
@@ -138,24 +138,18 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
         return Encoded(batch, *future.result(), np.array([piece.ends for piece in batch.pieces], bool))
 
     source, failure = iter(batches), None
-    try:
-        while True:
-            try:
-                batch = next(source, None)
-            except Exception as error:
-                failure, batch = error, None
-            if batch is None:
-                break
-            waiting.append((batch, encoder([(piece.text, piece.ends) for piece in batch.pieces])))
-            if len(waiting) >= 2 * at_once:
-                yield finished()
-        while waiting:
+    while True:
+        try:
+            batch = next(source, None)
+        except Exception as error:
+            failure, batch = error, None
+        if batch is None:
+            break
+        waiting.append((batch, encoder([(piece.text, piece.ends) for piece in batch.pieces])))
+        if len(waiting) >= 2 * at_once:
             yield finished()
-    except BrokenProcessPool:
-        raise RunError(
-            "a tokenizing process has ended by itself (out of memory?); to continue, run the same command again "
-            "with fewer --workers"
-        ) from None
+    while waiting:
+        yield finished()
     if failure:
         raise failure
 
@@ -194,7 +188,7 @@ _loaded = cache(load_tokenizer)
 @contextmanager
 def encoder_processes(count: int) -> Iterator[Executor]:
     """Yield an executor for `encode_texts`, which runs in `count` processes, or in a thread if `count` is 1. The
-    processes end with this process, even if it is killed."""
+    processes end with this process, even if it is killed. Raises RunError if one of them ends by itself."""
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
     pool: Executor = ThreadPoolExecutor(1)  # starts a thread when it is used
     try:
@@ -204,6 +198,16 @@ def encoder_processes(count: int) -> Iterator[Executor]:
                 for _ in range(count):
                     pool.submit(os.getpid)  # makes the pool start a process
         yield pool
+    except BaseException as error:
+        # When a process dies, the pool ends the others and waits for them, but does not end one that is being started.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise RunError(
+                "a tokenizing process has ended by itself (out of memory?); to continue, run the same command again "
+                "with fewer --workers"
+            ) from None
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
