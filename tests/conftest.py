@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support import isolation  # must come before every import of torch
@@ -68,6 +69,9 @@ class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name, outcome): injects a fault, and is a line of docs/RELIABILITY.md")
     config.addinivalue_line("markers", "slow: takes long; only with `-m slow`, or by its file")
+    # How long the first example takes depends on the machine and its load.
+    settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any_speed")
     is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_all and not config.option.markexpr and not config.getoption("--exhaustive"):
         config.option.markexpr = "not slow"
