@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -179,8 +179,8 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """Return points with the final validation losses and the exact FLOPs of finished runs. Runs without such a loss are
-    named in `left_out`.
+    """Return points with the final validation losses and the exact FLOPs of finished runs. Runs without such a
+    loss, and copies of a run, are named in `left_out`.
 
     Raises UserError if the losses of the runs are of different texts, or if no run gives a point.
     """
@@ -196,7 +196,6 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
         except UserError as error:
             left_out.append(f"{name}: {error}")
             continue
-        points.append(point)
         first_texts = first_texts or texts
         for key, first in first_texts.items():
             if texts[key] != first:
@@ -204,6 +203,10 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
                     f"{name}: its {key} is {texts[key]}, and that of {points[0].name} is {first}: one law cannot hold "
                     "for both; give runs whose losses are of the same text"
                 )
+        if twin := next((each for each in points if replace(each, name=name) == point), None):
+            left_out.append(f"{name}: has exactly the size, tokens and loss of {twin.name}: a copy, counted once")
+        else:
+            points.append(point)
     if not points:
         raise UserError(f"no finished run to fit: {abbreviated(left_out, separator='; ')}")
     return Points(points, left_out)

@@ -112,6 +112,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
         run_in(tmp_path, "bare", flops_per_token=None),
         run_in(tmp_path, "experts", active_parameters=10_000),
         run_in(tmp_path, "unknown", dataset={"name": "local/letters"}),
+        run_in(tmp_path, "copied"),
     ]
     points = points_of_runs(runs)
     assert points.names == ["whole"]
@@ -122,6 +123,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
     assert reasons["tuned"].startswith("begins with weights that were trained before")
     assert reasons["experts"].startswith("has a mixture of experts")
     assert reasons["unknown"] == "does not record the text of its validation losses"
+    assert reasons["copied"] == "has exactly the size, tokens and loss of whole: a copy, counted once"
     assert reasons["bare"].startswith("its summary.json, of an earlier version, lacks")
     with pytest.raises(UserError, match="no finished run to fit: going: has not finished"):
         points_of_runs([going])
