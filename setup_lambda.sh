@@ -100,7 +100,7 @@ setup_font() {
     if ! fetch "$FONT_URL" "$temporary" || ! is_font "$temporary"; then
         rm -f "$temporary"
         temporary=""
-        warn "the xkcd font could not be downloaded; charts will be drawn in matplotlib's font. Run this again to retry."
+        warn "the xkcd font could not be downloaded; charts will use matplotlib's own font. Run this again to retry."
         return 0
     fi
     chmod 644 "$temporary"

@@ -50,8 +50,8 @@ class RunFile(BaseModel):
 
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
-    """Validate `raw`, the object in the file `path`, and return it as an instance of `kind`. Raises UserError with all
-    faults in one line, and with the nearest known key for each misspelled key."""
+    """Validate `raw`, the object in the file `path`, and return it as an instance of `kind`. Raises UserError with the
+    faults in one line (at most SHOWN_FAULTS of them), and with the nearest known key for each misspelled key."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

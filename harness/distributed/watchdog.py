@@ -283,8 +283,8 @@ class Watchdog:
 
 
 def collective_timeout_seconds() -> float:
-    """Return the seconds that a rank may spend in a collective without progress, from COLLECTIVE_TIMEOUT_SECONDS or the
-    default. Raises UserError if the variable is not a number of seconds in range."""
+    """Return the seconds without progress after which the watchdog reports a fault, from COLLECTIVE_TIMEOUT_SECONDS or
+    the default. Raises UserError if the variable is not a number of seconds in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

@@ -37,7 +37,8 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
 
     `has_experts` says whether the model is a mixture of experts. If it is, and `raw` has any of upstream's keys,
     moe_router_loss_scale is 0 unless `raw` has this key, because upstream does not balance experts. Raises ValueError
-    if `raw` has both the old and the new key for the same setting.
+    if `raw` has both the old and the new key for the same setting, or if an old key that must be true or false has
+    another value.
     """
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
     for old, key, values in SPELLINGS:
