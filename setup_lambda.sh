@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prepare a fresh cloud machine (Ubuntu, root or not): uv, and the font the charts are drawn with.
-# Safe to run again: it leaves alone what is already installed, and downloads nothing twice.
+# Set up a fresh cloud machine (Ubuntu, with or without root): install uv, and the font that charts are drawn with. The
+# script can be run again: it changes nothing that is already installed, and downloads nothing twice.
 set -euo pipefail
 
 FONT_URL="https://github.com/ipython/xkcd-font/raw/master/xkcd-script/font/xkcd-script.ttf"
@@ -11,7 +11,7 @@ say() { printf '%s\n' "$*"; }
 warn() { printf 'warning: %s\n' "$*" >&2; }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# The script has one temporary file at a time, which is removed however the script ends.
+# The script has at most one temporary file at a time, and removes it however the script ends.
 temporary=""
 trap 'if [ -n "$temporary" ]; then rm -f "$temporary"; fi' EXIT
 
@@ -72,7 +72,8 @@ setup_uv() {
     fi
 }
 
-# Succeed if a file begins like a TrueType or OpenType font. A network's sign-in page, for example, does not.
+# Succeed if a file begins like a TrueType or OpenType font. A file that is, for example, a network's sign-in page does
+# not.
 is_font() {
     case "$(head -c 4 "$1" | od -An -tx1 | tr -d ' \n')" in
         00010000 | 74727565 | 4f54544f) return 0 ;;
@@ -94,12 +95,12 @@ setup_font() {
         return 0
     fi
     mkdir -p "${FONT_FILE%/*}"
-    # The download is in the font's own folder, so that mv is one rename and never leaves an incomplete font.
+    # The temporary file is in the font's own folder, so that mv is one rename and never leaves an incomplete font.
     temporary="$(mktemp "${FONT_FILE%/*}/.download.XXXXXX")"
     if ! fetch "$FONT_URL" "$temporary" || ! is_font "$temporary"; then
         rm -f "$temporary"
         temporary=""
-        warn "the xkcd font could not be downloaded; charts will be drawn in matplotlib's own. Run this again to retry."
+        warn "the xkcd font could not be downloaded; charts will use matplotlib's own font. Run this again to retry."
         return 0
     fi
     chmod 644 "$temporary"

@@ -13,7 +13,7 @@ from harness.common.processes import started_by_torchrun
 from harness.common.units import GIB
 
 DEVICE_FILES = Path("/dev")
-# With less than this free, CUDA itself and the communication buffers find no room.
+# A GPU with less free memory than this has no room for CUDA itself and the communication buffers.
 LEAST_CUDA_BYTES = 2**30
 ON_THE_CPU = "put CUDA_VISIBLE_DEVICES= (empty) before the command to train on the CPU"
 
@@ -29,12 +29,13 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_device(local_rank: int, local_size: int) -> torch.device:
-    """Return the device of the rank `local_rank` of this machine's `local_size` ranks: a CUDA device for each rank, or
-    the CPU for all ranks if the machine has no GPU. The CUDA device becomes torch's current device.
+    """Return the device for rank `local_rank` of the `local_size` ranks on this machine: CUDA device `local_rank`, or
+    the CPU if torch finds no GPU. Makes the CUDA device torch's current device.
 
-    Raises UserError if there are fewer CUDA devices than ranks, if another process has this rank's device to itself or
-    has filled its memory, or if the machine has GPUs that torch cannot use (for a reason other than that the user has
-    hidden them or has a torch for CPUs), because nobody wants to pay for GPUs and train on the CPU.
+    Raises UserError if there are fewer CUDA devices than ranks, or if another process holds this rank's device
+    exclusively or has filled its memory. Also raises UserError if the machine has GPUs that torch cannot use, because
+    nobody wants to pay for GPUs and train on the CPU. It is no error if the user has hidden the GPUs by
+    CUDA_VISIBLE_DEVICES, or has installed a torch without CUDA.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
@@ -79,6 +80,6 @@ def idle_gpus(device: torch.device, local_size: int) -> str | None:
 
 
 def processes_option(count: int) -> str:
-    """Return the option that starts `count` processes with the command that the user typed, torchrun or
-    ddp_train.py."""
+    """Return the option that starts `count` processes: torchrun's if torchrun started this process, else
+    ddp_train.py's."""
     return f"--nproc_per_node={count}" if started_by_torchrun() else f"--processes {count}"

@@ -19,11 +19,11 @@ CHUNK_BYTES = 2**20
 
 
 def local_copy(file_or_url: str, check: Callable[[Path], object]) -> Path:
-    """Return a local file's path unchanged, or for an http(s) URL the path of its copy in this user's cache, which is
-    downloaded first if it is missing.
+    """Return the path of a local file unchanged. For an http(s) URL, return the path of the file's copy in this user's
+    cache, and download the file first if the cache does not have it.
 
     Raises UserError if the download fails, or if `check(path)` raises UserError for the downloaded file (because it is
-    a login page, for example). Neither such a file nor an incomplete one is ever left in the cache.
+    a login page, for example). An incomplete or refused download is never left in the cache.
     """
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
@@ -48,8 +48,8 @@ def local_copy(file_or_url: str, check: Callable[[Path], object]) -> Path:
 
 
 def _fetch(url: str, file: Path) -> None:
-    """Download `url` into `file`. Raises OSError also if the body is larger than LARGEST_BYTES, or if its length is not
-    the one that the server announced."""
+    """Download `url` into `file`. Raises OSError also if the body is larger than LARGEST_BYTES, or if its length
+    differs from the Content-Length that the server announced."""
     with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, file.open("wb") as stream:
         expected, taken = answer.headers.get("Content-Length"), 0
         while chunk := answer.read(CHUNK_BYTES):

@@ -1,9 +1,9 @@
-"""Errors that a user sees, and how this process exits: with one line instead of a traceback, after a signal that asks
-it to stop, and when nobody reads its output any more.
+"""Exceptions whose messages the user sees, and the exit of this process with one line instead of a traceback. Also
+handles signals that ask the process to stop, and output that has lost its reader.
 
-Three parts of the program can end the process: the main thread with an error (`one_line_errors`), the watchdog that
-found a faulty rank (distributed/watchdog.py), and the thread that waits for the launcher's end (common/processes.py).
-They share their state in `EXIT`, so that only one of them prints the reason.
+Three parts of the program can end the process: the main thread after an error (`one_line_errors`), the watchdog after
+it has found a faulty rank (distributed/watchdog.py), and the thread that waits for the end of the launcher, such as
+torchrun (common/processes.py). They share their state in `EXIT`, so that only one of them prints the reason.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class RunError(Exception):
 
 
 class PeerError(RunError):
-    """Failure of another rank, which prints the reason. This rank prints its own message only if the other does not."""
+    """Failure of another rank, which prints the reason. This rank prints its own message only if the other rank does
+    not."""
 
 
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
-    """Orderly end of a run after a signal; the user has already been told. The exit status is 128 + the signal's
-    number, as in shells."""
+    """Orderly end of a run after a signal. The message for the user has already been printed. The exit status is 128 +
+    the signal's number, as in shells."""
 
     def __init__(self, signal_number: int, during: str | None = None) -> None:
         """Store the signal's number, and in `during` the evaluation that the signal interrupted, if any."""
@@ -77,10 +78,12 @@ EXIT = Exit()
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Exit with one line on standard error for failures that a user can act on.
+    """Exit with one line on standard error, instead of a traceback, if the body fails in a way that the user can act
+    on.
 
-    Under torchrun all processes of a node fail on the same wrong file. The node's first process prints the error, and
-    the others wait for torchrun to end them. If that takes SPEAKER_PATIENCE_SECONDS, they print the error themselves.
+    Under torchrun, a wrong file makes all processes of a node fail. The node's first process prints the error, and the
+    others wait until torchrun ends them. Those that are still alive after SPEAKER_PATIENCE_SECONDS print the error
+    themselves.
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
     is_first = _launched("LOCAL_WORLD_SIZE", 1) < 2 or _launched("LOCAL_RANK", 0) == 0
@@ -102,7 +105,7 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         end = RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}")
     except KeyboardInterrupt:  # not during training, which handles SIGINT itself
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the exit
         number = EXIT.stop_signal or signal.SIGINT
         if is_first:
             say_last(f"stopped by {signal.Signals(number).name}; to continue, run the same command again")
@@ -119,8 +122,8 @@ def one_line_errors() -> Iterator[None]:
     if isinstance(end, PeerError) or (isinstance(end, UserError) and not is_first):
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        # torchrun, for example, sends SIGTERM once the other rank has printed its error and exited. Here the signal
-        # came before the default handlers were back, and so has not ended this process.
+        # torchrun, for example, sends SIGTERM after the other rank has printed its error and exited. If that signal
+        # arrived before the loop above restored the default handlers, it did not end this process.
         if EXIT.stop_signal:
             end = RunStopped(EXIT.stop_signal)
         else:
@@ -135,8 +138,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _launched(name: str, default: int) -> int:
-    """Return the number in a launcher's environment variable, or `default` if it holds none. The error message for a
-    wrong value is distributed/environment.py's."""
+    """Return the number in a launcher's environment variable, or `default` if the variable holds none. The error
+    message for a wrong value comes from distributed/environment.py."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
 
@@ -144,8 +147,8 @@ def _launched(name: str, default: int) -> int:
 def place_of(error: OSError) -> str | None:
     """Return the file that could not be read or written, or "standard output", or None if unknown.
 
-    The error of a failed write names no file. The function then prints an empty line to standard output: if that fails,
-    standard output is the cause.
+    The error of a failed write names no file. If `error` names none, this function prints an empty line to standard
+    output. If this print fails too, standard output is the cause.
     """
     if error.filename is None and sys.stdout is not None:  # stdout is None if it was closed before Python started
         try:
@@ -170,14 +173,15 @@ def tell_soon(reason: str) -> None:
 
 
 def say_last(text: str) -> None:
-    """Print on standard error how this process ends, and have torchrun's report for this rank end with the same text.
-    Does not fail if standard error is closed."""
+    """Print `text`, this process's last message, on standard error, and make it the last text of torchrun's report on
+    this rank. Does not fail if standard error is closed."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
-    # The file's format is that of torch.distributed.elastic.multiprocessing.errors. torchrun shows the rank with the
-    # earliest timestamp. Ranks that torchrun ends itself get one of the same second, so this one is a second earlier.
+    # The file's format is that of torch.distributed.elastic.multiprocessing.errors. torchrun reports the rank with the
+    # earliest timestamp. Ranks that torchrun itself ends can have a timestamp of the same second, so this rank's
+    # timestamp is set one second earlier.
     extra = {"py_callstack": f"\n\n{text.strip()}", "timestamp": str(int(time.time()) - 1)}
     content = json.dumps({"message": {"message": text.strip(), "extraInfo": extra}})
     with suppress(OSError):
@@ -188,7 +192,7 @@ def say_last(text: str) -> None:
 
 
 def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install `handler` for every signal that asks a run to stop, except SIGHUP if that is ignored."""
+    """Install `handler` for every signal that asks a run to stop, except for SIGHUP if this process ignores SIGHUP."""
     for number in STOPPING_SIGNALS:
         if number != signal.SIGHUP or not ignores_hangup():
             signal.signal(number, handler)
@@ -200,7 +204,7 @@ def interrupt_on_stopping_signals() -> None:
 
     def interrupt(number: int, _: FrameType | None) -> None:
         EXIT.stop_signal = number
-        signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two SIGHUPs; the second must not disturb
+        signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two SIGHUPs; ignore the second one
         raise KeyboardInterrupt
 
     handle_stopping_signals(interrupt)
@@ -242,9 +246,9 @@ class DetachableOutput(io.FileIO):
 
 
 def survive_closed_output(when_gone: Callable[[], None]) -> None:
-    """Drop output instead of failing once standard output or standard error has no reader, because the failure would
-    end hours of training without a checkpoint. Calls `when_gone` once for each of the two streams that loses its
-    reader."""
+    """Replace standard output and standard error by streams that drop all output once they have no reader. Otherwise
+    the failure of a write would end hours of training without a checkpoint. Calls `when_gone` once for each of the two
+    streams that loses its reader."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # None if it was closed before Python started

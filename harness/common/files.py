@@ -1,4 +1,5 @@
-"""Hashing, flushing, atomic writing and moving of files and folders, so that none is ever incomplete under its name.
+"""Hashing, flushing, atomic writing and moving of files and folders, so that no file or folder is ever incomplete under
+its final name.
 
 `atomic_file` and `atomic_folder` write every file and folder that other processes must not read half-written.
 """
@@ -31,7 +32,8 @@ def sha256(path: Path) -> str:
 
 
 def version_of(status: os.stat_result) -> str:
-    """Return a file's size and modification time (ns) as text, which shows a change without reading the contents."""
+    """Return a file's size and modification time (ns) as text. If this text changes, the file has changed; the contents
+    need not be read."""
     return f"{status.st_size} bytes, {status.st_mtime_ns}"
 
 
@@ -45,7 +47,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError if no file can be created in `folder`. Called before long work whose result is written there."""
+    """Raise UserError if no file can be created in `folder`. Called before long work that writes its result there."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -61,10 +63,11 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
-    """Yield the path of a hidden draft file for the body to write; then flush it to disk and rename it to `final`.
+    """Yield the path of a hidden draft file for the body to write; then flush the file to disk and rename it to
+    `final`.
 
-    If the body fails, the draft is removed and `final` is unchanged. `draft` is the path of the draft. By default it is
-    beside `final`, with this process's pid in its name so that no two processes share a draft.
+    If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
+    this process's pid in its name, so that no two processes share a draft. `draft` sets another path.
     """
     draft = draft or final.with_name(f".{final.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)  # a symbolic link of this name would redirect the write to another file
@@ -91,11 +94,11 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def free_draft_path(final: Path) -> Path:
-    """Return the path of this process's draft of the folder `final`, beside it. Drafts of `final` that killed processes
-    left behind are removed."""
+    """Return the path for this process's draft of the folder `final`, in the same parent folder. Removes drafts of
+    `final` that killed processes left behind."""
     prefix, own = f".{final.name}.partial-", ProcessName.own()
     for path in final.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)  # an earlier process may have had this one's
+        pid = path.name.removeprefix(prefix)  # an earlier process may have had this process's pid
         if pid.isdecimal() and (int(pid) == own.pid or replace(own, pid=int(pid)).is_gone()):
             shutil.rmtree(path, ignore_errors=True)
     return final.with_name(f"{prefix}{own.pid}")
@@ -103,8 +106,8 @@ def free_draft_path(final: Path) -> Path:
 
 @contextmanager
 def draft_folder(draft: Path) -> Iterator[Path]:
-    """Create the folder `draft` and yield it; remove it with its contents if the body fails. The body ends by calling
-    `rename_whole`."""
+    """Create the folder `draft` and yield it. Remove it with its contents if the body fails. The body must end with a
+    call of `rename_whole`."""
     draft.mkdir()
     try:
         yield draft
@@ -114,9 +117,9 @@ def draft_folder(draft: Path) -> Iterator[Path]:
 
 
 def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
-    """Flush all files of the folder `draft` to disk, then rename it to `choose_name()`, a path in the same parent
-    folder, and return that path. `choose_name` is called after the flush. The folder is complete under its new name,
-    even after a power failure."""
+    """Flush all files of the folder `draft` to disk, call `choose_name()`, rename the folder to the path that it
+    returns (in the same parent folder), and return this path. The folder is complete under its new name, even after a
+    power failure."""
     for path in [*draft.rglob("*"), draft]:
         sync(path)
     final = draft.rename(choose_name())
@@ -125,8 +128,8 @@ def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
 
 
 def move(path: Path, target: Path) -> None:
-    """Move a file, link or folder to `target`, which may be on another disk. Raises RunError if that fails; either
-    `path` or `target` is then complete."""
+    """Move a file, link or folder to `target`, which may be on another disk. Raises RunError if the move fails; then at
+    least one of `path` and `target` is complete."""
     # Copy and delete under hidden names, so that neither `path` nor `target` is ever incomplete.
     draft, doomed = (place.with_name(f".{place.name}.{os.getpid()}") for place in (target, path))
     try:
@@ -172,8 +175,8 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_inside(path: Path, folder: Path, option: str) -> None:
-    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. `option` is the command's option
-    that sets `folder`, for the message."""
+    """Raise UserError if `path`, with symbolic links resolved, is not inside `folder`. The message names `option`, the
+    command's option that sets `folder`."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{path}: leads out of {folder}, to {real}; name its real place by {option}, or move it")

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubWork:
-    """Work on a Hub repository (a download or an upload), with the words that its error messages are made of."""
+    """Work on a Hub repository (a download or an upload), and the texts for its error messages."""
 
     name: str  # owner/name
     kind: str  # "dataset" or "model"
@@ -54,8 +54,8 @@ class HubWork:
         return UserError(line)
 
     def call(self, function: Callable[[], Result], *, retries: int = 1) -> Result:
-        """Return the result of `function`, a call of huggingface_hub, which is retried if a retry can help. Raises
-        UserError for every failure.
+        """Call `function`, which uses huggingface_hub, and return its result. Calls it again if it fails and a retry
+        can help. Raises UserError for every failure.
 
         huggingface_hub's own retries miss some failures: a connection reset while a body arrives, and any failure of
         the first request. All of `Exception` is caught, because huggingface_hub also raises errors of httpx, xet and
@@ -71,8 +71,8 @@ class HubWork:
         return self.call(function, retries=retries - 1)
 
     def _explain(self, error: BaseException) -> tuple[str, str, bool]:
-        """Return the problem, the remedy, and True if a retry can help. The chain of causes is searched, too, because
-        huggingface_hub wraps errors in others that say less."""
+        """Return the problem, the remedy, and True if a retry can help. Examines the causes of `error` (`__cause__`),
+        too, because huggingface_hub wraps errors in others that say less."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, hub_errors.HfHubHTTPError):
@@ -90,8 +90,8 @@ class HubWork:
         return f"the connection to the Hugging Face Hub failed ({reason})", remedy, True
 
     def _explain_answer(self, error: hub_errors.HfHubHTTPError) -> tuple[str, str, bool]:
-        """Return problem, remedy and True if a retry can help, for an HTTP error status. Status 401 can mean a private
-        repository or one that does not exist."""
+        """Return the problem, the remedy, and True if a retry can help, for an HTTP error status. The Hub can answer
+        401 for a private repository and also for a repository that does not exist."""
         status = error.response.status_code
         problem, remedy = f"the Hugging Face Hub answered with status {status}", f"try again later; {self.again}"
         if isinstance(error, hub_errors.GatedRepoError):
@@ -106,7 +106,7 @@ class HubWork:
         return problem, f"{remedy}, or {self.by_hand}", status >= 500
 
     def explain_local(self, error: OSError) -> tuple[str, str]:
-        """Return problem and remedy for a full disk or for a folder that cannot be written to."""
+        """Return the problem and the remedy for a full disk, or for a folder that cannot be written to."""
         where = self.folder.parent
         if error.errno in FULL_DISK:
             return f"no space left for {where}", f"free some; {self.again}"
@@ -114,10 +114,11 @@ class HubWork:
 
 
 def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[RepoSibling]]:
-    """Return the commit of `revision` (by default the newest) and its files with their hashes.
+    """Return the commit hash of `revision` (by default the newest commit), and its files with their hashes.
 
-    Raises UserError, also if a file's path leads out of the download folder. With such a path a hostile endpoint could
-    have any file of this machine overwritten, or deleted because its hash differs.
+    Raises UserError if the Hub cannot be read, if the repository has no files, or if a file's path leads out of the
+    download folder. With such a path, a hostile endpoint could have any file of this machine overwritten, or deleted
+    because its hash differs.
     """
     info = work.call(
         lambda: huggingface_hub.HfApi().dataset_info(
@@ -139,10 +140,10 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
-    """Return a description of how a downloaded file differs from the Hub's hash, or None if it does not differ.
+    """Return a text that says how the hash of a downloaded file differs from the Hub's, or None if they are equal.
 
-    The hash is SHA-256 for an LFS file, and otherwise the SHA-1 of the git blob, which also covers the object's type
-    and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
+    The hash is SHA-256 for an LFS file. For other files it is the SHA-1 of the git blob, which also covers the object's
+    type and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
     """
     if not path.is_file():
         return "expected a file, found none"
@@ -164,12 +165,12 @@ def hide_bars_from_files() -> None:
 def upload(
     work: HubWork, files: dict[str, Path | bytes], message: str, *, public: bool, is_replaced: Callable[[str], bool]
 ) -> str:
-    """Upload `files` (by their paths in the repository) as one commit to the repository that `work` names, and return
-    the repository's URL. The repository is created if it does not exist.
+    """Upload `files` (path in the repository -> local file or contents) as one commit to the repository that `work`
+    names, and return the repository's URL. Creates the repository if it does not exist.
 
-    An existing repository stays private or public, as it is. Contents that the Hub already has are not sent again. Old
-    files that are not in `files` are deleted if `is_replaced(path)` is true; the repository's history keeps them.
-    Raises UserError.
+    The visibility of an existing repository, private or public, is unchanged. Contents that the Hub already has are not
+    sent again. A file in the repository that is not in `files` is deleted if `is_replaced(path)` is true; the
+    repository's history keeps it. Raises UserError.
     """
     hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind

@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=BaseModel)
 SHOWN_FAULTS = 8  # the most faults of a file that an error lists
 LARGEST_DIGITS = 4000  # Python itself refuses to convert numbers with many more digits
 
-# A number of tokens, steps or sequences. Larger ones make no sense, and their products could exceed what a float can
+# A number of tokens, steps or sequences. Larger numbers make no sense, and their products could exceed what a float can
 # hold and what Python prints.
 Count = Annotated[int, Field(lt=2**63)]
 # A number in a file that this program writes. The sum of two such numbers is still a valid Count.
@@ -33,9 +33,9 @@ class RunFile(BaseModel):
     """Base class of a run's two files, model.json and train.json."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that the loader accepts: their JSON Schemas
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # JSON Schemas of further keys that the loader accepts
     replaceable_keys: ClassVar[set[str]] = set()  # required fields that can be left out if one of `other_keys` is given
-    null_for_none: ClassVar[set[str]] = set()  # fields that null switches off, for which a user might write 0
+    null_for_none: ClassVar[set[str]] = set()  # fields that are switched off by null, where a user might write 0
 
     @model_validator(mode="before")
     @classmethod
@@ -50,13 +50,13 @@ class RunFile(BaseModel):
 
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
-    """Return the object `raw` of the file `path` as an instance of `kind`. Raises UserError that lists the faults in
-    one line, with the nearest known key for a misspelt one."""
+    """Validate `raw`, the object in the file `path`, and return it as an instance of `kind`. Raises UserError with the
+    faults in one line (at most SHOWN_FAULTS of them), and with the nearest known key for each misspelled key."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         found = error.errors()
-    # A misspelt key is also missing under its right name. Report only the misspelling.
+    # A misspelled key is also missing under its right name. Report only the misspelling.
     unknown = [str(fault["loc"][0]) for fault in found[:SHOWN_FAULTS] if _is_unknown_key(fault)]
     meant = {_explain_unknown(key, kind)[0] for key in unknown}
     replaces_a_field = not meant.isdisjoint(_suggested_others(kind))
@@ -81,7 +81,8 @@ def _suggested_others(kind: type[BaseModel]) -> list[str]:
 
 
 def _explain_unknown(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
-    """Return the known key that the unknown `key` was probably meant to be, or None, and the error text for `key`."""
+    """Return the known key that the user probably meant by the unknown `key` (None if there is none), and the error
+    text for `key`."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return None, f"belongs in {other.model_config.get('title')}"
@@ -92,7 +93,7 @@ def _explain_unknown(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    # Pydantic's location also names the members of a union that it tried: types, which are no keys of the file.
+    # Pydantic's location of a fault also contains the types that it tried for a union. These are no keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and not part.startswith("literal[")))
     if _is_unknown_key(fault):
@@ -111,8 +112,8 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, read strictly as by `read_json`. Raises UserError also if the file holds
-    another type of value."""
+    """Return the object in a JSON file, read by `read_json`. Raises UserError also if the file holds a value that is
+    not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
@@ -122,7 +123,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
 
-    Raises UserError with the file and, where the text does not parse, the line.
+    Raises UserError naming the file, and also the line if the text is not valid JSON.
     """
     try:
         return strict_json(path.read_text(encoding="utf-8"))
@@ -142,8 +143,9 @@ def read_json(path: Path) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON text. Raises ValueError for repeated keys, NaN, Infinity and numbers that are too long, its subclass
-    json.JSONDecodeError for text that is not JSON, and RecursionError for text that is nested too deeply."""
+    """Parse JSON text. Raises ValueError for repeated keys, keys with half of a surrogate pair, NaN, Infinity and
+    integers with too many digits. Raises json.JSONDecodeError, a subclass of ValueError, for text that is not JSON, and
+    RecursionError for text that is nested too deeply."""
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -176,7 +178,8 @@ def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
-    # The loader checks that a replaceable field or a key that replaces it is given; the schema requires neither.
+    # The loader checks that each replaceable field, or a key that replaces it, is given. The schema does not require
+    # either of them.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
 

@@ -7,22 +7,25 @@ import importlib
 import os
 
 SETTINGS = {
-    # By default torch prints pages of C++ frames if the store is lost. The ranks report that themselves in one line.
+    # By default, torch prints pages of C++ stack frames when it loses the connection to its key-value store. The ranks
+    # report this loss themselves in one line.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # Idle OpenMP threads sleep. By default they spin while they wait for work, and a step takes twice as long if
     # another process runs on the same core (docs/LOG.md).
     "OMP_WAIT_POLICY": "passive",
     # On the CPU, torch allocates tensors of 2 MiB and more in pages of 2 MiB, if the system supports them. Each step
-    # allocates its activations and gradients anew, and with 4 KiB pages that takes a tenth of its time (docs/LOG.md).
+    # allocates its activations and gradients anew. With pages of 4 KiB, this allocation takes a tenth of the step's
+    # time (docs/LOG.md).
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-MOST_COMPILERS = 32  # on each rank; the maximum of torch's own default
+MOST_COMPILERS = 32  # compile processes of each rank; torch's own default has the same maximum
 
 
 def configure_libraries() -> None:
     """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
 
-    The processes that compile kernels share the usable cores with the other ranks of this machine.
+    The number of processes that compile kernels for this rank is its share of the usable cores, because the other ranks
+    of this machine compile at the same time.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -37,8 +40,8 @@ def usable_cores() -> int:
 
 
 def load(*modules: str) -> None:
-    """Import large libraries by their names with garbage collection paused. Importing torch creates a million objects,
-    none of them garbage, and takes a sixth less processor time without collection."""
+    """Import large libraries by their names, with garbage collection paused. Importing torch creates a million objects,
+    none of them garbage. Without collection, the import takes a sixth less processor time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

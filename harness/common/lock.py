@@ -1,8 +1,9 @@
-"""Locks on folders. A lock is free again when its process has ended, even if the process was killed.
+"""Locks on folders. A process that has taken a lock holds it until it ends. The system then frees the lock, even if the
+process was killed.
 
-flock(2) decides who has the lock. The lock file also names the owner, for the error message, for file systems without
-locks, and so that a restarted worker is recognized. (The package filelock would replace only one call here, and its
-older versions empty the file.)
+flock(2) decides who has the lock. The lock file also records the owner. The record is used in error messages, on file
+systems without locks, and to recognize a restarted worker. (The package filelock would replace only one call here, and
+its older versions empty the file.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Owner:
 
     process: ProcessName
     since: str
-    torchrun: str  # `launcher_name` of the owner's launcher
+    torchrun: str  # the owner's launcher, as `launcher_name` returns it
     began: bool  # True once the owner, or an earlier process of the same launcher, has begun to train
 
     @classmethod
@@ -55,11 +56,12 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path, use: str) -> RunLock:
-        """Take the lock on the folder of the lock file `path`. `use` completes the message "is being ... by another
+        """Lock the folder that contains the lock file `path`. `use` completes the message "is being ... by another
         process": "trained" for a run, "made" for a dataset.
 
-        Waits up to LEAVING_SECONDS for an owner whose launcher has been killed. Raises UserError that names the owner
-        if another process holds the lock, and RunError if the file cannot be written.
+        If the lock's owner has lost its launcher, the owner ends soon, so this function waits for it up to
+        LEAVING_SECONDS. Raises UserError that names the owner if another process holds the lock, and RunError if the
+        file cannot be written.
         """
         try:  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -84,14 +86,14 @@ class RunLock:
         if remedy:
             who = f" ({owner.process}, since {owner.since})" if owner else ""
             raise UserError(f"{path.parent}: is being {use} by another process{who}; {remedy}")
-        # This process is a restarted worker if its own launcher had started the owner, and the owner had begun.
+        # This process is a restarted worker if the recorded owner had the same launcher and had begun to train.
         is_restart = bool(owner and owner.is_here() and owner.began and owner.torchrun == launcher_name() != "")
         lock = cls(path, descriptor, is_restart)
         lock._write(began=is_restart)
         return lock
 
     def note_begun(self) -> None:
-        """Record that training has begun: from now on a restarted worker has something to resume."""
+        """Record that training has begun, so that a restarted worker can tell that there is something to resume."""
         self._write(began=True)
 
     def _write(self, *, began: bool) -> None:
@@ -106,11 +108,11 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return True if a living process holds the lock `path`, False if none does, and None if its owner is on another
-    machine or in another container, whose processes this one cannot see.
+    """Return True if a living process holds the lock `path`, False if no process holds it, and None if its owner is on
+    another machine or in another container, whose processes this process cannot see.
 
-    The lock itself is tried only if a process with the owner's pid is alive, because another process that takes the
-    lock at that moment would be refused.
+    Tries to take the lock only if a process with the owner's pid is alive, because another process that takes the lock
+    at the same moment would be refused.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -1,5 +1,5 @@
-"""Memory of the device: limits for the microbatch search, peak usage, recognition of out-of-memory errors, and the
-choice whether the C library keeps memory freed on a CPU or returns it to the system."""
+"""Memory of the device: limits for the microbatch search, peak usage, and recognition of out-of-memory errors. On a
+CPU, also the choice whether the C library keeps freed memory or returns it to the system."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ import torch
 from harness.common.errors import RunError, UserError
 from harness.common.units import GIB
 
-# Writable memory that a search on the CPU keeps free. Threads and libraries cannot work with less. It is also for what
-# a long training on several ranks can use beyond a probe: growing heaps and communication buffers. (A training of four
-# steps in one process differed from its probe by less than 2 MiB.)
+# Writable memory that a microbatch search on the CPU keeps free. Threads and libraries cannot work with less. It also
+# covers what a long training on several ranks needs beyond the training of a few steps that the search measures:
+# growing heaps and communication buffers. (A training of four steps in one process differed from its measurement by
+# less than 2 MiB.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
-# GPU memory that a search keeps free, for kernels that are loaded later and for fragmentation.
+# GPU memory that a microbatch search keeps free, for kernels that are loaded later and for fragmentation.
 CUDA_RESERVE_BYTES = 3 * 2**28
-# About what a process holds on its GPU once it has initialized CUDA and connected to the other ranks.
+# Approximate memory that a process holds on its GPU once it has initialized CUDA and connected to the other ranks.
 OWN_CUDA_BYTES = 2**31
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY = re.compile(
     "|".join(
         (
             "(can't|Cannot) allocate memory",
-            "out of memory",  # also CUDA, Triton and NCCL
+            "out of memory",  # also printed by CUDA, Triton and NCCL
             "bad_alloc",
             "can't start new thread",  # a thread's stack is writable memory, too
             "failed to map segment",  # of a library that is imported late
@@ -50,21 +51,21 @@ OUT_OF_MEMORY = re.compile(
 class MemoryLimit:
     """Limit on one rank's memory during a microbatch search."""
 
-    gib: float  # limit on the whole GPU, or on the CPU on the process's writable memory
+    gib: float  # limit on the memory of the whole GPU, or on a CPU on the process's writable memory
     usable_bytes: float  # the part of the limit that `peak_under_limit` may reach
-    note: str  # explains the rest, after the words "limit 40.00 GiB, of which"
+    note: str  # text on the rest of the limit, to follow the words "limit 40.00 GiB, of which"
     asked_gib: float | None = None  # the user's limit; None for all available memory
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
-    """Return the memory limit of a search. On a GPU it is also set: allocations beyond it fail from now on. On a CPU,
-    `limit_cpu_memory` sets it later, in a process of its own.
+    """Return the memory limit of a microbatch search. On a GPU, the limit takes effect at once: allocations beyond it
+    fail from now on. On a CPU, `limit_cpu_memory` sets it later, in the child process that tries a microbatch size.
 
-    CUDA: the caching allocator may use what a device of `limit_gib` would have left, after CUDA_RESERVE_BYTES and the
-    memory that is now in use outside the allocator (CUDA itself, communication buffers, other processes). CPU: a
-    process's writable memory may reach `limit_gib` less HEADROOM_BYTES. If `limit_gib` is None, the limit is the whole
-    GPU, or on the CPU what this process uses now and its share of the memory that is free. Raises UserError on a CPU if
-    the operating system is not Linux.
+    On CUDA, the caching allocator may use `limit_gib` (at most the whole GPU) minus CUDA_RESERVE_BYTES and minus the
+    memory that is now in use outside the allocator (CUDA itself, communication buffers, other processes). On a CPU, a
+    process's writable memory may reach `limit_gib` minus HEADROOM_BYTES. If `limit_gib` is None, the limit is the whole
+    GPU, or on a CPU what this process uses now plus 1/`local_size` of the free memory. Raises UserError on a CPU if the
+    operating system is not Linux.
     """
     if device.type == "cuda":
         total = float(torch.cuda.mem_get_info(device)[1])
@@ -124,11 +125,11 @@ def free_memory() -> int:
 
 
 def peak_under_limit(device: torch.device) -> int:
-    """Return the peak of the memory that a limit counts, in bytes: on CUDA the memory reserved by the allocator since
-    its statistics were reset, on the CPU this process's writable memory since its start.
+    """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
+    since its statistics were reset, on the CPU this process's writable memory since its start.
 
     Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The difference between
-    the two is constant, so the function subtracts the present difference from VmPeak.
+    virtual and writable memory is constant, so the function subtracts the present difference from VmPeak.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
@@ -144,7 +145,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free all memory that is no longer referenced, so that the next attempt starts with a clean device."""
+    """Free all memory that is no longer referenced, so that none of it counts when the next microbatch size is
+    tried."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -179,21 +181,21 @@ def _status_bytes(field: str) -> int:
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 NEVER = -1
 DEFAULT_MAPPINGS = 65536
-OWN_MAPPING_BYTES = 2**17  # glibc's default, which it raises to the size of freed blocks unless this is set
-# Memory kept free at the end of the heap for small blocks. oneDNN crashes with a segmentation fault if it gets no small
-# block, which happens when larger blocks have just taken the last page (docs/LOG.md).
+OWN_MAPPING_BYTES = 2**17  # glibc's default; unless it is set, glibc raises it to the size of freed blocks
+# Memory kept free at the end of the heap for small blocks. oneDNN crashes with a segmentation fault if it cannot
+# allocate a small block, which happens when larger blocks have just taken the last page (docs/LOG.md).
 CUSHION_BYTES = 2**22
 CUSHION_BLOCK = 2**15
 AMPLE = 2
 
 
 def give_back_under_a_limit() -> None:
-    """If this process's writable memory is limited (`ulimit -d`), have the C library give every large block its own
-    mapping, which returns to the system as soon as the block is freed. For small blocks the heap allocates
+    """Make the C library return each large block to the system as soon as it is freed, if this process's writable
+    memory is limited (`ulimit -d`). Each large block then has its own mapping. For small blocks, the heap allocates
     CUSHION_BYTES now and keeps them.
 
-    The microbatch search runs with this setting. Training must run with it, too, or the size that the search found
-    may not fit.
+    The microbatch search runs with this setting. Training must run with it, too, or the size that the search found may
+    not fit.
     """
     if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
         return
@@ -206,15 +208,15 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Have the C library keep freed blocks from now on if enough memory is free: AMPLE times this process's peak.
+    """Make the C library keep freed blocks from now on, if at least AMPLE times this process's peak memory is free.
 
-    So much is needed because gaps between kept blocks can raise memory use by half, and because the optimizer's state
-    may still have to be allocated. Does nothing if this process's writable memory is limited.
+    So much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
+    state may still have to be allocated. Does nothing if this process's writable memory is limited.
     """
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if not is_limited and free_bytes >= AMPLE * peak:
-        _mallopt(M_MMAP_MAX, 0)  # no block gets its own mapping, which would be returned when it is freed
+        _mallopt(M_MMAP_MAX, 0)  # no block gets its own mapping, which would be unmapped when it is freed
         _mallopt(M_TRIM_THRESHOLD, NEVER)
 
 

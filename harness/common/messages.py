@@ -22,9 +22,10 @@ def quoted(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name that `name` was probably meant to be, or None. They differ by a typing error or by parts
-    that `name` omits. If `name` has a word that the known name lacks, they do not match (`mlp_ratio` and
-    `min_lr_ratio`), because `name` may be another program's key with another meaning."""
+    """Return the name in `known` that `name` was probably meant to be, or None if there is none. A known name matches
+    if the two differ by a typing error, or if `name` leaves out or abbreviates words of it. It does not match if `name`
+    has a word that the known name lacks (`mlp_ratio` and `min_lr_ratio`), because `name` may be another program's key
+    with another meaning."""
     if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None
 
@@ -52,7 +53,8 @@ def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> s
 
 
 def document_count(documents: int) -> str:
-    """Return in words the number of documents that end in a split; 0 is "a part of a document"."""
+    """Return the number of documents that end in a split as text: "1,234 documents", "1 document", or "a part of a
+    document" for 0."""
     if documents < 2:
         return "1 document" if documents else "a part of a document"
     return f"{documents:,} documents"
@@ -64,7 +66,8 @@ def is_hub_name(text: str) -> bool:
 
 
 def as_unicode(name: str) -> str:
-    """Return a file name, which can hold any bytes, as text that can be encoded: "?" replaces what is not UTF-8."""
+    """Return a file name, which can hold any bytes, as text that can be encoded. "?" replaces bytes that are not
+    UTF-8."""
     return name.encode(errors="replace").decode()
 
 

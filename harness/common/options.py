@@ -13,9 +13,9 @@ from harness.common.errors import UserError, one_line_errors
 
 
 class Command(click.Command):
-    """Command that reports an error in one line also if click itself fails before the command's body runs, such as when
-    --help is written to a full disk. The body still needs its own `one_line_errors`, because click would report a
-    Ctrl-C there as "Aborted!"."""
+    """Click command that prints every error in one line, even if click itself fails before the command's body runs,
+    such as when --help is written to a full disk. The body still needs its own `one_line_errors`, because click would
+    report a Ctrl-C in the body as "Aborted!"."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         with one_line_errors():
@@ -41,7 +41,8 @@ MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOIN
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 
-# Options of ddp_train.py by their fields in TrainOptions: each key, and the options that mean nothing without it.
+# Options of ddp_train.py, by the names of their fields in TrainOptions. Each key is an option; its value lists the
+# options that mean nothing without it.
 BELONG_WITH = {
     "find": ("memory_limit_gib", "write"),
     "plan": ("assume_world_size", "assume_tps", "assume_tps_with_validation", "assume_device"),
@@ -73,7 +74,8 @@ class TrainOptions:
     runs_dir: Path = Path("runs")
 
     def check(self, checkpoint: str | None) -> None:
-        """Raise UserError if options exclude each other or a CHECKPOINT, or if one needs another that is missing."""
+        """Raise UserError if two options, or an option and a CHECKPOINT, exclude each other, or if an option is given
+        without the option that it belongs with."""
         for needed, options in BELONG_WITH.items():
             for name in options:
                 if getattr(self, name) and not getattr(self, needed):

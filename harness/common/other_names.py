@@ -1,5 +1,5 @@
-"""Common configuration keys of nanoGPT and Hugging Face transformers that have other names here, for advice about
-unknown keys."""
+"""Common configuration keys of nanoGPT and Hugging Face transformers that have other names in this program. Error
+messages about unknown keys suggest the right names."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ WITHOUT_KEY = {
 
 
 def advice(key: str, file: str) -> tuple[str | None, str] | None:
-    """Return our name of another program's `key`, and the message about `key`; None if these programs have no such key.
+    """Return (this program's name for another program's `key`, the error message about `key`), or None if `key` is in
+    none of the tables above.
 
-    Our name is None if there is none, or if it belongs in another file than `file`.
+    The name is None if this program has no such key, or has it in another file than `file`.
     """
     name = key.lower().replace("-", "_")
     if name in WITHOUT_KEY:

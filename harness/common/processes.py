@@ -1,11 +1,12 @@
-"""Processes of this machine: names by which other processes can check whether one is alive, and a rank's launcher.
+"""Processes of this machine: names by which a process can check whether another one is alive, and the launcher of a
+rank.
 
 torchrun and `ddp_train.py --processes` end their ranks when they exit normally. If the launcher is killed (by the
 out-of-memory killer, or because its container closes), nobody ends the ranks, and nobody would see their output,
 restart them or stop them. They would keep training, while the machine costs money, or wait for hours at a rendezvous
-whose store ended with torchrun. So each rank watches its launcher itself, in a thread that starts at its first line.
-(On Linux prctl's PR_SET_PDEATHSIG could send a signal, but not if the launcher has ended before that call. Other
-systems have nothing like it.)
+whose store ended with torchrun. So each rank watches its launcher itself, in a thread that the rank starts before
+anything else. (On Linux prctl's PR_SET_PDEATHSIG could send a signal, but not if the launcher has ended before that
+call. Other systems have nothing like it.)
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ENDED_STATES = (["Z"], ["X"])  # zombie, dead
 # Environment variable with the pid of the ddp_train.py that has started this rank (distributed/environment.py).
 PARENT = "DDP_TRAIN_PARENT"
 POLL_SECONDS = 0.5
-# Time for the current step and a checkpoint after the launcher's end. With the time that ranks take to notice that end,
-# all of them are gone 15 s after torchrun.
+# Time that a rank has for its current step and a checkpoint after it has noticed the launcher's end. Including the time
+# to notice the end, all ranks have exited 15 s after torchrun.
 ENDING_SECONDS = 12.0
 
 _launcher = 0  # pid of the parent process that this process watches; 0 for none
@@ -38,8 +39,8 @@ _ask_to_stop: Callable[[], None] | None = None
 
 @dataclass(frozen=True)
 class ProcessName:
-    """Name of a process that other processes can use. A pid is meaningful only within `namespace`: one boot of one
-    machine, or one container on it."""
+    """Name by which other processes can refer to a process. A pid is meaningful only within `namespace`: one boot of
+    one machine, or one container on it."""
 
     host: str
     pid: int
@@ -59,13 +60,13 @@ class ProcessName:
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """True if the process has ended. It must be a neighbour of this one, under any user. A zombie, whose parent has
-        not yet read its exit status, counts as ended."""
+        """True if the process has ended. The process must have the same host and namespace as this one, but may belong
+        to another user. A zombie (a process whose parent has not yet read its exit status) counts as ended."""
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):  # OverflowError: a number that is too large for a pid
             return True
-        except PermissionError:  # it is alive and another user's
+        except PermissionError:  # it is alive and belongs to another user
             return False
         return _stat(self.pid)[:1] in ENDED_STATES
 
@@ -74,15 +75,16 @@ class ProcessName:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of the process in clock ticks, which distinguishes it from a later process with the same
-    pid; empty if the process has ended or cannot be seen."""
+    """Return the start time of the process in clock ticks, as text, or "" if the process has ended or cannot be seen.
+    The start time distinguishes the process from a later process with the same pid."""
     fields = _stat(pid)
     return "" if not fields or fields[:1] in ENDED_STATES else fields[19]
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third, the state, on (proc(5)); none if it cannot be read. The text
-    is cut at its last bracket, because the name in the second field can hold any characters, brackets too."""
+    """Return the fields of /proc/PID/stat (proc(5)) from the third field, the state, on, or an empty list if the file
+    cannot be read. The text is cut at its last parenthesis, because the name in the second field can hold any
+    characters, even parentheses."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -101,8 +103,8 @@ def is_launched() -> bool:
 
 
 def launcher_name() -> str:
-    """Return the pid and start time, as one text, of the launcher that started this process and would restart it; empty
-    without a launcher."""
+    """Return pid and start time, as one text, of the launcher that started this process and would restart it, or "" if
+    there is no launcher."""
     if not is_launched():
         return ""
     pid = _launcher or os.getppid()
@@ -110,7 +112,8 @@ def launcher_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned for it."""
+    """True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned in a rank of
+    this launcher."""
     pid, _, started = name.partition(" ")
     return pid.isdigit() and started.isdigit() and start_time(int(pid)) != started
 
@@ -127,19 +130,20 @@ def exit_when_launcher_dies() -> None:
 
 
 def is_launcher_gone() -> bool:
-    """True once the launcher has ended, because the system then gives this process another parent."""
+    """True once the launcher has ended. The system has then given this process another parent."""
     return _launcher not in (0, os.getppid())
 
 
 def on_launcher_death(ask: Callable[[], None]) -> None:
-    """Register `ask`, which is called in another thread once the launcher has ended. The process then has
-    ENDING_SECONDS to exit by itself. If nothing is registered, the process exits at once."""
+    """Register `ask`, which a thread calls once the launcher has ended. The process then has ENDING_SECONDS to exit by
+    itself. If nothing is registered, the process exits at once."""
     global _ask_to_stop
     _ask_to_stop = ask
 
 
 def _look_after_launcher() -> None:
-    # Check again after a pause: the store of a launcher that is being killed can answer after its children have left.
+    # Check a second time after a pause, because the store of a launcher that is being killed can still answer when its
+    # children already have another parent.
     time.sleep(POLL_SECONDS)
     if not _is_orphan():
         while not is_launcher_gone():
@@ -164,8 +168,9 @@ def _leave(where: str) -> None:
 
 
 def _is_orphan() -> bool:
-    """True if the launcher had ended before this process read its pid. torchrun does not pass its pid on, but its store
-    refuses connections once it has ended. False on machines other than the store's, where this cannot be known."""
+    """True if the launcher had already ended when this process read the launcher's pid. ddp_train.py passes its pid to
+    its ranks. torchrun does not, but its store refuses connections once torchrun has ended. False on machines other
+    than the store's, where this cannot be known."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

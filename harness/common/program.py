@@ -41,7 +41,7 @@ def program_versions() -> dict[str, str]:
 @cache
 def program_commit(root: Path = ROOT) -> str | None:
     """Return the commit of the checkout that this program runs from, with "-dirty" appended if tracked files have
-    changed since, or None without a checkout or without git."""
+    changed since, or None if there is no checkout or no git."""
     if not (root / ".git").exists():  # git would search the parent folders and find another project's commit
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -61,7 +61,8 @@ def program_commit(root: Path = ROOT) -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of this machine's NVIDIA GPUs; none if CUDA_VISIBLE_DEVICES hides them or there is no driver."""
+    """Return the names of this machine's NVIDIA GPUs, or an empty list if CUDA_VISIBLE_DEVICES hides them or there is
+    no driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     names = []

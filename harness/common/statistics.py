@@ -24,7 +24,7 @@ class Estimate:
 
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
     """Return means over repeats (QxM) of the scores (QxRxM: questions, repeats, models). A repeat of a question counts
-    if all models have a score there; questions without such a repeat are left out."""
+    only if all models have a score in it. Questions without such a repeat are left out of Q."""
     is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
     repeats_Q = is_there_QxR.sum(axis=1)
     answered = repeats_Q > 0

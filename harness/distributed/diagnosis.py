@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from harness.common.processes import ProcessName
 
 IDLE = 2**53  # number of parts done for a rank that has finished its work at a place
-# After the other ranks have passed a rank, it must send this many more heartbeats without progress before it counts as
-# stuck. It may have moved on together with the others: its last heartbeat can be older than that move, and the next one
-# can have been written before the move and sent after it.
+# A rank that the other ranks have passed must send this many more heartbeats without progress before it counts as
+# stuck. It may have made progress together with the others: its last received heartbeat can be older than this
+# progress, and the next one can have been written before the progress and sent after it.
 HEARTBEATS_TO_CONFIRM = 2
 
 
@@ -38,7 +38,7 @@ class Heartbeat:
 
 @dataclass
 class LastHeartbeat:
-    """The last new heartbeat of a rank, and when it was received by this process's clock."""
+    """The last new heartbeat of a rank, and the time when this process received it."""
 
     heartbeat: Heartbeat
     at: float
@@ -53,11 +53,11 @@ class Heartbeats:
     process: ProcessName  # this process
     contact: float  # when the store last answered
     last: list[LastHeartbeat] = field(default_factory=list)  # by rank
-    frozen_until: float = 0.0  # until then, received heartbeats may be older than a freeze of this process
+    frozen_until: float = 0.0  # until this time, received heartbeats may be from before this process was frozen
 
     def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
-        """Record the heartbeats that the store holds, one of each rank. A heartbeat with the same number as the last
-        one is not new and is ignored."""
+        """Record the heartbeats that the store holds, one of each rank. A heartbeat with the same number as the rank's
+        last one is not new and is ignored."""
         self.contact = now
         before = self.last_of_all()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
@@ -109,19 +109,20 @@ class Fault:
 
 
 def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float, gone: float) -> Fault | None:
-    """Return the fault that explains the most, or None. A rank whose process has ended is silent, too, and other ranks
-    may be stuck because they wait for it.
+    """Return the fault that explains the others, or None if there is no fault. For example, a rank whose process has
+    ended is also silent, and other ranks may be stuck because they wait for it; then only the ended process is
+    reported.
 
-    The arguments are the seconds after which something is a fault: `stuck` without progress inside `Watchdog.guard`,
-    `silent` without a heartbeat from a rank or an answer from the store, and `gone` after the end of a process, which
-    may have printed the reason itself.
+    `stuck`, `silent` and `gone` are the seconds after which a fault is reported: `stuck` without progress inside
+    `Watchdog.guard`, `silent` without a heartbeat from a rank or an answer from the store, and `gone` after the end of
+    a rank's process, which may have printed the reason itself.
     """
     last = heartbeats.last
     ended = [rank for rank, each in enumerate(last) if each.gone_since is not None and now - each.gone_since >= gone]
     if ended:
         return Fault(f"{_names(heartbeats, ended)} ended suddenly", ended)
-    # The store is in rank 0 or in the torchrun on its machine. If rank 0's process has ended, the check of `ended`
-    # above reports that soon, which says more.
+    # The store is in rank 0's process or in the torchrun on its machine. If rank 0's process has ended, the check of
+    # `ended` above soon reports that. Its message says more.
     if (seconds := now - heartbeats.contact) > silent and last[0].gone_since is None:
         store = last[0].heartbeat.process
         if not store.is_neighbour_of(heartbeats.process):
@@ -135,14 +136,15 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
         seconds = max(now - last[rank].at for rank in quiet)
         names = _names(heartbeats, quiet)
         return Fault(f"{names} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off", quiet)
-    # The ranks that are behind all others are stuck if they stand still inside `Watchdog.guard`.
+    # The ranks that are behind all others count as stuck if they make no progress inside `Watchdog.guard`.
     if now < heartbeats.frozen_until or any(now - each.at > stuck / 2 for each in last):
         return None  # a heartbeat is old: its rank soon sends another one or counts as silent
     _, behind = heartbeats.last_of_all()
     stalled = [last[rank].heartbeat.stalled for rank in behind]
     if None in stalled or any(last[rank].to_confirm for rank in behind):
         return None
-    # Counted from when the last of them arrived, because until then the others rightly waited for it.
+    # The seconds count from the time when the last of the ranks behind arrived at this place. Until then, the other
+    # ranks rightly waited for it.
     seconds = min(each or 0.0 for each in stalled)
     if seconds <= stuck:
         return None

@@ -1,10 +1,9 @@
-"""Place of this process among the ranks, read from the environment, and ranks that this process starts itself. Does not
-load torch.
+"""Rank of this process, read from the environment, and the start of all ranks for `--processes`. Does not load torch.
 
-torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT, where the ranks meet
-(torch.distributed's `env://`). `run_ranks` sets them, too, and any other launcher may. If none is set, this is the only
-process. If only some are set, they are left over from another job and are refused, because the run would be a different
-one than intended, or wait for ranks that never come.
+torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. It also sets MASTER_ADDR and MASTER_PORT, where the
+ranks meet (torch.distributed's `env://`). `run_ranks` sets all of them, too, and any other launcher may. If none is
+set, this is the only process. If only some are set, they are left over from another job and are refused, because the
+run would be a different one than intended, or would wait for ranks that never come.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
 RANKS_PER_CORE = 8  # each rank loads half a gigabyte of libraries; a larger number is a mistake
-STORE_DESCRIPTOR = "DDP_TRAIN_STORE"  # descriptor, in rank 0, of the open socket for the store of `run_ranks`
+STORE_DESCRIPTOR = "DDP_TRAIN_STORE"  # set in rank 0: descriptor of the socket that `run_ranks` opened for the store
 POLL_SECONDS = 0.05
 STOPPING_SECONDS = 2.0  # how long ranks that were asked to stop may take after the first one has failed
 
 
 class Ranking(NamedTuple):
-    """Number of a process among all ranks (`rank` of `world_size`), and among the ranks of its machine."""
+    """Rank of a process among all ranks (`rank` of `world_size`), and among the ranks of its machine (`local_rank` of
+    `local_world_size`)."""
 
     rank: int = 0
     local_rank: int = 0
@@ -44,8 +44,8 @@ class Ranking(NamedTuple):
 
 
 def read_ranking() -> Ranking:
-    """Return the ranking in the launcher's variables, or that of a single process if none is set. Raises UserError if
-    one is missing or not a number, or if they contradict one another."""
+    """Return the ranking that the launcher's environment variables give, or that of a single process if none is set.
+    Raises UserError if a variable is missing or not a number, or if the variables contradict one another."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()
@@ -74,7 +74,7 @@ def ranks_to_start(processes: int | None) -> int:
     """Return the number of ranks that this process must start for --processes, or 0 if it is a rank itself or the only
     process.
 
-    Raises UserError in a rank that another launcher started.
+    Raises UserError if --processes is given to a rank that another launcher started.
     """
     if processes is None or PARENT in os.environ:
         return 0
@@ -87,9 +87,9 @@ def run_ranks(count: int) -> NoReturn:
     """Run this process's command in `count` ranks on this machine, forward signals to them, and exit when all have
     ended.
 
-    Each rank has a process group of its own, so that Ctrl-C in a terminal reaches only this process. The exit status is
-    that of the first rank that failed, or 128 + the signal's number if a signal ended it. Raises UserError if this
-    machine cannot start so many ranks.
+    Each rank has its own process group of the operating system, so that Ctrl-C in a terminal reaches only this process.
+    The exit status is that of the first rank that failed, or 128 + the signal's number if a signal ended it. Raises
+    UserError if this machine cannot start so many ranks.
     """
     if count > (most := RANKS_PER_CORE * usable_cores()):
         raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
@@ -130,8 +130,8 @@ def run_ranks(count: int) -> NoReturn:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
-    """Wait for all ranks to end, and return the first one that failed, or None. Once one has failed, the others get
-    SIGTERM, and after ENDING_SECONDS SIGKILL."""
+    """Wait for all ranks to end, and return the first rank that failed, or None if none failed. Once a rank has failed,
+    the other ranks get SIGTERM, and SIGKILL after ENDING_SECONDS."""
     failed, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:
         running = [rank for rank in ranks if rank.poll() is None]

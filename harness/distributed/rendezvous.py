@@ -1,10 +1,11 @@
-"""Rendezvous of the ranks that were started together, excluding any others, and errors of the connections between them.
+"""Rendezvous of exactly the ranks that were started together, and translation of errors on the connections between
+them.
 
 torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts. Without care,
 stale entries of an earlier start, such as addresses at which no process listens any more, would be read as current
-ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own. So rank 0 makes up an
-id for each start. Every other rank requests the id under a random name of its own, and therefore cannot get an answer
-that was meant for another start.
+ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own. So rank 0 generates a
+random id for each start. Every other rank requests this id under a random name of its own. It therefore cannot get an
+answer that was meant for another start.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.02
 CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
-# Added to the timeout of exchanges, so that the watchdog comes first, which can say more and knows which work may take
-# long. The timeout itself is for exchanges that the watchdog does not guard.
+# Added to the timeout of collectives, so that the watchdog reports a fault first. Its message says more, and it knows
+# which work may take long. The timeout itself is for collectives that the watchdog does not guard.
 BACKSTOP_SECONDS = 3600.0
-WAITING_SECONDS = 15.0  # after these, a rank prints which ranks it waits for
+WAITING_SECONDS = 15.0  # after this time, a rank prints that it waits for other ranks
 # Texts of errors that mean that the process at the other end has closed its connection or cannot be reached.
 PEER_GONE_TEXTS = (
     "Connection closed by peer",
@@ -47,24 +48,26 @@ PEER_GONE_TEXTS = (
     "remote process exited",
 )
 TIMED_OUT_TEXT = "Timed out waiting"
-NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo: a rank could not be reached at the address it gave
+NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo's error if a rank could not be reached at the address that it gave
 
 
 def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[Any, Any]:
     """Find the other ranks and connect to all of them. Returns when all are connected.
 
-    Initializes the default process group of torch.distributed, which exchanges gradients on the ranks' devices. Returns
-    a process group on the CPU, whose waits may last as long as any work of another rank, and a store with a connection
-    of its own, for the watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached.
+    Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices.
+    Returns a second process group, on the CPU, whose timeout is long enough for any work of another rank, and a store
+    with a connection of its own for the watchdog. Raises RunError or PeerError if a rank does not join or cannot be
+    reached.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    if here.world_size == here.local_world_size and loopback:  # all ranks are here; keeps the user's settings
+    if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, min(loopback))
     # Chosen by the device, because torch.accelerator reports cuda on any CUDA build, even without a GPU.
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
-    # With variables left over from another job, this rank would wait silently for hours.
+    # With variables left over from another job, this rank would wait silently for hours. So it prints what it waits
+    # for.
     text = (
         f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
@@ -94,8 +97,8 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
 
 
 def _open_store(timeout: timedelta) -> Any:
-    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has. If `run_ranks` started
-    rank 0, it opens the store on a socket that it inherited open. Raises RunError if the port is taken."""
+    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has opened it. A rank 0 that
+    `run_ranks` started opens it on a socket that it inherits from `run_ranks`. Raises RunError if the port is taken."""
     if STORE_DESCRIPTOR in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket_number = int(os.environ[STORE_DESCRIPTOR])
@@ -111,8 +114,8 @@ def _open_store(timeout: timedelta) -> Any:
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return an id that all `size` ranks of this start of the job share, and no other start has. Rank 0 returns when
-    all ranks have received the id.
+    """Return an id that all `size` ranks of this start of the job share and that no other start has. On rank 0, this
+    function returns only when all ranks have received the id.
 
     Raises RunError naming a rank that has not joined in time.
     """
@@ -120,7 +123,9 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
     def wait_a_moment(absent: int) -> None:
         if time.monotonic() > deadline:
-            raise RunError(f"rank {absent} has not joined the others in time; look for its own error, or its machine's")
+            raise RunError(
+                f"rank {absent} has not joined the others in time; look for an error of that rank or its machine"
+            )
         time.sleep(POLL_SECONDS)
 
     if rank != 0:
@@ -134,7 +139,7 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
     restart_id = secrets.token_hex(8)
     for other in range(1, size):
         while not store.check([f"{restart_id}/received/{other}"]):
-            if store.check([f"requests/{other}"]):  # perhaps of an earlier start; then a newer one follows
+            if store.check([f"requests/{other}"]):  # if this request is of an earlier start, a newer one follows
                 store.set(f"answers/{store.get(f'requests/{other}').decode()}", restart_id)
             wait_a_moment(other)
     return restart_id
@@ -145,8 +150,9 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
 @contextmanager
 def leaving_with_peers() -> Iterator[None]:
-    """Turn the error of an exchange with a rank that is gone into PeerError, because the rank that failed prints the
-    reason. Raises RunError instead if no rank is known to have failed, or a rank could not be reached at all."""
+    """Turn an error of the body into PeerError if a connection to another rank is gone, because the rank that failed
+    prints the reason. Raises RunError instead if the body timed out without a rank known to have failed, or if a rank
+    could not be reached at all."""
     try:
         yield
     except RuntimeError as error:

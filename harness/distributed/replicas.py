@@ -1,5 +1,5 @@
-"""Check that the weights of all ranks are still equal, bit for bit. They must be, because all ranks apply the same
-gradient."""
+"""Check that the weights of all ranks are still equal, bit for bit. They must be equal, because all ranks apply the
+same gradient."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def weight_checksums(model: nn.Module) -> list[int]:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Return a text that says which ranks' weights differ from the majority's, and in which tensor first, or None if
-    all are equal."""
+    """Return a text that names the ranks whose weights differ from the majority's, and the first tensor that differs,
+    or None if the weights of all ranks are equal. `checksums` has the `weight_checksums` of each rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)

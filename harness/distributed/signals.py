@@ -43,8 +43,8 @@ class StopSignal:
         on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
-        """Stop as for SIGHUP when nobody is left to stop this process or read its output. A process that ignores SIGHUP
-        stops only if its launcher is gone."""
+        """Record SIGHUP as the signal that asks this process to stop. Called when nobody is left to stop this process
+        or to read its output. A process that ignores SIGHUP stops only if its launcher is gone."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
@@ -52,7 +52,7 @@ class StopSignal:
         """Yield the steps, calling `between()` before each. Collective.
 
         Raises RunStopped before the same step on all ranks if any rank was asked to stop. The ranks exchange their
-        signals while the previous step computes, so that none waits for the exchange.
+        signals while the previous step computes, so that no rank waits for the exchange.
         """
         agreed, seconds = world.async_max(self.signal, 0), 0.0
         for step in steps:
@@ -63,9 +63,9 @@ class StopSignal:
             agreed, began = world.async_max(self.signal, int(seconds)), time.monotonic()
             yield step
             seconds = time.monotonic() - began
-            # After a long step exchange the signals at once, because torchrun kills 30 seconds after a signal and the
-            # next step may take longer. `longest` is the same on all ranks. After a long step the ranks have waited for
-            # one another anyway, so the exchange costs nothing.
+            # After a long step, exchange the signals at once. The next step may take longer than the 30 seconds after
+            # which torchrun kills a rank that has received a signal. `longest` is the same on all ranks. After a long
+            # step the ranks have waited for one another anyway, so the exchange costs nothing.
             if longest >= LONG_STEP_SECONDS and step != steps[-1]:
                 self.raise_if_set(world)
         agreed()
@@ -81,14 +81,14 @@ class StopSignal:
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Exception that makes this rank leave its remaining pieces undone, because a rank was asked to stop. The other
-    ranks learn of it when all ranks exchange their results (`raise_if_interrupted`)."""
+    """Exception that ends this rank's part of shared work early, because a rank was asked to stop. The other ranks
+    learn of it when all ranks exchange their results (`raise_if_interrupted`)."""
 
 
 @dataclass(frozen=True)
 class SharedWork:
-    """Assignment of work in pieces, and the signal that interrupts it. Rank 0 does all pieces, or with `shared` each
-    rank does every world-size-th piece."""
+    """Work in numbered pieces, such as the microbatches of a validation, and the signal that interrupts it. If `shared`
+    is true, each rank does every world-size-th piece; otherwise rank 0 does all pieces."""
 
     world: World
     shared: bool
@@ -104,8 +104,8 @@ class SharedWork:
         return contextlib.nullcontext()
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
-        """Yield the indexes. Raises Interrupted if this rank, or another one as far as this rank knows, was asked to
-        stop."""
+        """Yield the indexes. Raises Interrupted if this rank was asked to stop, or if another rank was according to its
+        last received heartbeat."""
         for index in indexes:
             if self.stop.signal or self.world.watchdog.is_anyone_stopping():
                 raise Interrupted
@@ -113,6 +113,7 @@ class SharedWork:
             self.world.watchdog.beat()
 
     def raise_if_interrupted(self, results: Sequence[object]) -> None:
-        """Raise RunStopped if one of all ranks' results is None, which stands for an interrupted rank. Collective."""
+        """Raise RunStopped if any rank was interrupted. `results` has the result of each rank, and None for an
+        interrupted one. Collective."""
         if any(each is None for each in results):
             self.stop.raise_if_set(self.world, during=self.place.name)

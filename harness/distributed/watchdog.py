@@ -1,13 +1,13 @@
-"""Detection of ranks that are stuck, silent or gone. It ends this process with a line that names them.
+"""Detection of ranks that are stuck, silent or gone. The watchdog ends this process with a line that names these ranks.
 
-A gradient exchange waits for a missing rank and cannot say which one it is. So every rank sends the others heartbeats
-with its progress, through the store of the rendezvous. Threads send the heartbeats and judge those of other ranks, even
+An all-reduce waits for a missing rank and cannot say which rank it is. So every rank sends the others heartbeats with
+its progress, through the store of the rendezvous. Threads send the heartbeats and check those of other ranks, even
 while the main thread waits. Long work of a single rank (a download, a save, a validation) is not a fault: only time
 without progress inside `guard` counts.
 
 On CUDA the main thread only enqueues work, and continues to do so when the device hangs. So at each milestone it
-records a CUDA event behind that work, and the milestone counts once the device has reached the event. On the CPU a
-milestone counts at once.
+records a CUDA event behind the enqueued work, and the milestone counts once the device has reached the event. On the
+CPU a milestone counts at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
 POLL_SECONDS = 2.0
 POLLS_IN_TIMEOUT = 5
 # A rank that ends with an error prints it, and the main threads of its peers notice the lost connection. The watchdog
-# waits this long, so that they can print first.
+# waits this long, so that these messages come first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
 
@@ -71,30 +71,30 @@ class Milestone:
 
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
-    is_guarded: bool  # true if standing still here is a fault
+    is_guarded: bool  # true if a lack of progress here is a fault
     at: float  # when the main thread reached it, by time.monotonic
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Place and progress of a rank, from its main thread and its device together."""
+    """Place where a rank is working, and its progress. Work counts as done once the rank's device has done it."""
 
     place: str
     progress: list[int]
-    stalled: float | None  # seconds without progress; None where standing still is no fault
+    stalled: float | None  # seconds without progress; None where a lack of progress is no fault
 
 
 class Progress:
     """Milestones that this rank has passed. Any thread may call any method."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """`record()` marks the end of the work given to the device so far and returns a function, which is true once
-        the device has passed that mark. `record` is None if the main thread computes."""
+        """`record()` marks the end of the work given to the device so far, and returns a function that returns True
+        once the device has passed this mark. `record` is None if the main thread itself computes (on a CPU)."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
         self._since = self._reached.at  # time of the last progress
-        self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # not reached by the device yet
+        self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not reached these yet
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> None:
         """Record that the main thread passes a milestone."""
@@ -150,7 +150,8 @@ def device_progress(device: torch.device) -> Progress:
 
 
 class Watchdog:
-    """Watches all ranks from this one. The main thread calls `beat` and `guard`, which cost next to nothing.
+    """Watcher of all ranks, in threads of this rank's process. The main thread calls `beat` and `guard`, which cost
+    next to nothing.
 
     A watchdog that is not started, as in a world of one process, watches no rank.
     """
@@ -163,7 +164,7 @@ class Watchdog:
         progress: Progress | None = None,
     ) -> None:
         """`is_stopping` returns True if a signal has asked this rank to stop; the watchdog's threads call it.
-        `progress` is that of the rank's device. None: the main thread itself computes."""
+        `progress` is the Progress of the rank's device, or None if the main thread itself computes."""
         self.rank = rank
         self.timeout = timeout_seconds
         self._pause = min(POLL_SECONDS, timeout_seconds / POLLS_IN_TIMEOUT)
@@ -179,7 +180,7 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Treat it as a fault if this rank makes no progress in the body for longer than the timeout."""
+        """Report a fault if this rank makes no progress in the body for longer than the timeout."""
         self._pass(place, 0, is_guarded=True)
         try:
             yield
@@ -187,13 +188,13 @@ class Watchdog:
             self.idle(place)
 
     def idle(self, place: Place) -> None:
-        """Record that this rank has finished its work at `place`. From now on it may take its time or wait for other
-        ranks."""
+        """Record that this rank has finished its work at `place`. From now on, it is no fault if it makes no progress,
+        for example because it waits for other ranks."""
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
         """Record that the main thread has finished another part of the work at its place. The parts are the same on all
-        ranks."""
+        ranks, so that their numbers can be compared."""
         if self._place is not None:
             self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
@@ -209,7 +210,7 @@ class Watchdog:
         barrier()
         self.heartbeats.contact = now = time.monotonic()
         self.heartbeats.last = [LastHeartbeat(Heartbeat.decode(text), now) for text in store.multi_get(keys)]
-        # In its own thread, because a call of a store behind a cut network neither returns nor raises.
+        # In its own thread, because a call of the store neither returns nor raises if the network is cut.
         threading.Thread(target=self._exchange, args=(store, keys), daemon=True, name="watchdog-heartbeats").start()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -218,7 +219,7 @@ class Watchdog:
         return any(last.heartbeat.stopping for last in self.heartbeats.last)
 
     def stop(self) -> None:
-        """Stop sending and judging heartbeats. A heartbeat that is being sent or judged may still be finished."""
+        """Stop sending and checking heartbeats. A send or a check that has already begun may still complete."""
         self._ended.set()
 
     def _heartbeat(self, number: int) -> Heartbeat:
@@ -269,20 +270,21 @@ class Watchdog:
             time.sleep(SILENT_EXIT_SECONDS)
 
         def announce() -> None:
-            """Tell the other ranks of this machine, which then end without printing anything."""
+            """Send a heartbeat that says that this rank is leaving. The other ranks of this machine then end without
+            printing anything."""
             with suppress(RuntimeError):  # the store itself may be gone
                 self._send(self._heartbeat(IDLE))
 
         self._leaving = True
-        # In its own thread, because a store behind a cut network does not answer.
+        # In its own thread, because the store does not answer if the network is cut.
         threading.Thread(target=announce, daemon=True).start()
         time.sleep(self._pause + 0.2)
         os._exit(1)
 
 
 def collective_timeout_seconds() -> float:
-    """Return the seconds that a rank may stand still in an exchange, from COLLECTIVE_TIMEOUT_SECONDS or the default.
-    Raises UserError if the variable is not a number of seconds in range."""
+    """Return the seconds without progress after which the watchdog reports a fault, from COLLECTIVE_TIMEOUT_SECONDS or
+    the default. Raises UserError if the variable is not a number of seconds in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

@@ -44,8 +44,8 @@ class World:
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
         """Join the world that the launcher's environment variables describe and choose this process's device.
 
-        `is_stopping` returns True if a signal has asked this rank to stop; the watchdogs of other ranks receive its
-        value. Raises UserError if there is no device for this process, or the variables contradict one another.
+        `is_stopping` returns True if a signal has asked this rank to stop. Heartbeats send its value to the other
+        ranks. Raises UserError if there is no device for this process, or if the variables contradict one another.
         """
         here = read_ranking()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -63,8 +63,8 @@ class World:
         return world
 
     def leave(self) -> None:
-        """Leave the world after every rank has called this. It must be the last thing that a process does: if its
-        connections cannot be closed within LEAVING_SECONDS, the process ends without closing them, with exit status
+        """Leave the world after every rank has called this. Leaving must be the last thing that a process does, because
+        a process whose connections cannot be closed within LEAVING_SECONDS exits without closing them, with exit status
         0."""
         if self.size > 1:
             self.barrier()
@@ -94,7 +94,8 @@ class World:
         self.gather(None)
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of every rank, by rank, on every rank. Values must be small and picklable."""
+        """Return the list of all ranks' `value`, in the order of the ranks, on every rank. Values must be small and
+        picklable."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -103,8 +104,8 @@ class World:
         return values
 
     def exchange_once(self, count: int) -> None:
-        """All-reduce `count` bytes as gradients are all-reduced, and wait for the result, so that all buffers that an
-        exchange needs on the device are allocated. Collective."""
+        """All-reduce `count` bytes as gradients are all-reduced, and wait for the result. All buffers that an
+        all-reduce needs on the device are then allocated. Collective."""
         if self.size > 1:
             numbers = torch.zeros(count // 4, device=self.device)
             with leaving_with_peers():
@@ -136,14 +137,14 @@ class World:
         """Run `work` on rank 0 while the others wait. Returns its result, which must be small and picklable, on every
         rank.
 
-        An error of rank 0 is raised there; the others raise PeerError, so that the whole job ends.
+        An error in `work` is raised on rank 0, and PeerError on the other ranks, so that the whole job ends.
         """
         return self._on_some(work, mine=self.is_main)[0]
 
     def broadcast(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0, and return its result on every rank, on the CPU. The result consists of dicts, lists
-        and tuples of tensors and plain values. Each tensor is sent separately, as bytes; the rest must be small and is
-        sent pickled.
+        """Run `work` on rank 0, and return its result on every rank, with all tensors on the CPU. The result consists
+        of dicts, lists and tuples of tensors and plain values. Each tensor is sent separately, as bytes. Everything
+        else is sent pickled and must be small.
 
         An error of rank 0 is raised as in `on_rank0`.
         """
@@ -171,8 +172,8 @@ class World:
         return self._on_some(work, mine=self.local_rank == 0)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
-        """Run `work` on the ranks where `mine` is true. Returns the results of all ranks, by rank (None where `mine` is
-        false)."""
+        """Run `work` on the ranks where `mine` is true. Returns the results of all ranks, by rank, with None for ranks
+        where `mine` is false."""
         value, raised = None, None
         if mine:
             try:
@@ -212,7 +213,7 @@ def _end_without_leaving(rank: int) -> None:
     """End this process with status 0 although its connections are open. A machine that is paid by the hour must not
     wait for a device or a network that no longer answers."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # closed, or None: it was closed from the beginning
+        with suppress(OSError, AttributeError):  # closed, or None if it was closed before Python started
             stream.flush()
     with suppress(OSError, AttributeError):
         text = f"note: rank {rank} could not close its connections within {LEAVING_SECONDS:g} s, and ends without that"

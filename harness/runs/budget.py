@@ -29,7 +29,7 @@ class Budget(BaseModel):
 
     key: str
     value: float | int
-    # of the whole run: a whole number of the global batches that were in use when the budget was resolved
+    # of the whole run, in whole global batches of the size that was in use when the budget was resolved
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
     def describe(self) -> str:
@@ -51,15 +51,15 @@ def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 
 
 
 def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSchedule) -> int | None:
-    """Return the number of tokens in the whole run, as whole global batches, or None for all tokens of the split.
+    """Return the number of tokens in the whole run, as whole global batches, or None if the budget is all tokens of the
+    split.
 
     `batches` must be the schedule from the start of the run. `min_train_tokens` and `tokens_per_parameter` are rounded
     up to whole batches. `target_flops` is divided by `flops_per_token` and rounded down to whole batches.
 
-    `tokens_per_parameter` counts all parameters, but only the active experts of a mixture, because the training FLOPs
-    of N active parameters and D tokens are 6ND. A value of 20 is about where the three fits of Hoffmann et al.
-    (arXiv:2203.15556) agree. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global
-    batch.
+    `tokens_per_parameter` counts all parameters except the inactive experts of a mixture, because the training FLOPs of
+    N active parameters and D tokens are 6ND. The three fits of Hoffmann et al. (arXiv:2203.15556) agree on a value of
+    about 20. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
@@ -69,7 +69,7 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
     paid_batches, key = wanted / batches.tokens_before(1), config.budget
     if paid_batches < 1 and key != "min_train_tokens":
         value, remedy = getattr(config, key), "raise it"
-        if paid_batches:  # 0.0 for the smallest budgets, for which no sufficient value can be computed
+        if paid_batches:  # the quotient underflows to 0.0 for tiny budgets; no remedy can be computed from it
             enough = value / paid_batches
             # place of the third digit, to which the suggestion is rounded up
             digits = 10.0 ** (math.floor(math.log10(enough)) - 2)
@@ -98,15 +98,16 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return a recorded train.json with its budget given as `min_train_tokens`, because different budgets may resolve
-    to the same run. Without a `recorded` budget, `train` is returned unchanged."""
+    """Return a recorded train.json with its budget replaced by `min_train_tokens` from the recorded budget. Runs whose
+    different budgets resolve to the same number of tokens then compare as equal. If `recorded` is None, `train` is
+    returned unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens in a whole run, from its recorded train.json and budget, or None if they name no
+    """Return the number of tokens in a whole run, from its recorded train.json and budget, or None if neither gives a
     number."""
     if recorded is not None:
         return recorded.tokens

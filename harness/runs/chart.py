@@ -20,8 +20,8 @@ from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEv
 matplotlib.use("Agg")  # works on machines without a display
 
 TRAIN_COLOUR, VALIDATION_COLOUR = "#3b75af", "#d1602f"
-# The upper end of the axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses of the
-# first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
+# The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses of
+# the first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
 WARM_PART = 0.02
 HEADROOM = 1.08
 LABELS_IN_A_ROW = 4

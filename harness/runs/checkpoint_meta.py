@@ -47,15 +47,16 @@ class Progress(BaseModel):
 
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: Count = 0
-    # mean of the last report or, right after a checkpoint, of all reports since the checkpoint before it
+    # mean loss of the last report; `begin_checkpoint` replaces it by the mean over all reports since the previous
+    # checkpoint
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None
     best_step: Count | None = None
     skipped_steps: Count = 0
-    loss_sum: Loss | None = 0.0  # over the microbatches reported since the last checkpoint; null if not finite
+    loss_sum: Loss | None = 0.0  # sum over the microbatches reported since the last checkpoint; null if not finite
     loss_count: Count = 0
-    foreign_tokens: Count = 0  # part of tokens_seen that another program trained, in time that is not recorded
+    foreign_tokens: Count = 0  # part of tokens_seen that another program trained; their seconds are not recorded
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
     # with other kernels or on another machine.
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
@@ -78,13 +79,14 @@ class TrainState(Progress):
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
-        """Restart the measurement of the speed at the last completed step, after `training_seconds` of training in
-        all."""
+        """Restart the measurement of the speed at the last completed step. `training_seconds` is the run's training
+        time so far."""
         self.measured_from_step, self.measured_from_tokens = self.global_step, self.tokens_seen
         self.measured_from_seconds = training_seconds
 
     def measured(self, training_seconds: float) -> Measured:
-        """Return the training that the speed is measured over, given `training_seconds` of training in all."""
+        """Return the steps, tokens and seconds of training that the speed is measured over. `training_seconds` is the
+        run's training time so far."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,
@@ -105,7 +107,7 @@ class TrainState(Progress):
         self.loss_sum, self.loss_count = 0.0, 0
 
     def record_if_best(self, loss: float | None) -> None:
-        """Remember this loss and its step if it is the lowest so far."""
+        """Record this loss and the last completed step as the best if the loss is the lowest so far."""
         if loss is not None and loss < (math.inf if self.best_loss is None else self.best_loss):
             self.best_loss, self.best_step = loss, self.global_step
 
@@ -115,14 +117,15 @@ class TrainState(Progress):
         return self.best_step == self.global_step
 
     def forget_best(self) -> None:
-        """Reset the best and the last validation loss, because losses from here on are measured on other text and
-        cannot be compared with them."""
+        """Reset the best loss and the last validation loss. Called when losses are measured on another text from now on
+        and cannot be compared with the earlier ones."""
         self.best_loss = self.best_step = self.val_loss = None
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a checkpoint, as JSON values: model.json, train.json, and the dataset's name and fingerprint."""
+    """The origin of a checkpoint, as JSON values: model.json, the number of parameters, train.json, and the dataset's
+    name and fingerprint."""
 
     model: dict[str, Any]
     parameters: int
@@ -145,8 +148,8 @@ def validation_text(
     """Return the part of the validation split that a run computes its losses on, from its recorded model.json,
     train.json and dataset, or None if they do not record it.
 
-    The validation losses of two runs are comparable if this is equal for both. The dataset's name and the size of a
-    microbatch are not part of it.
+    The validation losses of two runs are comparable if the returned values are equal. The dataset's name and the size
+    of a microbatch are not part of the value.
     """
     split = dataset.get("validation")
     digest = split.get("sha256") if isinstance(split, dict) else None
@@ -170,10 +173,10 @@ class CheckpointMeta(Progress):
     global_step: Count
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
-    planned: bool = False  # True: at an interval of train.json; False: because of a signal
+    planned: bool = False  # True: saved at an interval of train.json; False: saved because of a signal
     validation_due: bool = False  # a signal stopped the run before this step's validation was done
     benchmarks_due: bool = False
-    # Where and how it was trained
+    # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase
     metrics_bytes: Count = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
@@ -196,15 +199,15 @@ class CheckpointMeta(Progress):
     parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: Any = None
-    sha256: dict[str, str] = {}  # by file name: of the other files, and of this file's own values
+    sha256: dict[str, str] = {}  # by file name: SHA-256 of the other files, and of this file's own values
 
     def state(self) -> TrainState:
         """Return the run's state at the time when the checkpoint was saved."""
         values = {key: getattr(self, key) for key in Progress.model_fields}
         state = TrainState(**values | {"loss_sum": math.nan if self.loss_sum is None else self.loss_sum})
         if "measured_from_step" not in self.model_fields_set:
-            # Saved by an earlier version: some of the tokens may have been trained by another program, and some of the
-            # seconds may be those of another machine.
+            # Saved by an earlier version: another program may have trained some of the tokens, and another machine may
+            # have spent some of the seconds. So the measurement of the speed restarts here.
             state.measure_from_here(self.seconds.get("training", 0.0))
         return state
 
@@ -216,13 +219,14 @@ class CheckpointMeta(Progress):
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the notebook's program wrote the checkpoint. A damaged checkpoint of this program is not mistaken for
-        one, because it still has some of this program's own keys."""
+        """True if the notebook's program wrote the checkpoint. False for a damaged checkpoint of this program, because
+        it still has some of this program's own keys."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
-        """Return True if a step took as long as it takes on `world_size` devices of this name with this train.json, as
-        far as the checkpoint records these."""
+        """Return True if the checkpoint was trained on `world_size` devices of the name `device`, with the same values
+        as `train` in all keys that affect the time of a step. Anything that the checkpoint does not record counts as
+        the same."""
         is_same_machine = self.world_size in (None, world_size) and self.device in (None, device)
         return is_same_machine and same_kernels(self.train, train, same_batch=True)
 
@@ -244,7 +248,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def verify_meta(path: Path) -> None:
     """Raise UserError if the values in the meta.json of the checkpoint `path` do not match the SHA-256 that the file
-    records for them. A file without it, from an earlier version, passes."""
+    records for them. A file of an earlier version, which lacks this SHA-256, passes."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values["sha256"].get(META, own := _own_sha256(values)) != own:
         raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")
@@ -259,8 +263,8 @@ def write_meta(path: Path, meta: CheckpointMeta) -> None:
 
 
 def _own_sha256(values: dict[str, Any]) -> str:
-    """Return the SHA-256 of the values without the entry of this hash itself. It does not depend on the file's
-    layout."""
+    """Return the SHA-256 of a meta.json's values, without the entry for this hash itself. The hash does not depend on
+    the order of keys or on whitespace in the file."""
     others = {name: value for name, value in values.get("sha256", {}).items() if name != META}
     return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
 
@@ -271,9 +275,10 @@ def upgrade_notebook_meta(
     """Return `meta` with the keys that a checkpoint of the notebook's program lacks. The meta.json of a checkpoint of
     this program is returned unchanged.
 
-    The checkpoint `path` is taken to belong to the run whose folder it is in. It gets the `provenance` of that run, if
-    that is known yet. Its tokens are those of the run's `batches` up to its global step, counted from the start of the
-    run. The seconds of their training are not recorded. An optimizer.pt, if there is one, is taken to be AdamW's state.
+    The checkpoint `path` is assumed to belong to the run in whose folder it is. The result has the `provenance` of this
+    run, unless that is None because it is not known yet. It counts the tokens of the run's `batches` from the start of
+    the run up to the checkpoint's global step, and records no seconds for them. An optimizer.pt, if there is one, is
+    assumed to be AdamW's state.
     """
     if not meta.is_from_notebook:
         return meta
@@ -287,6 +292,7 @@ def upgrade_notebook_meta(
 
 
 def recorded_layout(today: BatchLayout, meta: CheckpointMeta) -> BatchLayout:
-    """Return the batch layout recorded in a checkpoint's meta.json, with values of `today` for keys that it lacks."""
+    """Return the batch layout recorded in a checkpoint's meta.json, with values of the current layout `today` for keys
+    that meta.json lacks."""
     recorded = {each.name: getattr(meta, each.name, None) for each in fields(today)}
     return replace(today, **{name: found for name, found in recorded.items() if found})

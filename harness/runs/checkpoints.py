@@ -1,4 +1,5 @@
-"""Checkpoints: their contents; finding, saving, verifying, loading and pruning them. Finding one does not import torch.
+"""Checkpoints: their contents, and finding, saving, verifying, loading and pruning them. Finding a checkpoint does not
+import torch.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
 then renamed. The links `latest` and `best` are each replaced in one rename. A folder or link with its final name is
@@ -63,8 +64,8 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
         return find_checkpoint(folder, LATEST if name is None else name)
-    # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The newest
-    # checkpoint is the one that it pointed to.
+    # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The link must
+    # have pointed to the newest checkpoint.
     if known := list_checkpoints(folder):
         return known[-1][1]
     if latest.is_dir():
@@ -94,7 +95,7 @@ def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
 class Checkpoint:
     """Everything that a run needs to continue as if it had not stopped."""
 
-    weights: dict[str, Tensor]  # under their public names
+    weights: dict[str, Tensor]  # by their names in published checkpoints
     optimizer: dict[str, Any]
     scaler: dict[str, Any]  # empty without fp16
     train_state: dict[str, Any]  # of each rank: its random state, and the losses that it has not reported yet
@@ -103,8 +104,8 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint into `folder` and return its path. Then `latest` points to it, and so does `best` if `is_best`
-    of its meta.json is true.
+    """Write a checkpoint into `folder` and point the link `latest` to it. If `checkpoint.meta.is_best` is true, point
+    the link `best` to it, too. Return the checkpoint's path.
 
     Raises RunError if the checkpoint cannot be written. Earlier checkpoints are unchanged in that case.
     """
@@ -123,8 +124,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
-    """Return the message, with a remedy, for a checkpoint that could not be written. Its reason is the first line of
-    the OSError behind torch's own error, or of the error itself if there is no OSError."""
+    """Return the message, with a remedy, for a checkpoint that could not be written. The message quotes the first line
+    of `error`, or of the OSError that caused `error`, if there is one."""
     from harness.common.memory import is_out_of_memory, says_out_of_memory
 
     link: BaseException | None = error
@@ -138,7 +139,8 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
             f"out of memory in writing the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy}, "
             f"and {again}"
         )
-    # safetensors hides a full disk in an exception of its own. The message therefore always names the free space.
+    # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
+    # names the free space.
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
     return (
         f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole; "
@@ -167,15 +169,15 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:
-    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files, which it would
-    overwrite."""
+    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files. Its copy in the checkpoint
+    would overwrite that file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
 
 
 def _free_name(folder: Path, step: int) -> Path:
-    """Return a path that no checkpoint has. The name of the current second may be taken, if the clock was set back or a
-    step was repeated within a second."""
+    """Return an unused path for a new checkpoint. It contains the current second, or a later one if the clock was set
+    back or a step was repeated within a second."""
     moment = time.time()
     while True:
         path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}-iteration-{step}"
@@ -198,7 +200,7 @@ def point(folder: Path, link: str, target: Path) -> None:
     draft.unlink(missing_ok=True)
     try:
         draft.symlink_to(target.name)
-    except OSError as error:  # whose message names only the target, without its folder
+    except OSError as error:  # its message names only the target, without the folder
         raise OSError(error.errno, error.strerror, str(folder / link)) from None
     path = folder / link
     if path.is_dir() and not path.is_symlink():  # a copy in place of the link: `folder` was copied with links followed
@@ -208,8 +210,9 @@ def point(folder: Path, link: str, target: Path) -> None:
 
 
 def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | None:
-    """Return the checkpoint to resume from, verified, and its meta.json, or None if there is nothing to resume from.
-    Only one process of the run may call this, because it removes what killed processes left half-written.
+    """Verify the checkpoint to resume from, and return its path and its meta.json, or None if there is nothing to
+    resume from. Only one process of the run may call this, because it removes files that killed processes left
+    half-written.
 
     Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
     checkpoint of the notebook's program has no hashes to verify, and is only accepted if the user named it.
@@ -228,8 +231,9 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
 
 @contextmanager
 def offering_another(folder: Path, name: str | None) -> Iterator[None]:
-    """Add the newest whole checkpoint in `folder` to the message of a UserError about the checkpoint `name` (None: the
-    latest), unless there is no such checkpoint; that message already lists those that exist."""
+    """If the body raises UserError about the checkpoint `name` (None: the latest), add the newest complete checkpoint
+    in `folder` to its message. If `folder` has no checkpoint `name`, the message is unchanged, because it already lists
+    the checkpoints that exist."""
     try:
         yield
     except UserError as error:
@@ -252,8 +256,8 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file with its hash in meta.json. Raises UserError naming the first file that is missing or
-    damaged."""
+    """Compare every file of a checkpoint with its hash in meta.json. Raises UserError naming the first file that is
+    missing or damaged, or if the notebook's program wrote the checkpoint, because it has no hashes."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -305,19 +309,20 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
-    """Make the checkpoint `start` the latest: move checkpoints of later steps to a new folder, and point the links to
-    checkpoints that remain. Return True if any checkpoint was moved."""
+    """Make the checkpoint `start` the latest: move checkpoints of later steps into the folder that `make_aside`
+    returns, and point the links `latest` and `best` to checkpoints that remain. Return True if any checkpoint was
+    moved."""
     meta, known = read_meta(start), list_checkpoints(folder)
     later = [path for at, path in known if at > meta.global_step]
-    # `best` may be wrong: the process may have been killed between replacing the two links, or the best checkpoint may
-    # be a later one. The best step recorded in `start` is right.
+    # `best` may point to the wrong checkpoint: the process may have been killed between replacing the two links, or the
+    # best checkpoint may be of a later step. The best step recorded in `start` is right.
     best = [path for at, path in known if at == meta.best_step]
     for link, path in ((LATEST, start), *((BEST, path) for path in best[-1:])):
         leads = (folder / link).is_symlink() and os.path.realpath(folder / link) == os.path.realpath(path)
         if not leads:
             point(folder, link, path)  # before anything is moved, so that the link never dangles
     if not best and (folder / BEST).is_symlink():
-        (folder / BEST).unlink(missing_ok=True)  # its target was pruned, or is moved below
+        (folder / BEST).unlink(missing_ok=True)  # the link's target was pruned, or is moved below
     if later:
         aside = make_aside() / "checkpoints"
         aside.mkdir()
@@ -327,8 +332,8 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:
-    """Delete checkpoints. `best`, `latest`, the `protected` names and the newest `keep` of all others are kept. A
-    checkpoint that cannot be deleted is left for a later call."""
+    """Delete checkpoints, except for `best`, `latest`, those named in `protected`, and the newest `keep` of the others.
+    A checkpoint that cannot be deleted is left for a later call."""
     safe = protected | {os.path.basename(os.path.realpath(folder / link)) for link in (LATEST, BEST)}
     candidates = [path for _, path in list_checkpoints(folder) if path.name not in safe]
     for path in candidates[: max(0, len(candidates) - keep)]:

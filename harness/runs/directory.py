@@ -25,8 +25,8 @@ def _known_runs(runs_dir: Path) -> list[str]:
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:
-    """Return the run's name, given that name or the path of a folder in `runs_dir`. Raises UserError for any other
-    path, with the run that it probably means."""
+    """Return a run's name, given this name or the path of the run's folder in `runs_dir`. Raises UserError for any
+    other path. The message suggests the run that was probably meant."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
@@ -85,9 +85,10 @@ class RunDirectory:
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:
-        """Return the run of that name, or all runs whose names match a pattern like `lr-*`, sorted by name.
+        """Return the run `name` in a list. If `name` is a pattern like `lr-*`, return all runs whose names match,
+        sorted by name.
 
-        Raises UserError as `find` does, and if no run's name matches the pattern.
+        Raises UserError as `find` does, and also if no run's name matches the pattern.
         """
         if not PATTERN.search(name):
             return [cls.find(runs_dir, name)]
@@ -99,8 +100,8 @@ class RunDirectory:
         return [cls.find(runs_dir, each) for each in found]
 
     def new_aside(self) -> Path:
-        """Make and return a new folder below `aside/`. Old results are moved there to make room for new ones; they are
-        never deleted."""
+        """Create a new folder below `aside/` and return its path. Old results are moved into such folders to make room
+        for new ones; they are never deleted."""
         stamp = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
         for attempt in range(1000):
             folder = self.aside / (stamp if not attempt else f"{stamp}-{attempt}")
@@ -112,10 +113,10 @@ class RunDirectory:
         raise UserError(f"{self.aside}: cannot make a folder for the old results")
 
     def set_results_aside(self) -> Path | None:
-        """Move everything that the run wrote, and all measurements of it, to a new folder below `aside/`. Return that
-        folder, or None if there was nothing to move.
+        """Move everything that the run wrote, and all measurements of the run, to a new folder below `aside/`. Return
+        that folder, or None if there was nothing to move.
 
-        The order of the moves is such that, if they are interrupted, the run can still resume or start again, and
+        If the moves are interrupted, their order ensures that the run can still resume or start again, and that
         `results/` never holds measurements of weights that are gone.
         """
 
@@ -127,7 +128,8 @@ class RunDirectory:
         entries = sorted(self.checkpoints.iterdir(), key=links_last) if self.checkpoints.is_dir() else []
         files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
         measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
-        # A search by -f measures the device, not a training: it alone is no reason to move anything.
+        # The result of a microbatch search (-f) describes the device, not a trained model. If there are no other
+        # results, nothing is moved.
         is_measured = any(not name.startswith("microbatch-search-") for name in measurements)
         if not entries and not files and not is_measured:
             return None
@@ -144,7 +146,7 @@ class RunDirectory:
 
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
         """Move the measurements of checkpoints after global step `last_step` into `results/` of the folder that
-        `make_aside` returns. The name of a result's file contains the name of its checkpoint."""
+        `make_aside` returns. The name of a measurement's file contains the name of its checkpoint, and so the step."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
             checkpoint = CHECKPOINT_NAME.search(path.name)
             if checkpoint and int(checkpoint.group(1)) > last_step:

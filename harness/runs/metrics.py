@@ -26,10 +26,10 @@ MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 
 class Event(BaseModel):
     """One line of metrics.jsonl: a kind of event, with the global step, the tokens seen and the seconds spent in all
-    phases up to there.
+    phases up to this event.
 
-    The order of the fields is that of the keys in the line. Lines of earlier versions may lack keys and have other
-    ones.
+    The order of the fields is that of the keys in the line. Lines of earlier versions may lack keys and may have
+    others.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -52,8 +52,9 @@ class TrainEvent(Event):
     learning_rate: MaybeNumber = None
     tokens_per_second: MaybeNumber = None
     mfu: MaybeNumber = None
-    # Only for a mixture of experts. The load of an expert is the number of its tokens over the number that an even load
-    # would give it: the smallest load, the largest load, and the loads of each block's experts.
+    # Only for a mixture of experts. The load of an expert is the number of its tokens divided by the number that it
+    # would have if all experts had equally many. The fields are the smallest load, the largest load, and the loads of
+    # each block's experts.
     expert_load_min: MaybeNumber = None
     expert_load_max: MaybeNumber = None
     expert_load: list[list[MaybeNumber]] | None = None
@@ -95,7 +96,7 @@ KINDS: dict[str, type[Event]] = {str(kind.model_fields["event"].default): kind f
 
 
 def parse_event(line: str | bytes) -> Event | None:
-    """Return the event in a line of metrics.jsonl, or None if the line holds none."""
+    """Return the event in a line of metrics.jsonl, or None if the line is not an event."""
     try:
         values = json.loads(line)
         kind = KINDS.get(str(values.get("event")), Event) if isinstance(values, dict) else Event
@@ -141,12 +142,12 @@ class MetricsFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
-        """Cut the file back to its length when the checkpoint with this meta.json was saved. Later lines, if any, are
-        written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be written there;
-        metrics.jsonl is unchanged in that case.
+        """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines,
+        if any, are first written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be
+        written there; metrics.jsonl is unchanged in that case.
 
-        The own line of a planned checkpoint, which is written after the checkpoint, is kept. If it is missing, it is
-        appended.
+        The CheckpointEvent of a planned checkpoint is written after the checkpoint itself. This line is kept, or
+        appended if it is missing.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         size = meta.metrics_bytes
@@ -174,7 +175,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """Return the events of a metrics.jsonl. Lines that hold no event, such as a last line that a crash cut off, are
+    """Return the events of a metrics.jsonl. Lines that are not an event, such as a last line that a crash cut off, are
     left out."""
     events = (parse_event(line) for line in path.read_bytes().split(b"\n"))
     return [event for event in events if event is not None]

@@ -14,7 +14,7 @@ from harness.runs.train_config import TrainConfig
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 MOMENT_BYTES = 4
 NEWTON_SCHULZ_STEPS = 5  # used by harness/training/muon.py
-# Ranks broadcast the parts of parameters that they have updated. Parts with fewer elements than this are packed into
+# Each rank broadcasts the parts of parameters that it has updated. Parts with fewer elements than this are packed into
 # one broadcast, because each broadcast has a fixed cost.
 SMALL_PIECE = 2**18
 

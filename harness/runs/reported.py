@@ -1,5 +1,5 @@
-"""Figures that somebody else has published for a run, in `reported.json` of the run's folder. They were not measured
-here, and are never shown in place of measured figures.
+"""Figures that somebody else has published for a run, in `reported.json` of the run's folder. This program did not
+measure them, and never shows them in place of measured figures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.data.loader import BatchLayout
 from harness.runs.directory import RunDirectory
 
-# Names of figures that this program uses. A file may have other figures. Those in POSITIVE are never 0.
+# Names of figures that this program uses. A file may have other figures. Figures in POSITIVE must be above 0.
 POSITIVE = ("microbatch_size", "global_batch_size", "train_seconds", "tokens_seen", "tokens_per_second")
 LOOKED_FOR = (
     *POSITIVE,
@@ -21,8 +21,9 @@ LOOKED_FOR = (
     *("final_train_loss", "final_validation_loss", "test_loss", "instruction_score"),
     *("price_per_hour", "train_dollars", "validation_dollars", "dollars_without_validation"),
 )
-# difflib's ratio from which on an unknown name counts as misspelled, as with one wrong letter in a dozen. Names that
-# differ more, such as "test_loss_latest", are accepted as figures of their own.
+# An unknown name counts as a misspelling of a known name if their similarity (difflib's ratio) is at least this. One
+# wrong letter in a dozen gives about this ratio. Names that differ more, such as "test_loss_latest", are accepted as
+# other figures.
 ALIKE = 0.92
 LARGEST = 1e18  # of a figure; larger ones make no sense, and products of several might overflow a float
 
@@ -48,8 +49,8 @@ class Reported(BaseModel):
     device: str
     gpus: int = Field(ge=1, le=2**31)
     memory_gib: float = Field(gt=0, le=LARGEST)  # of one device
-    # The model that was trained, as in model.json, and those keys of train.json that had other values than in the run's
-    # own, or that affect the speed. Plans use the figures only if the model is given.
+    # `model` is the model that was trained, as in model.json. `train` has the keys of train.json that differ from the
+    # run's own train.json, and those that affect the speed. Plans use the figures only if `model` is given.
     model: dict[str, Any] | None = None
     train: dict[str, Any] = {}
     figures: dict[str, ReportedFigure]
@@ -72,8 +73,8 @@ class Reported(BaseModel):
 
     @property
     def whole_run_speed(self) -> float | None:
-        """Reported tokens per second of a whole run, including its validation. None if this speed is not reported, or
-        if the run's tokens and seconds are not."""
+        """Reported tokens per second of a whole run, including its validation, or None if unknown. The reported speed
+        is taken to be that of the whole run only if the run's tokens and seconds are reported, too."""
         is_whole = self.value("tokens_seen") is not None and self.value("train_seconds") is not None
         return self.value("tokens_per_second") or None if is_whole else None
 
@@ -81,8 +82,8 @@ class Reported(BaseModel):
     def training_speed(self) -> float | None:
         """Tokens per second of training alone, or None if unknown.
 
-        This is the tokens of a whole run over its seconds without validation. If these are not reported, it is the
-        reported speed, unless that speed is the one of a whole run.
+        This is the tokens of a whole run divided by its seconds without validation. If either is not reported, it is
+        the reported speed, unless that is the speed of a whole run (`whole_run_speed`).
         """
         tokens, seconds = self.value("tokens_seen"), self.seconds_without_validation
         if tokens and seconds:
@@ -91,7 +92,8 @@ class Reported(BaseModel):
 
     @property
     def seconds_without_validation(self) -> float | None:
-        """Seconds of a whole run without its validation, or None if the source does not give them."""
+        """Seconds of a whole run without its validation, as reported or computed from other reported figures, or None
+        if the source does not give them."""
         said = self.value("seconds_without_validation")
         parts = (self.value("train_seconds"), self.value("validation_runs"), self.value("validation_seconds_each"))
         if said is not None or None in parts:
@@ -101,7 +103,8 @@ class Reported(BaseModel):
 
     @property
     def layout(self) -> BatchLayout | None:
-        """Layout of a step's tokens over the devices, or None if the figures do not determine it."""
+        """Batch layout (devices, accumulation steps, microbatch size, context length), or None if the figures do not
+        determine it."""
         microbatch, sequences = self.value("microbatch_size"), self.value("global_batch_size")
         context = (self.model or {}).get("context_length")
         if not microbatch or not sequences or not isinstance(context, int) or microbatch % 1:

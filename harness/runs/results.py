@@ -1,9 +1,9 @@
-"""Results in `results/` of a run's folder: measurements of its models after training, and the searches of `-f`. Each
-result is one file, and each kind of result has one class, which writes and reads it.
+"""Results in `results/` of a run's folder: measurements of its models after training, and the results of microbatch
+searches (`-f`). Each result is one file, and each kind of result has one class, which writes and reads it.
 
 A file is named after what it measured. A repeated measurement therefore replaces the earlier one, and any other
-measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison need
-not trust names.
+measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison does
+not rely on their names.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StoredResult(Recorded):
 
     @classmethod
     def prefix(cls) -> str:
-        """Return the prefix of the names of this kind's files."""
+        """Return the beginning of the file names of all results of this kind."""
         return str(cls.model_fields["kind"].default).replace("_", "-")
 
     def name(self) -> str:
@@ -104,7 +104,8 @@ def _digest(values: Any) -> str:
 
 
 class LossResult(Result):
-    """Result of test_loss.py. The losses of the windows, in order, are in a safetensors file of the same name."""
+    """Result of test_loss.py. The loss of each window (one sequence of `text`) is in a safetensors file of the same
+    name, in the order of the text."""
 
     same: ClassVar[tuple[str, ...]] = ("text", "precision")
 
@@ -113,7 +114,8 @@ class LossResult(Result):
     precision: str
     loss: Annotated[Number, Field(ge=0)] | None  # nats per token; None if not finite
     bits_per_byte: Annotated[Number, Field(ge=0)] | None = None
-    # False: computed with the mean bytes per token of the whole split, not with the bytes of the predicted tokens
+    # False: bits_per_byte was computed with the mean bytes per token of the whole split, not with the bytes of the
+    # predicted tokens
     bits_are_exact: bool = True
 
     @model_validator(mode="after")
@@ -182,7 +184,7 @@ class TriedMicrobatch(Recorded):
 
 
 class MicrobatchSearch(StoredResult):
-    """Result of `-f`: the largest microbatch that fits, and the peak memory of each size tried that fits."""
+    """Result of `-f`: the largest microbatch that fits, and the peak memory of each size that was tried and fits."""
 
     same: ClassVar[tuple[str, ...]] = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
     again: ClassVar[str] = "use -f again"
@@ -223,8 +225,8 @@ class Results:
         return [each for each in self.found if isinstance(each, kind)]
 
     def has_unread(self, kind: type[StoredResult], checkpoint: str = "") -> bool:
-        """Return True if the name of an unreadable file says that it is a result of `kind`, and of `checkpoint` if that
-        is given."""
+        """Return True if the name of any unreadable file is that of a result of `kind` and, if `checkpoint` is given,
+        of this checkpoint."""
         beginning = f"{kind.prefix()}-{checkpoint}-" if checkpoint else f"{kind.prefix()}-"
         return any(name.startswith(beginning) for name in self.unread)
 
@@ -261,7 +263,8 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """Read all results of a run. A loss result is listed in `problems` if the losses of its windows contradict it."""
+    """Read all results of a run. A loss result is listed in `problems` if its loss is not the mean of its windows'
+    losses."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         try:
@@ -288,8 +291,8 @@ def _read(path: Path) -> StoredResult:
 
 
 def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
-    """Raise UserError if the losses of the windows contradict the result. A result is accepted if their file is
-    missing, unreadable or of another length."""
+    """Raise UserError if the loss of a result is not the mean of its windows' losses. The result is accepted if the
+    file of these losses is missing or unreadable, or has another number of windows."""
     try:
         losses = read_window_losses(run, result)
     except UserError:
@@ -304,7 +307,7 @@ def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
 
 def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
     """Return the loss of each window, fp32 of shape [windows]. Raises UserError if the file is missing or has another
-    number of windows. `read_results` has compared their mean with the result."""
+    number of windows. `read_results` has already compared the mean of these losses with the result's loss."""
     path = run.results / result.windows_name
     try:
         with safe_open(path, "numpy") as file:

@@ -41,9 +41,9 @@ class RunSummary(BaseModel):
     tokens_seen: Count | None = None
     trained_tokens: Count | None = None  # part of tokens_seen that this program trained, in its seconds of training
     # Speed of training, over the tokens that this program trained with the batch and on the machine named below; null
-    # if there are none.
+    # if it trained none.
     tokens_per_second: Amount | None = None
-    # None in files of earlier versions, which divided all tokens by the seconds of this program alone
+    # None in files of earlier versions, whose speed is all tokens divided by the seconds of this program alone
     measured: Measured | None = None
     global_steps: Count | None = None
     final_train_loss: Amount | None = None
@@ -102,7 +102,7 @@ def summarise(
     recorded: Mapping[str, Any],
 ) -> RunSummary:
     """Return the summary of a run that ended in `state`, with the seconds of each phase, on `layout.world_size` devices
-    of the name `device`. `recorded` holds the keys of the summary that checkpoints record, too."""
+    of the name `device`. `recorded` holds the keys that a summary shares with the meta.json of checkpoints."""
     import torch
 
     # A run without benchmarks has no seconds of benchmarks in its summary.

@@ -1,5 +1,5 @@
-"""Measured speeds of training, and what they were measured over: how much training, under which conditions. Does not
-import torch.
+"""Speeds of training: the steps, tokens and seconds that a speed was measured over, whether a speed applies to another
+train.json, and conversion into MFU and dollars. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The training that a speed was measured over: only this program's own, with one batch on one machine."""
+    """The training that a speed was measured over. It includes only training by this program with one batch on one
+    machine."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -43,7 +44,7 @@ class Measured(BaseModel):
 
     @property
     def shortfall(self) -> str:
-        """The limits that the measurement does not reach (BELIEVED_STEPS, BELIEVED_SECONDS), as text; empty if it
+        """The minimums (BELIEVED_STEPS, BELIEVED_SECONDS) that the measurement does not reach, as text, or "" if it
         reaches both."""
         steps = [f"{BELIEVED_STEPS} steps"] if self.global_steps < BELIEVED_STEPS else []
         seconds = [f"{BELIEVED_SECONDS:.0f} s"] if self.seconds < BELIEVED_SECONDS else []
@@ -51,10 +52,10 @@ class Measured(BaseModel):
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
-    """Return True if a step of the same model and batch takes the same time with the train.json `then` and `now`: all
-    keys that affect a step's speed are equal. A key that either of them lacks is not compared. `batch_ramp` is
-    compared, too, because a speed that was measured during a ramp includes smaller batches. With `same_batch`, all keys
-    of the batch must be equal."""
+    """Return True if all keys that affect the time of a step are equal in the train.json `then` and `now`, so that a
+    step with the same model and batch takes the same time. A key that is missing in `then` or `now` is not compared.
+    `batch_ramp` is compared, too, because a speed that was measured during a ramp includes smaller batches. With
+    `same_batch`, all keys of the batch must be equal."""
     keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 
@@ -87,8 +88,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of a device, given the name that its driver reports, or None if the peak is unknown. It is
-    unknown for a slice of a GPU (MIG), and for a variant with fewer or more units (Laptop, D, Ti)."""
+    """Return the peak FLOP/s of a device, given the name that its driver reports, or None if the peak is unknown. The
+    peak is unknown for a slice of a GPU (MIG), and for a variant with fewer or more units (Laptop, D, Ti)."""
     words = re.split(r"[ -]", device_name)
     if not {"MIG", "Laptop", "D", "Ti"}.isdisjoint(words):
         return None
@@ -125,7 +126,7 @@ def cost(seconds: float, price_per_hour: float) -> float:
 
 
 def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
-    """Return the dollars of each phase, rounded to a millionth of a dollar as in summary.json, or None without a
+    """Return the dollars of each phase, rounded to a millionth of a dollar as in summary.json, or None if there is no
     price."""
     if price_per_hour is None:
         return None

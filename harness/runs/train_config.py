@@ -262,8 +262,8 @@ class TrainConfig(RunFile):
 
     @property
     def global_batches(self) -> list[int]:
-        """Sequences of each global batch over all ranks: several in a ramp, none if train.json gives accumulation steps
-        instead."""
+        """Sizes of the global batches, in sequences over all ranks: several sizes for a ramp, and an empty list if
+        train.json gives accumulation steps instead."""
         if self.batch_ramp:
             return [size for _, size in self.batch_ramp]
         return [] if self.global_batch_size is None else [self.global_batch_size]
@@ -271,9 +271,9 @@ class TrainConfig(RunFile):
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
         """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
-        `sequences` is the size of the global batch. If it is None, train.json gives the global batch (the last one of a
-        ramp) or the accumulation steps themselves. Raises UserError if the global batch is not a whole number of
-        microbatches on every rank.
+        `sequences` is the size of the global batch. If it is None, train.json's size is used (the last size of a ramp).
+        If train.json gives no global batch, its gradient_accumulation_steps are returned. Raises UserError if the
+        global batch is not a whole number of microbatches on every rank.
         """
         if sequences is None:
             if not self.global_batches:
@@ -301,7 +301,7 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
     if config.muon_momentum_warmup_steps is not None and config.muon_momentum < MUON_FIRST_MOMENTUM:
         raise ValueError(
             f'key "muon_momentum_warmup_steps": momentum rises from {MUON_FIRST_MOMENTUM}, and "muon_momentum" is '
-            f"{config.muon_momentum:g}; raise that, or remove the warm-up"
+            f"{config.muon_momentum:g}; raise muon_momentum, or remove the warm-up"
         )
     if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
         raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')

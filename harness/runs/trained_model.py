@@ -38,7 +38,7 @@ WEIGHTS_SUFFIX = ".safetensors"
 @dataclass(frozen=True)
 class TrainedModel:
     """The weights of a model, its configuration and its meta.json. It may be a checkpoint of this program or of the
-    notebook's (harness/runs/upstream.py), an imported model, or the like."""
+    notebook's (harness/runs/upstream.py), an imported model, or any other weights with a configuration."""
 
     label: str  # its name in tables
     weights: Path
@@ -50,16 +50,16 @@ class TrainedModel:
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
         """Read the model in the folder `path`, or the model whose weights are the file `path`.
 
-        The configuration is read from `model_json`. If that is None, it is read from the first of these that exists: a
-        model.json beside the weights, the checkpoint's meta.json, model.json of the run directory that contains the
-        checkpoint. Raises UserError if there is none.
+        The configuration is read from `model_json`. If `model_json` is None, the configuration is read from the first
+        of these files that has it: a model.json beside the weights, the checkpoint's meta.json, model.json of the run
+        directory that contains the checkpoint. Raises UserError if there are no weights or no configuration.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
             raise UserError(f"{path}: no {WEIGHTS} in this folder" if path.is_dir() else f"{path}: no such file")
         folder = weights.parent
         meta = _meta_beside(weights)
-        # A link such as `best` may be outside of its run, but its target is inside.
+        # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
         for candidate in [model_json] if model_json else [folder / MODEL_JSON, folder / META, run / MODEL_JSON]:
             if candidate.name == META and not isinstance(meta.get("model"), dict):
@@ -77,7 +77,8 @@ class TrainedModel:
                 f"{folder}: a model in transformers' format; convert_hf.py import {folder} RUN makes a run of it"
             )
         raise UserError(
-            f"{folder}: no model.json tells the shape of these weights; give MODEL_JSON WEIGHTS, or --model-json"
+            f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS, or "
+            "--model-json"
         )
 
     @property
@@ -90,8 +91,8 @@ class TrainedModel:
 
     @property
     def folder(self) -> Path:
-        """The folder for files that are made with the model. It is the one that contains its model.json or, if there is
-        none, the one that contains its meta.json."""
+        """Folder for files that commands make with the model: the folder that contains its model.json or, if there is
+        none, the folder that contains its meta.json."""
         return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
 
     @property
@@ -101,8 +102,8 @@ class TrainedModel:
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
-    """Return the one model that a command line names. Raises UserError as `find_models` does, and if there are
-    several."""
+    """Return the one model that a command line names. Raises UserError as `find_models` does, and also if the command
+    line names several models."""
     found = find_models(words, runs_dir)
     if len(found) > 1:
         raise UserError(f"{' '.join(words)}: {len(found)} models; give one, as RUN[:CHECKPOINT] or MODEL_JSON WEIGHTS")
@@ -114,8 +115,8 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
     by its weights file.
 
     RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or `latest` if there
-    is no best, or, for an imported model, the weights beside its model.json. Raises UserError, with the nearest name,
-    if a model does not exist.
+    is no best, or, for an imported model, the weights beside its model.json. Raises UserError if a model does not
+    exist; the message suggests the nearest name.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -152,7 +153,7 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
                 warning = f"warning: {name}: its best checkpoint is that of step 0; {name}:{LATEST} is the last one"
                 print(warning, file=sys.stderr, flush=True)
             return model
-    # beside a train.json it may be the run's initial weights
+    # If there is a train.json, this file may hold the run's initial weights.
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
         return TrainedModel.read(run.path, label=name)
     raise UserError(
@@ -161,8 +162,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Return the models without repetitions. Different models with the same label are labeled with their paths
-    instead."""
+    """Return the models without repetitions. If different models have the same label, the paths of their weights become
+    their labels."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)
@@ -228,7 +229,7 @@ def model_in_run(weights: Path) -> ModelInRun | None:
         if not is_there or path.name != WEIGHTS or not run.model_json.is_file():
             continue
         facts: dict[str, Any] = {"checkpoint": folder.name, "sha256": sha256(path)}
-        with suppress(UserError):  # without a meta.json of a checkpoint, only the hash is recorded
+        with suppress(UserError):  # if there is no meta.json of a checkpoint, only the hash is recorded
             meta = read_meta(folder)
             facts |= {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
         for link in (BEST, LATEST):
@@ -238,8 +239,8 @@ def model_in_run(weights: Path) -> ModelInRun | None:
 
 
 def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
-    """Return the checkpoint of this name, or None if the run has no such checkpoint or its weights no longer have the
-    SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name."""
+    """Return the checkpoint of this name and its run, or None if the run has no such checkpoint or its weights no
+    longer have the SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     found = model_in_run(weights) if weights.is_file() else None
     return found if found is not None and found.weights.sha256 == digest else None
@@ -247,8 +248,8 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
 
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
-    """Turn an error in the body into a warning on standard error, because the result, which may have taken minutes, has
-    been printed before."""
+    """Print a warning instead of raising an error if the body fails to store a result. The result may have taken
+    minutes and has already been printed."""
     try:
         yield
     except (UserError, RunError, OSError) as error:
@@ -263,10 +264,10 @@ def warned_if_not_kept() -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder to be filled in the body. After the body it gets the name `folder` (see `atomic_folder`), so
-    that no incomplete folder has that name.
+    """Yield a draft folder for the body to fill; then rename it to `folder` (see `atomic_folder`), so that no
+    incomplete folder has that name.
 
-    Raises UserError if `folder` exists and is not an empty folder, RunError if it cannot be written.
+    Raises UserError if `folder` exists and is not an empty folder, and RunError if it cannot be written.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")
@@ -281,8 +282,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_model(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
 ) -> None:
-    """Write a new folder with model.json, the weights under their public names, the tokenizer ("gpt2" or a file to
-    copy), and a meta.json that also holds `facts`.
+    """Write a new folder with model.json, the weights by their names in published checkpoints, the tokenizer ("gpt2" or
+    a file to copy), and a meta.json that also holds `facts`.
 
     Raises UserError and RunError as `new_folder` does.
     """

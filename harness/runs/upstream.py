@@ -17,7 +17,7 @@ NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
     "schedule_learning_rate": {"type": "boolean", "deprecated": True, "description": "The notebook's lr_schedule."},
     "use_amp": {"type": "boolean", "deprecated": True, "description": "The notebook's precision: fp16 or fp32."},
 }
-# Upstream's key, our key, and our values for false and true (None: the same value).
+# Each entry is upstream's key, our key, and our values for upstream's false and true (None if the value is unchanged).
 SPELLINGS = (
     ("minibatch_size", "microbatch_size", None),
     ("use_amp", "precision", ("fp32", "fp16")),
@@ -35,9 +35,10 @@ PARTS = ("weight", "bias", "scale", "shift")
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
     """Return the object of a train.json with upstream's keys replaced by ours.
 
-    `has_experts` says whether the model is a mixture of experts. If it is, and train.json has upstream's keys, the
-    experts are not balanced unless train.json asks for it, as in upstream. Raises ValueError if train.json has both the
-    old and the new key for the same setting.
+    `has_experts` says whether the model is a mixture of experts. If it is, and `raw` has any of upstream's keys,
+    moe_router_loss_scale is 0 unless `raw` has this key, because upstream does not balance experts. Raises ValueError
+    if `raw` has both the old and the new key for the same setting, or if an old key that must be true or false has
+    another value.
     """
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
     for old, key, values in SPELLINGS:
@@ -50,15 +51,15 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
             raise ValueError(f'keys "{old}" and "{key}": two spellings of one thing; keep "{key}"')
         result[key] = value if values is None else values[value]
     if raw.get("schedule_learning_rate") is False:
-        result.pop("warmup_period_percent", None)  # has no effect in upstream in that case
+        result.pop("warmup_period_percent", None)  # upstream ignores this key if it has no schedule
     if has_experts and not NOTEBOOK_KEYS.keys().isdisjoint(raw):
         result.setdefault("moe_router_loss_scale", 0.0)
     return result
 
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer state of an upstream checkpoint by our parameters' names. In `saved`, parameters are
-    numbered.
+    """Return the optimizer state `saved` of an upstream checkpoint as a dict from our parameters' names to their
+    states. In `saved`, the parameters are numbered.
 
     `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
     same keys, and its tensors are fp32. The state of a fused parameter is the concatenated state of its parts.
