@@ -176,7 +176,7 @@ def scores_over_ranks(
     sharing = SharedBatches(work)
     try:
         results = run(benchmarks, scorer.sharing(sharing), tokenizer, limit=limit)
-    except (EvaluationFailed, RunError):  # every rank raises EvaluationFailed itself; a RunError means a lost rank
+    except (EvaluationFailed, RunError):  # raised on all ranks, or no rank can be reached any more
         raise
     except Exception as error:
         sharing.exchange(EvaluationFailed.because_of(error))

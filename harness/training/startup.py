@@ -183,7 +183,7 @@ def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset
             if difference:
                 raise UserError(
                     f"{file}: not the same on {first_host} (rank 0) and {host} (rank {rank}): {difference}; "
-                    "give both the same"
+                    "make them equal"
                 )
 
 

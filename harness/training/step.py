@@ -39,7 +39,7 @@ from harness.training.zero1 import StatePartition
 
 REASON_CHARACTERS = 200  # largest number of characters of a compiler's error that a message shows
 CANNOT_BE_COMPILED = (
-    'train.json: key "compile": the model cannot be compiled here: {}; mend that, or let compile be false'
+    'train.json: key "compile": the model cannot be compiled here: {}; remove the cause, or let compile be false'
 )
 
 
@@ -92,8 +92,8 @@ class OptimizerStep:
             self.optimizer = AdamW(self.bare_model, config, partition)
         elif precision.name == "fp16":
             raise UserError(
-                'train.json: key "optimizer": "muon" does not run in fp16, which "precision": '
-                f'"{config.precision}" is on this device; use "fp32", or "optimizer": "adamw"'
+                'train.json: key "optimizer": "muon" does not run in fp16, and "precision": '
+                f'"{config.precision}" means fp16 on this device; use "fp32", or "optimizer": "adamw"'
             )
         else:
             self.optimizer = Muon(self.bare_model, config, precision.update_dtype(), partition)
