@@ -155,8 +155,8 @@ class Checkpointer:
         )
 
     def _write_and_point(self, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint, point the links `latest` and `best` to it, and remove old checkpoints. Called by the
-        writer."""
+        """Write the checkpoint, point the link `latest` to it, and `best` if it is the best so far, and remove old
+        checkpoints. Called by the writer."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -204,7 +204,8 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
     """Restore this rank's random state and unreported losses. If the number of ranks has changed, seed this rank anew,
     and load the unreported losses of all ranks into rank 0's meter.
 
-    Raises UserError if the file of these states in the checkpoint at `path` has another structure.
+    Raises UserError if the checkpoint's file with these states does not have the expected structure. `path` is the
+    checkpoint.
     """
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise

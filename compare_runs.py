@@ -46,7 +46,7 @@ def main(
     """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all runs
     that have been trained.
 
-    Prints a table with a row for each run: results, speed, time and cost, and below it the settings that differ.
+    Prints a table with a row for each run: results, speed, time and cost. Below the table are the settings that differ.
     Numbers share a column only if they were measured on the same text or task.
     """
     with one_line_errors():

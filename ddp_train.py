@@ -129,7 +129,7 @@ class Trainer:
             self.checkpointer.save(state, planned=True)
             self.reporter.checkpoint(state)
             if step != position.last_step:
-                self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills 30 s after a signal
+                self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills ranks 30 s after a signal
         elif "weights_check" in due:
             self.checkpointer.check_weights(state)
 
@@ -217,7 +217,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         to_start = ranks_to_start(options.processes)
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
-        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine asks
+        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
         if options.plan:
             from harness.planning.plan import print_plan
 

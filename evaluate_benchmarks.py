@@ -97,7 +97,7 @@ def main(
             results = benchmarks.run(asked, scorer, tokenizer, limit=limit)
         except (UserError, RunError):
             raise
-        except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
+        except Exception as error:  # a task's functions can raise anything, and lm-eval has asserts
             if is_out_of_memory(error):
                 raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -294,14 +294,15 @@ def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
     """Return E·Σ f·P, a sum over experts: f is the share of the tokens that an expert processes, and P the mean
     probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6, where A is 1).
 
-    The f add up to A, so that the loss is A if tokens and probabilities are spread evenly. Only P has a gradient.
+    The shares f add up to A, so that the loss is A if tokens and probabilities are spread evenly. Only P has a
+    gradient.
     """
     tokens, experts = shares_NxE.shape
     return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):
-    """Permutation of rows. `backward` gathers the gradient's rows by the inverse permutation, whereas the backward of
+    """Permutation of rows. The gradient's rows are gathered by the inverse permutation, whereas the backward of
     index_select adds them up one by one. Gathering is faster, and gives the same bits each time."""
 
     @staticmethod
@@ -457,11 +458,11 @@ class GPTModel(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V), or, given targets, the mean cross-entropy as a scalar.
+        """Return the logits (B, T, V), or, if targets are given, the mean cross-entropy as a scalar.
 
-        Given targets in training with experts, return a tensor of two elements instead, whose sum is to be minimized:
-        the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. This also sets
-        `expert_tokens`.
+        If targets are given in training, a model with experts returns a tensor of two elements, whose sum is to be
+        minimized: the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. It also
+        sets `expert_tokens`.
         """
         routings: list[Routing] = []
         features_BxTxC = self.features(tokens_BxT, routings=routings)

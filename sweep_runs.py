@@ -1,4 +1,4 @@
-"""Many runs from one file: make them, plan them, run them."""
+"""Derive many runs from one sweep file, plan them, and train them."""
 
 from __future__ import annotations
 

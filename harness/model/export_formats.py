@@ -61,8 +61,8 @@ def native_class(shape: ModelConfig) -> str | None:
 
 
 def describe_formats(shape: ModelConfig) -> str:
-    """Return the names of the formats that a model of this shape can be exported to. If no native class of transformers
-    is among them, the text also says which keys model.json would need for the nearest one."""
+    """Return, as text, the names of the formats that a model of this shape can be exported to. If no native class of
+    transformers is among them, the text also says which keys model.json would need for the nearest native class."""
     missing = missing_for_export(shape)
     possible = [name for name in missing if not missing[name]]
     if native_class(shape) is None:

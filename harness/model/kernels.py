@@ -33,8 +33,9 @@ def choose_kernels(
     *,
     compiled: bool | Literal["auto"],
 ) -> None:
-    """Choose the kernels for a model that is on `device` already: compile it if `should_compile`, and avoid attention
-    kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is missing."""
+    """Choose the kernels for a model that is already on `device`: compile it if `should_compile` returns True, and
+    avoid attention kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is
+    missing."""
     avoid_rounded_dropout(drop_rate, device)
     if should_compile(compiled, device):
         model.compile()  # in place: the module and its parameters keep their names
@@ -61,7 +62,7 @@ def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str |
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return True if calls of the model run compiled code, which the first call compiles."""
+    """Return True if calls of the model run compiled code. The first call compiles the model."""
     # Private: torch has no public function that tells whether nn.Module.compile() was called, or undoes it.
     return model._compiled_call_impl is not None
 

@@ -85,10 +85,11 @@ class Precision:
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
-        """Let the tensor cores of CUDA devices compute fp32 matrix products, from now on in this process.
+        """If the precision is fp32 on a CUDA device, let tensor cores compute fp32 matrix products as TF32, from now on
+        in this process.
 
-        The products are several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the sums
-        are in fp32.
+        The products are then several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the
+        sums are in fp32.
         """
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")

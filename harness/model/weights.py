@@ -1,4 +1,5 @@
-"""Conversion between the tensors of published checkpoints and those of the model, which fuses some of them."""
+"""Conversion between the tensors of published checkpoints and the model's tensors, some of which fuse several
+checkpoint tensors."""
 
 from __future__ import annotations
 

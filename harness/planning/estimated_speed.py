@@ -1,8 +1,8 @@
 """Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet. Does not import torch.
 
-The time of a step is the sum of several terms, each an amount of work over the speed at which the device does it: a
-roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. The part of a data
-sheet's peak that a program reaches is assumed, so an estimate is off by up to about UNCERTAINTY.
+The time of a step is the sum of several terms, each of which is an amount of work divided by the device's speed at that
+work. This is a roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. The part
+of a data sheet's peak that a program reaches is assumed, so an estimate is off by up to about UNCERTAINTY.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GpuSpec:
     matrix_peak: float  # data sheet: dense 16-bit matrix products with fp32 accumulation
     matrix_share: float  # part of matrix_peak that matrix products of GPT-2's shapes reach
     attention: float  # FLOP/s of FlashAttention-2, causal, heads of width 64, forward and backward together
-    bandwidth: float  # of memory, from the data sheet
+    bandwidth: float  # memory bandwidth, from the data sheet
     exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
     other_words: str  # other words that may be in the name, as drivers report it or people write it
 

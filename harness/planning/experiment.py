@@ -28,7 +28,7 @@ class Position:
 
     first_step: int
     total_steps: int
-    start_token: int  # where step `first_step` starts
+    start_token: int  # first token of step `first_step`
     tokens_seen: int  # number of tokens before step `first_step`
 
     @property

@@ -1,5 +1,5 @@
-"""Work that is due after a step, such as a validation. Which work is due depends on the step and train.json alone, so
-that it is the same on all ranks."""
+"""Work that is due after a step, such as a validation. The step and train.json alone decide which work is due, so that
+the decision is the same on all ranks."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class PriceList(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", title="machines.json")
 
-    machines: list[dict[str, Any]] = Field(min_length=1)  # each a Machine
+    machines: list[dict[str, Any]] = Field(min_length=1)  # one object for each Machine
 
 
 def read_machines(path: Path = PRICES) -> list[Machine]:

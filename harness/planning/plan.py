@@ -195,8 +195,8 @@ def checked_plan(experiment: Experiment, checkpoint: str | None, ranks: int, *, 
 
 
 def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
-    """Return a note for the user if the model's vocabulary is far larger than the dataset's, or None if it is not
-    larger than padding explains."""
+    """Return a note for the user if the model's vocabulary is far larger than the dataset's, or None if the difference
+    is small enough to be padding."""
     needed = dataset.meta.vocab_size
     if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
         return None

@@ -142,7 +142,7 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
     report's validation settings, or else the speed over training alone.
 
     Returns None if the report is for another model or batch, or for other devices than this machine's. Also returns
-    None if train.json has a setting that affects the time of a step and is neither the default nor the report's.
+    None if a setting in train.json that affects the time of a step has neither the default value nor the report's.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

@@ -93,17 +93,17 @@ def batch_factor(batch_tokens: int, reference_tokens: int) -> float:
     B_ref.
 
     For the learning rate η this is the square-root rule for Adam (Malladi et al., arXiv:2205.10320), without that
-    rule's changes of betas and eps. Decoupled weight decay λ forgets over 1/(η·λ) steps (Wang & Aitchison,
-    arXiv:2405.13698), or B/(η·λ) tokens. Since η grows by √(B/B_ref), that number of tokens is unchanged if λ grows by
-    the same factor.
+    rule's changes of betas and eps. With decoupled weight decay λ, a weight's past is forgotten over 1/(η·λ) steps
+    (Wang & Aitchison, arXiv:2405.13698), or B/(η·λ) tokens. Since η grows by √(B/B_ref), that number of tokens is
+    unchanged if λ grows by the same factor.
     """
     return math.sqrt(batch_tokens / reference_tokens)
 
 
 def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int, layers: int) -> ScaledSettings:
-    """Scale all learning rates and weight decays by train.json's `scale_with_batch` and `scale_with_depth`. These are
-    all keys that end in learning_rate or weight_decay. They are scaled for a global batch of `batch_tokens` (the
-    largest of a ramp), a run of `train_tokens`, and a model of `layers`.
+    """Scale the keys of train.json that end in learning_rate or weight_decay by the rules `scale_with_batch` and
+    `scale_with_depth`, and return the new values. They are for a global batch of `batch_tokens` (the largest of a
+    ramp), a run of `train_tokens`, and a model of `layers`.
 
     Raises UserError if a scaled value overflows.
     """
@@ -115,8 +115,8 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
         rate_factors.append((said, batch_factor(batch_tokens, batch.reference_tokens)))
         decay_factors += rate_factors
         if batch.reference_train_tokens is not None:
-            # This keeps B/(η·λ·D), as nanochat does (scripts/base_train.py): weight decay forgets over the same part of
-            # a run of D tokens as of one of D_ref tokens.
+            # This keeps B/(η·λ·D), as nanochat does (scripts/base_train.py). Weight decay then forgets over the same
+            # part of a run of D tokens as of a run of D_ref tokens.
             said = f"{batch.reference_train_tokens:,} / {train_tokens:,}"
             decay_factors.append((said, batch.reference_train_tokens / train_tokens))
     if depth is not None:

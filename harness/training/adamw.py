@@ -1,4 +1,4 @@
-"""AdamW for all parameters, or for those that another optimizer does not update."""
+"""AdamW for all parameters, or for the parameters that Muon does not update."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from harness.training.zero1 import NamedState, Shard, StatePartition, StateShape
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, each once: a head tied to the token embedding is listed under the
-    embedding's name."""
+    """Return the trained parameters by name. A head tied to the token embedding is listed once, under the embedding's
+    name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -42,8 +42,8 @@ class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
 
     Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. A rank keeps the
-    moments of only those shards that `partition` assigns to it. A shard is a slice of a flattened parameter, and all
-    ranks' shards have about the same number of elements in all. Every method is called on every rank.
+    moments of only those shards that `partition` assigns to it. A shard is a slice of a flattened parameter, and the
+    total number of elements in a rank's shards is about the same for every rank. Every method is called on every rank.
     """
 
     grad_scale: Tensor | None
@@ -130,7 +130,7 @@ class AdamW(torch.optim.AdamW):
 
     def load_named_state(self, saved: NamedState) -> None:
         """Load a state that `named_state` returned on rank 0. Learning rates, weight decays and other settings are not
-        loaded; those of the current train.json stay.
+        loaded; the values of the current train.json apply.
 
         Raises ValueError (see `check_state`) if the parameters, keys or shapes of the state are not those of this
         optimizer.

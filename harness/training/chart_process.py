@@ -1,6 +1,6 @@
-"""Charts of a run during training, drawn in a separate process. Drawing in the training process would keep a GPU
-waiting for its next kernels: it takes half a second of Python code, which holds the interpreter's lock even in a
-thread."""
+"""Charts of a run during training, drawn in a separate process. Drawing takes half a second of Python code. In the
+training process, even in a thread, this code would hold the interpreter's lock and keep a GPU waiting for its next
+kernels."""
 
 from __future__ import annotations
 

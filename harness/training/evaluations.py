@@ -58,11 +58,11 @@ class Evaluations:
         self.benchmarks = found[0] if found else load(tasks)
 
     def validation_loss(self, step: int) -> float:
-        """Return the mean loss over train.json's validation slice, computed by rank 0 alone or by all ranks
-        (`validation_ranks`).
+        """Return the mean loss over train.json's validation slice. `validation_ranks` decides whether rank 0 alone
+        computes it or all ranks share the work.
 
-        Raises RunStopped on every rank if any rank was asked to stop meanwhile, because torchrun kills ranks 30 seconds
-        after a signal.
+        If any rank is asked to stop meanwhile, raises RunStopped on every rank instead of finishing, because torchrun
+        kills ranks 30 seconds after a signal.
         """
         count, start_token = self.config.validation_batches, self.config.start_val_token
         assert count is not None
@@ -132,8 +132,8 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 @dataclass(frozen=True)
 class SharedBatches:
-    """Callable for `each_batch` of a Scorer that divides the batches among all ranks. Each of N ranks evaluates every
-    N-th batch and receives the results of all batches."""
+    """Function that a Scorer calls as `each_batch`, and that divides the batches among all ranks. Each of N ranks
+    evaluates every N-th batch and receives the results of all batches."""
 
     work: SharedWork
 
@@ -168,7 +168,7 @@ class SharedBatches:
 def scores_over_ranks(
     benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int, work: SharedWork
 ) -> list[Score]:
-    """Return the scores of benchmarks on the first `limit` examples of each task, the same on every rank.
+    """Return the scores of benchmarks on the first `limit` examples of each task. The result is the same on every rank.
 
     Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
     scores cannot be computed.
@@ -176,7 +176,7 @@ def scores_over_ranks(
     sharing = SharedBatches(work)
     try:
         results = run(benchmarks, scorer.sharing(sharing), tokenizer, limit=limit)
-    except (EvaluationFailed, RunError):  # raised on all ranks, or no rank can be reached any more
+    except (EvaluationFailed, RunError):  # these reach every rank without another exchange
         raise
     except Exception as error:
         sharing.exchange(EvaluationFailed.because_of(error))

@@ -27,7 +27,7 @@ class TrainMetrics:
     microbatches: int
     skipped_in_a_row: int
     # With experts only. An expert's load is its number of tokens divided by the mean over the experts of its block.
-    # These are the smallest load, the largest load, and all loads by block and expert.
+    # The three fields are the smallest load, the largest load, and all loads by block and expert.
     expert_load_min: float | None = None
     expert_load_max: float | None = None
     expert_load: list[list[float]] | None = None

@@ -45,8 +45,8 @@ BATCH_NUMBERS = 2**20
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix that Muon orthogonalizes: a whole parameter, or those rows of a fused parameter that are a tensor of their
-    own in checkpoints."""
+    """Matrix that Muon orthogonalizes: a whole parameter, or the rows of a fused parameter that form one tensor in
+    checkpoints."""
 
     name: str  # name of the parameter
     start: int  # index of the matrix's first element in the flattened parameter
@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The shape, with the smaller side first."""
+        """The two dimensions of the matrix, smaller first."""
         return min(self.rows, self.columns), max(self.rows, self.columns)
 
     def wide(self, flat: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Console:
         """Show the bar from now on, if standard error is a terminal. It is not shown earlier, because the messages of
         the start-up are printed directly and would break it."""
         if self.visible and sys.stderr is not None and sys.stderr.isatty():
-            # The numbers include the time left. tqdm's other fields would push them off a screen of 80 columns.
+            # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)
 
@@ -278,7 +278,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         if seen is None or seen >= meta.tokens_seen:
             return
     provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
-    device = meta.device or world.device_name  # the device and layout of the training, not of this process
+    device = meta.device or world.device_name  # device and layout (below) are those of the training, not of this process
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,

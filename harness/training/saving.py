@@ -63,7 +63,7 @@ ALIGNMENT = 64
 
 
 class HostCopies:
-    """CPU copies of nested dicts of tensors. Only rank 0 uses it.
+    """CPU copies of nested dicts of tensors, used on rank 0 only.
 
     All copies are in one buffer of the tensors' total size (for AdamW three times the weights; torch rounds pinned
     memory up to a power of two). The buffer is allocated at the first copy and kept until the process ends, or with

@@ -136,8 +136,8 @@ def prepare(
 
 
 def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
-    """Print what train.json's budget, batch ramp and scaling rules resolve to, and any remark on the dataset, before
-    training starts. Rank 0 only."""
+    """Before training starts, print the values that train.json's budget, batch ramp and scaling rules resolve to, and
+    any remark on the dataset. Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
     if plan.dataset_remark:

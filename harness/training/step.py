@@ -1,9 +1,9 @@
 """One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither.
 
-An optimizer (AdamW, Muon) updates the weights from gradients that are equal on all ranks. It returns its state by
-parameter name, so that a checkpoint depends neither on how parameters are grouped nor on which rank keeps which part of
-the state. To add an optimizer, write a class with the methods of AdamW, add a branch in `OptimizerStep.__init__`, and
-add a line in harness/runs/optimizer_state.py.
+An optimizer (AdamW, Muon) updates the weights from gradients that are equal on all ranks. The optimizer returns its
+state by parameter name, so that a checkpoint depends neither on how parameters are grouped nor on which rank keeps
+which part of the state. To add an optimizer, write a class with the methods of AdamW, add a branch in
+`OptimizerStep.__init__`, and add a line in harness/runs/optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OptimizerStep:
         self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
         self.is_wrapped = isinstance(model, DistributedDataParallel)
         # The first parameter's gradient is computed last. A rank that has computed this gradient waits for the other
-        # ranks; a rank that has not is the one they wait for.
+        # ranks; a rank that has not computed it yet delays them.
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: before_exchange())
         self.before_exchange = before_exchange
@@ -97,7 +97,7 @@ class OptimizerStep:
             )
         else:
             self.optimizer = Muon(self.bare_model, config, precision.update_dtype(), partition)
-        self.learning_rate = config.learning_rate  # of the last update, for parameters without their own
+        self.learning_rate = config.learning_rate  # the last update's; some parameters have rates of their own
         self.scaler = precision.scaler()
         # This optimizer is never stepped; GradScaler only unscales and checks the gradients through it. It has whole
         # gradients, not shards, so the result is the same on all ranks.
