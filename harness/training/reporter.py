@@ -278,7 +278,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         if seen is None or seen >= meta.tokens_seen:
             return
     provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
-    device = meta.device or world.device_name  # device and layout (below) are those of the training, not of this process
+    device = meta.device or world.device_name  # device and layout are the training's, not this process's
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
