@@ -1,7 +1,7 @@
-"""Save a run's checkpoints, and resume from one so that training is the same to the last bit.
+"""Save a run's checkpoints, and resume from a checkpoint so that training continues with exactly the same bits.
 
-A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and its
-losses since the last report, and in meta.json the progress of training. harness/runs/checkpoints.py reads and writes
+A checkpoint holds the weights, the states of the optimizer and the gradient scaler, and every rank's random state and
+losses since the last report. Its meta.json holds the progress of training. harness/runs/checkpoints.py reads and writes
 the files.
 """
 
@@ -38,8 +38,8 @@ RANK_STRIDE = 1_000_003
 
 
 class Checkpointer:
-    """Saves checkpoints of the run and resumes from one. Every method is called on every rank; rank 0 reads and
-    writes."""
+    """Saves checkpoints of the run and resumes from a checkpoint. Every method is called on every rank; only rank 0
+    reads and writes files."""
 
     def __init__(
         self, prepared: PreparedRun, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter
@@ -53,8 +53,8 @@ class Checkpointer:
         self.run = prepared.experiment.run
         self.config = prepared.experiment.config
         self.writer = Writer(in_background=self.config.async_checkpoint)
-        # On a CPU a synchronous save needs a copy too, because weights that share memory cannot be written. That copy
-        # need not be kept between saves.
+        # On a CPU a synchronous save needs a copy, too, because weights that share memory cannot be written. The memory
+        # of that copy need not be kept between saves.
         is_kept = self.config.async_checkpoint or world.device.type == "cuda"
         self.copies = HostCopies(world.device, keep=is_kept)
         self.saved_step = prepared.position.first_step - 1
@@ -62,9 +62,9 @@ class Checkpointer:
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     def restore(self, loader: TokenLoader) -> None:
-        """Restore model, optimizer, random states and unreported losses from the run's checkpoint. Without a
-        checkpoint, begin the run: load initial weights, move earlier results aside, and seed. In both cases warm up the
-        step with `loader`'s first microbatch.
+        """Restore model, optimizer, random states and unreported losses from the checkpoint to resume from. If there is
+        none, begin the run: load initial weights, move earlier results aside, and seed the random generators. In both
+        cases warm up the optimizer step with `loader`'s first microbatch.
 
         Raises UserError if the checkpoint belongs to another model.
         """
@@ -82,7 +82,8 @@ class Checkpointer:
             if aside:
                 say(self.world, f"Earlier results are now in {aside}")
             self.reporter.starting(self.step.precision)
-        # After the weights are loaded and before any state is, because a forward and backward pass changes states.
+        # Warm up after the weights are loaded and before any state is restored, because a forward and backward pass
+        # changes states.
         self.step.warm_up(loader.microbatch(0), self.world)
         if self.world.device.type == "cpu":
             keep_if_ample(free_memory() // self.world.local_size)
@@ -91,7 +92,7 @@ class Checkpointer:
             return
         restore_optimizer(self.step, saved, start)
         first_step = self.prepared.position.first_step
-        if self.prepared.is_from_notebook:  # it has neither random states nor unreported losses
+        if self.prepared.is_from_notebook:  # its checkpoints have neither random states nor unreported losses
             seed_for_rank(seed, rank, first_step)
         else:
             restore_ranks(saved, start, self.meter, self.world, seed=seed, step=first_step)
@@ -99,12 +100,12 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, during: str | None = None) -> None:
-        """Save a checkpoint of the last completed step: a `planned` one at an interval of train.json, or one after a
-        signal. `during` names the evaluation that the signal interrupted ("validation" or "benchmarks"), or is None.
-        meta.json records it, so that the resumed run repeats that evaluation and does what follows it.
+        """Save a checkpoint of the last completed step. `planned` is true at an interval of train.json, and false after
+        a signal. `during` names the evaluation that the signal interrupted ("validation" or "benchmarks"), or is None.
+        meta.json records `during`, so that the resumed run repeats that evaluation and does the work that follows it.
 
-        With `async_checkpoint` the files are written in a thread. A GPU may not have finished the copies when this
-        returns. The next step runs after them, and the writer waits for them.
+        With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
+        running when this method returns. They run before the next step's work, and the writer waits for them.
         """
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
@@ -154,7 +155,8 @@ class Checkpointer:
         )
 
     def _write_and_point(self, checkpoint: Checkpoint) -> None:
-        """Write the files, point the links to them, and remove old checkpoints. Called by the writer."""
+        """Write the checkpoint, point the link `latest` to it, and `best` if it is the best so far, and remove old
+        checkpoints. Called by the writer."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -162,7 +164,7 @@ class Checkpointer:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
 
     def check_weights(self, state: TrainState) -> None:
-        """Raise RunError if the ranks' weights are no longer the same."""
+        """Raise RunError if the weights are not equal on all ranks."""
         own: list[int] = []
         if self.world.size > 1:
             with self.world.watchdog.guard(Place(state.global_step, "check")):
@@ -182,9 +184,10 @@ class Checkpointer:
 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
-    """Set the run's links and metrics back to the checkpoint `path`, even if the process that saved it was killed
-    before it had updated them. Everything later is moved to a folder below `aside/`. Rank 0 only."""
-    make_aside = cache(run.new_aside)  # one folder for everything, made only if something is moved
+    """Set the run's links and metrics back to the checkpoint `path`, and move all later results to a folder below
+    `aside/`. Also completes links and metrics if the process that saved the checkpoint was killed before it updated
+    them. Rank 0 only."""
+    make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
         run.set_pictures_aside(make_aside())
@@ -192,16 +195,17 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
 
 
 def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed this rank's random generator, which dropout uses. The result differs by seed, by rank and by `step`, the
-    first global step of a resumed run."""
+    """Seed this rank's random generator, which dropout uses. The seed differs between values of `seed`, between ranks,
+    and between values of `step`, the first global step of a resumed run."""
     torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
 def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World, *, seed: int, step: int) -> None:
-    """Restore this rank's random state and unreported losses. If the number of ranks has changed, seed this rank anew
-    and merge all unreported losses into rank 0's.
+    """Restore this rank's random state and unreported losses. If the number of ranks has changed, seed this rank anew,
+    and load the unreported losses of all ranks into rank 0's meter.
 
-    Raises UserError if the checkpoint at `path` holds something else.
+    Raises UserError if the checkpoint's file with these states does not have the expected structure. `path` is the
+    checkpoint.
     """
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise
@@ -224,10 +228,11 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the states of optimizer and scaler of the checkpoint at `path`. A notebook's checkpoint has an optimizer
-    state of torch's own form, or none: the optimizer then begins without one. Called on every rank.
+    """Load the states of optimizer and scaler from the checkpoint at `path`. A checkpoint of the notebook's program has
+    its optimizer state in torch's own form, which is converted, or has none, so that the optimizer begins with an empty
+    state. Called on every rank.
 
-    Raises UserError, naming the file, if a state is not one of this optimizer or scaler.
+    Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
     """
     if saved.meta.is_from_notebook and not saved.optimizer:
         return
@@ -246,8 +251,8 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
 @contextmanager
 def state_errors_as_user_errors(file: Path) -> Iterator[None]:
-    """Turn the errors that a state of unexpected structure causes into UserError. `file` could be read and has the
-    right hash, but its content is something else."""
+    """Context manager that turns errors from a state of unexpected structure into UserError. The error names `file`,
+    which was readable and has the right hash, but does not contain the expected state."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:

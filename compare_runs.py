@@ -46,7 +46,7 @@ def main(
     """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all runs
     that have been trained.
 
-    Prints a table with a row for each run: results, speed, time and cost, and below it the settings that differ.
+    Prints a table with a row for each run: results, speed, time and cost. Below the table are the settings that differ.
     Numbers share a column only if they were measured on the same text or task.
     """
     with one_line_errors():
@@ -67,7 +67,7 @@ def main(
         if machines and as_json:
             raise UserError("--machines and --json: give one of them")
         if machines and not runs:
-            raise UserError("--machines: name the runs to project; measured speeds of other runs are used anyway")
+            raise UserError("--machines: name the runs to estimate; measured speeds of other runs are used anyway")
         if reference and not (html or chart):
             raise UserError("--reference belongs with --html or --chart")
         if chart is not None and chart.suffix.lower() != ".png":
@@ -82,7 +82,7 @@ def main(
             try:
                 members = (RunDirectory.find(runs_dir, baseline).path.name,)
             except UserError:
-                for those in (runs, ()):  # perhaps an arm of the named runs, or of all
+                for those in (runs, ()):  # the baseline may be an arm of the named runs, or of all runs
                     arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, those)]).runs
                     members = members or arms.get(baseline, ())
                 if not members:
@@ -130,7 +130,8 @@ def main(
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
-    """Return the losses by label. Raises UserError for a text that is not LABEL=LOSS."""
+    """Parse the LABEL=LOSS texts of --reference, and return the losses by label. Raises UserError for a text in another
+    form."""
     found = {}
     for text in reference:
         label, _, number = text.rpartition("=")

@@ -23,8 +23,8 @@ READERS = {"transformers": "transformers", "notebook": "the lab notebook's scrip
 
 @click.group(cls=Group)
 def main() -> None:
-    """Exchange models with programs that use transformers (as one of its native classes if one computes the model), and
-    with the lab notebook's scripts."""
+    """Export models for transformers or for the lab notebook's scripts, import models, and publish models on the
+    Hugging Face Hub. If a native class of transformers computes a model, it is exported as that class."""
 
 
 @main.command("export", short_help="A checkpoint for transformers, or the notebook.")
@@ -35,8 +35,8 @@ def main() -> None:
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 @RUNS_DIR
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
-    """Write a model to the new folder OUT: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
-    that of any folder with model.safetensors.
+    """Write a model to the new folder OUT: the best checkpoint of RUN, its CHECKPOINT (a folder's name, `latest` or
+    `best`), or the model in any folder with model.safetensors.
 
     transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model that no
     class of transformers computes is written with its own code, which runs only with trust_remote_code=True. With
@@ -131,7 +131,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
 
 def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple[TrainedModel, GPTModel]:
-    """Return the model's files, and the model on the CPU in evaluation mode. Raises UserError if there is no such
+    """Load a model on the CPU in evaluation mode. Returns its files and the model. Raises UserError if there is no such
     model."""
     from harness.runs.trained_model import find_model
 

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Training loop and all its parts. Every method is called on every rank; `reporter` and `checkpointer` write on
-    rank 0 only."""
+    """Training loop and all its parts. Every method is called on every rank; `reporter` and `checkpointer` write only
+    on rank 0."""
 
     def __init__(self, prepared: PreparedRun, world: World, stop: StopSignal) -> None:
-        """Build the parts: model, optimizer, data loader and so on. Collective."""
+        """Build the parts of training: model, optimizer, data loader and so on. Collective."""
         load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
         import torch
 
@@ -73,7 +73,7 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Run the remaining steps, and the work that is due after each. If a signal asks any rank to stop, save a
+        """Run the remaining steps, and after each step the work that is due. If a signal asks any rank to stop, save a
         checkpoint and raise RunStopped."""
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
@@ -106,8 +106,8 @@ class Trainer:
             raise
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do the work that is due after global step `step`, beginning with `first` (a name that `due_after` returns).
-        The checkpoint comes last, because it records the results of the other work."""
+        """Do the work that is due after global step `step`, beginning with `first` (one of the names that `due_after`
+        returns). The checkpoint comes last, because it records the results of the other work."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = due_after(step, position, config, first=first)
         if "report" in due:
@@ -129,7 +129,7 @@ class Trainer:
             self.checkpointer.save(state, planned=True)
             self.reporter.checkpoint(state)
             if step != position.last_step:
-                self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills 30 s after a signal
+                self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills ranks 30 s after a signal
         elif "weights_check" in due:
             self.checkpointer.check_weights(state)
 
@@ -151,7 +151,7 @@ class Trainer:
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:
-    """Print the JSON Schema of train.json or model.json and exit; return if `kind` is None. A click callback."""
+    """Click callback: print the JSON Schema of train.json or model.json and exit, or do nothing if `kind` is None."""
     if kind is None:
         return
     from harness.common.json_files import json_schema
@@ -213,11 +213,11 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         from harness.runs.directory import RunDirectory
 
         unblock_stopping_signals()
-        here = read_ranking()  # first: stale RANK variables would make this a different job
+        here = read_ranking()  # before all else, since stale RANK variables would change the job
         to_start = ranks_to_start(options.processes)
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
-        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine asks
+        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
         if options.plan:
             from harness.planning.plan import print_plan
 
@@ -227,7 +227,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if here.world_size == 1 and not options.find:
             from harness.planning.plan import checked_plan
 
-            # for its errors, before torch is imported and other ranks are started
+            # find errors before torch is imported and other ranks are started
             checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
         if to_start:
             run_ranks(to_start)
@@ -249,8 +249,8 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:
-    """Start or resume training. For a finished run, complete whatever a process that was killed at its very end left
-    undone."""
+    """Start or resume training. If the run is finished, only complete its links, metrics and summary, in case an
+    earlier process was killed before it wrote them."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock
@@ -258,12 +258,12 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
     from harness.training.startup import prepare
 
     clock, stop, run = Clock(), StopSignal(), experiment.run
-    world = World.join(is_stopping=stop.is_set)  # its signal handlers are installed later, in Trainer.train
+    world = World.join(is_stopping=stop.is_set)  # Trainer.train installs `stop`'s signal handlers later
     prepared = prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:
         steps = prepared.position.first_step
         say(world, f"{run.path.name} is finished: {steps:,} global steps; --restart trains it again")
-        if prepared.checkpoint and prepared.meta and checkpoint is None:  # else links and metrics are left as they are
+        if prepared.checkpoint and prepared.meta and checkpoint is None:  # no change if CHECKPOINT is given
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
         world.on_rank0(partial(restore_summary, prepared, world))
     else:
@@ -283,8 +283,9 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Turn an out-of-memory error on this rank, or an operation that `deterministic` does not allow, into an error that
-    says what to do. Turn the loss of another rank into PeerError, or into RunStopped after a signal."""
+    """Context manager that explains failures. An out-of-memory error on this rank, or an operation that `deterministic`
+    does not allow, becomes an error that says what to do. The loss of another rank becomes PeerError, or RunStopped if
+    a signal has asked this rank to stop."""
     from harness.common.memory import is_out_of_memory
     from harness.distributed.rendezvous import leaving_with_peers
     from harness.model.kernels import explain_nondeterminism

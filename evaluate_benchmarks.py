@@ -17,7 +17,8 @@ from harness.common.options import MODEL, RUNS_DIR, Command
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
-    """Print the names of lm-eval's tasks, groups and tags that match `pattern`, and exit."""
+    """Click callback: print the names of lm-eval's tasks, groups and tags that match `pattern` and exit, or do nothing
+    if `pattern` is None."""
     if pattern is None:
         return
     configure_libraries()
@@ -59,8 +60,8 @@ def main(
     output: Path | None,
     runs_dir: Path,
 ) -> None:
-    """Print the benchmark scores of a model: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
-    WEIGHTS with the shape in MODEL_JSON.
+    """Print the benchmark scores of a model: the best checkpoint of RUN, its CHECKPOINT (a folder's name, `latest` or
+    `best`), or WEIGHTS with the shape in MODEL_JSON.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
     and can be given several times. The tasks' data is downloaded from the Hugging Face Hub. The tokenizer is the one in
@@ -96,7 +97,7 @@ def main(
             results = benchmarks.run(asked, scorer, tokenizer, limit=limit)
         except (UserError, RunError):
             raise
-        except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
+        except Exception as error:  # a task's functions can raise anything, and lm-eval has asserts
             if is_out_of_memory(error):
                 raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -113,8 +114,7 @@ def main(
 
 
 def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
-    """Write the metrics of all tasks and groups to the run that the weights belong to, if they are a run's
-    checkpoint."""
+    """If the weights are a run's checkpoint, write the metrics of all tasks and groups to that run's results."""
     from dataclasses import asdict
     from importlib.metadata import version
 

@@ -86,7 +86,8 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
-    """Return the points of RUNS or of the CSV file. Raises UserError if both or neither are given."""
+    """Return the points from the runs named in `runs`, or from the CSV file `points`. Raises UserError if both or
+    neither are given."""
     from harness.runs.directory import RunDirectory
     from harness.scaling.data import points_of_runs, read_points
 
@@ -101,8 +102,8 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
-    """Return the plan that --predict gives, as `parameters=1e9,tokens=2e10` or as the name of a run. Raises UserError
-    if the text, the run or one of its files is wrong."""
+    """Return the plan that a --predict option names: `parameters=1e9,tokens=2e10`, or the name of a run. Raises
+    UserError if the text, the run or one of its files is wrong."""
     from harness.model.config import load_model_config
     from harness.runs.budget import stated_tokens
     from harness.runs.directory import RunDirectory
@@ -127,7 +128,7 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
         raise UserError(f'{run.model_json}: key "moe": the laws are of dense models; {remedy}')
     wanted = stated_tokens(train, model)
     if wanted is None:
-        said = f'key "{train.budget}": {getattr(train, train.budget)} names no number'
+        said = f'key "{train.budget}": {getattr(train, train.budget)} does not give a number of tokens'
         raise UserError(f"{run.train_json}: {said}; {remedy}")
     return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
 

@@ -1,8 +1,9 @@
 """The model: GPT-2 (Radford et al. 2019) with the options of model.json, for training and for generation.
 
 Tensor names end in the shape, as in x_BxTxC: B sequences, T tokens, C = emb_dim, H heads, D the width of a head, Q the
-width of the queries of all heads, K that of the keys of all heads (and of the values), F the width of a feed-forward
-layer, V the size of the vocabulary. Parameter names are part of a published file format, so they must not change.
+width of the queries of all heads, K the width of the keys (and of the values) of all key-value heads, F the width of a
+feed-forward layer, V the size of the vocabulary. Parameter names are part of a published file format, so they must not
+change.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TOKEN_FACTOR, PREVIOUS_FACTOR = 36_313, 27_191  # for hashing two tokens: large 
 GROUPED_ALIGNMENT = 8  # grouped matrix products need rows of a multiple of 16 bytes, which is 8 numbers of 16 bits
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of each position's angles, each (T, D/2) or (B, T, D/2)
-Routing = tuple[Tensor, Tensor]  # of a layer of experts: balancing loss, and number of tokens per expert (int64)
+Routing = tuple[Tensor, Tensor]  # of a block's experts: balancing loss, and number of tokens per expert (int64)
 
 
 # Norms
@@ -121,7 +122,7 @@ class Mix(nn.Module):
 
 
 def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
-    """Compute softmax attention of each token to itself and the tokens before it: (B, H, T, D), in the inputs' dtype.
+    """Return softmax attention of each token to itself and the tokens before it, as (B, H, T, D) in the inputs' dtype.
 
     If keys and values have fewer heads than queries, several query heads share each key-value head (grouped-query
     attention; Ainslie et al., arXiv:2305.13245).
@@ -277,8 +278,8 @@ class MixtureOfExperts(nn.Module):
         return output_NxC.view_as(x_BxTxC), routing
 
     def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """Return the weights and the indices of each token's experts, both (N, A), and the Routing: the balancing loss
-        and the number of tokens of each expert."""
+        """Return the weights and the indices of each token's experts, both (N, A), and the Routing, which is the
+        balancing loss and the number of tokens of each expert."""
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
             shares_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
@@ -293,14 +294,15 @@ def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
     """Return E·Σ f·P, a sum over experts: f is the share of the tokens that an expert processes, and P the mean
     probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6, where A is 1).
 
-    The f add up to A, so that the loss is A if tokens and probabilities are spread evenly. Only P has a gradient.
+    The shares f add up to A, so that the loss is A if tokens and probabilities are spread evenly. Only P has a
+    gradient.
     """
     tokens, experts = shares_NxE.shape
     return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):
-    """Permutation of rows. `backward` gathers the gradient's rows by the inverse permutation, whereas the backward of
+    """Permutation of rows. The gradient's rows are gathered by the inverse permutation, whereas the backward of
     index_select adds them up one by one. Gathering is faster, and gives the same bits each time."""
 
     @staticmethod
@@ -315,7 +317,7 @@ class Permuted(torch.autograd.Function):
 
 
 def computes_in_groups(x_RxC: Tensor) -> bool:
-    """Return True if `grouped_experts` is used, and False for `experts_one_by_one`.
+    """Return True to compute the experts with `grouped_experts`, or False to compute them with `experts_one_by_one`.
 
     `experts_one_by_one` reads the number of rows of each expert, which waits for the GPU, or breaks the graph when
     compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`.
@@ -326,7 +328,7 @@ def computes_in_groups(x_RxC: Tensor) -> bool:
 
 def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
     """Apply each expert to its rows of `x_RxC`, which are sorted by expert. In training, an expert without rows is also
-    called, so that its gradients are zeros, as optimizers and the synchronization of ranks expect, and not None."""
+    called. Its gradients are then zeros instead of None, as optimizers and DDP expect."""
     parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
     return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
 
@@ -368,7 +370,8 @@ def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> 
 
 class OutputHead(nn.Linear):
     """Linear layer without bias. With `logit_softcap` c, each output x becomes c·tanh(x / c) (Gemma 2,
-    arXiv:2408.00118, section 2). Code that multiplies by `weight` itself has to apply `softcap` to the products."""
+    arXiv:2408.00118, section 2). Code that computes products with `weight` itself, without calling this layer, must
+    apply `softcap` to them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.emb_dim, config.vocab_size, bias=False)
@@ -455,11 +458,11 @@ class GPTModel(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V), or, given targets, the mean cross-entropy as a scalar.
+        """Return the logits (B, T, V), or, if targets are given, the mean cross-entropy as a scalar.
 
-        Given targets in training with experts, return a tensor of two elements instead, whose sum is to be minimized:
-        the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. This also sets
-        `expert_tokens`.
+        If targets are given in training, a model with experts returns a tensor of two elements, whose sum is to be
+        minimized: the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. It also
+        sets `expert_tokens`.
         """
         routings: list[Routing] = []
         features_BxTxC = self.features(tokens_BxT, routings=routings)
@@ -481,8 +484,8 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         routings: list[Routing] | None = None,
     ) -> Tensor:
-        """Return the input of the head, (B, T, C), after the final norm. The routing of each block that has experts is
-        added to `routings`.
+        """Return the input of the head, (B, T, C), after the final norm. If `routings` is given, the Routing of each
+        block with experts is appended to it.
 
         With a cache, which needs evaluation mode, the tokens continue the sequences in the cache and are added to it.
         Row b then has `lengths[b]` tokens and is padded on the right (None: no padding). Results for padding are
@@ -512,7 +515,7 @@ class GPTModel(nn.Module):
             assert config.rope_base is not None
             turn = rotation(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype)
         embedding_BxTxC = x_BxTxC if config.embedding_skip else None
-        values = [table(tokens_BxT) for table in self.value_embs]  # here, since the first and last blocks share tables
+        values = [table(tokens_BxT) for table in self.value_embs]  # first and last blocks share tables
         for layer, block in enumerate(self.trf_blocks):
             table = config.value_embedding_of(layer)
             inputs = x_BxTxC, turn, embedding_BxTxC, None if table is None else values[table], cache
@@ -533,8 +536,8 @@ class GPTModel(nn.Module):
     def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
         """Set the weights from tensors under their names in published checkpoints.
 
-        Raises UserError, naming `source`, the tensors and both shapes, if the tensors do not fit the model, whose
-        weights are then unchanged.
+        Raises UserError, naming `source`, the tensors and both shapes, if the tensors do not fit the model. The weights
+        are unchanged in that case.
         """
         found = from_checkpoint_names(tensors, self.config, source)
         for name, own in checkpoint_views(self.state_dict(), self.config).items():

@@ -136,11 +136,11 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:
-    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and the commands to train
-    on it.
+    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits, and the commands that
+    train on it.
 
-    There is a remark if one document dominates training, and for each held-out split that has few documents or a share
-    of the text that differs by more than a tenth from the requested one.
+    Also yields a remark if one document dominates training, and a remark for each held-out split that has few documents
+    or whose share of the text differs by more than a tenth from the requested one.
     """
     from harness.data.preparation.command import make_dataset
 
@@ -170,7 +170,7 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
 
 def next_steps(folder: Path) -> Iterator[str]:
     """Yield the commands that train a model like the quickstart's on a dataset folder. Training names a dataset by
-    owner/name, so a folder given without an owner must first be moved to datasets/me/."""
+    owner/name, so the first command moves a folder without an owner to datasets/me/."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
         yield f"mkdir -p {place.parent} && mv {folder} {place}"

@@ -1,4 +1,4 @@
-"""Many runs from one file: make them, plan them, run them."""
+"""Derive many runs from one sweep file, plan them, and train them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def main() -> None:
 @SWEEP
 @RUNS_DIR
 def make(sweep: Path, runs_dir: Path) -> None:
-    """Write a folder for each run of SWEEP.json, beside the folder of the base run: all of them, or none.
+    """Write a folder for each run of SWEEP.json, beside the folder of the base run. If one folder cannot be written,
+    none is.
 
     Runs that exist already are not changed. It is an error if a folder of the same name holds another run.
     """

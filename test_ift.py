@@ -41,13 +41,13 @@ RESPONSES = "ift-responses.json"
 @click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
 @RUNS_DIR
 def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
-    """Fine-tune a model (the best of RUN, its CHECKPOINT, or WEIGHTS with the shape in MODEL_JSON) on instructions
-    until its validation loss rises, answer the test instructions with the weights from before the rise, and let a judge
-    score the answers.
+    """Fine-tune a model (the best checkpoint of RUN, its CHECKPOINT, or WEIGHTS with the shape in MODEL_JSON) on
+    instructions until its validation loss rises, answer the test instructions with the weights from before the rise,
+    and let a judge score the answers.
 
-    A model's score differs by several points if it is judged again. To compare models, use --responses-only for each
-    of them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's
-    folder results/, but only if the responses file is in the run's folder.
+    A model's score differs by several points if it is judged again. To compare models, use --responses-only for each of
+    them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's folder
+    results/, but only if the responses file is in the run's folder.
     """
     configure_libraries()
     with one_line_errors():
@@ -111,8 +111,8 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
-    """Return the judge's settings. Raises UserError before any training if the judge's name or address is wrong, or if
-    the key or the openai package is missing."""
+    """Return the judge's settings. Raises UserError, before any training, if the judge's name or address is wrong, or
+    if the API key or the openai package is missing."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
@@ -124,8 +124,8 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raise UserError if a result would replace a file without --overwrite or cannot be written, or if --name is
-    unusable. To be called before anything is downloaded or trained."""
+    """Raise UserError if a result cannot be written or would replace a file without --overwrite, or if --name is not
+    usable. Must be called before anything is downloaded or trained."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
     check_writable(path.parent)
@@ -147,7 +147,7 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     except RunStopped:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise
-    except (UserError, RunError) as error:  # the advice avoids training again
+    except (UserError, RunError) as error:  # `again` judges the kept answers without another training
         raise RunError(f"{error}; the answers are kept: {again} scores them") from None
 
 

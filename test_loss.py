@@ -34,12 +34,12 @@ def main(
     precision: str,
     **options: Any,
 ) -> None:
-    """Print the mean loss of models on a dataset in DATASETS_DIR. RUN is the run's best checkpoint, and 'lr-*' that of
-    each run whose name matches. RUN:CHECKPOINT is another one (a folder's name, `latest` or `best`). MODEL_JSON WEIGHTS
-    are the two files of a model.
+    """Print the mean loss of models on a dataset in DATASETS_DIR. RUN names the best checkpoint of a run, and a pattern
+    like 'lr-*' names the best checkpoint of each run that matches. RUN:CHECKPOINT names any checkpoint of a run (a
+    folder's name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
-    Several models make a table, lowest loss first. Results of a run's checkpoints are also written to the run's folder
-    results/.
+    For several models, a table is printed, lowest loss first. Results of a run's checkpoints are also written to the
+    run's folder results/.
     """
     configure_libraries()
     with one_line_errors():

@@ -19,15 +19,15 @@ DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many 
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
 LARGEST_LISTED = 64  # the largest n_kv_heads that an error message suggests
-# Smallest and largest soft-cap. A cap outside this range leaves nothing of the logits in half precision, or is no
-# number in fp32. Gemma 2's is 30.
+# Smallest and largest soft-cap. Far outside this range, half precision cannot hold the capped logits, or fp32 cannot
+# hold the cap. Gemma 2's soft-cap is 30.
 SOFTCAPS = (0.01, 10_000)
 SIZES = (
     *("vocab_size", "context_length", "emb_dim", "n_layers"),
     *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null if not used
 )
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
-MLP_GROWTH = 4  # width of the feed-forward layer over emb_dim, as in GPT-2
+MLP_GROWTH = 4  # width of the feed-forward layer divided by emb_dim, as in GPT-2
 LARGEST_EXPERTS = 1024
 EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 
@@ -72,9 +72,9 @@ DropRate = Annotated[
 
 
 class ExpertCounts(Part):
-    """Number of experts that replace a block's feed-forward layer, and the number of experts that each token goes
-    through. The latter is at least 2, because the weight of a single expert is always 1, and the router would learn
-    nothing from it."""
+    """Number of experts that replace a block's feed-forward layer, and number of experts that each token goes through.
+    The second number is at least 2: a single expert would always have the weight 1, from which the router would learn
+    nothing."""
 
     key: ClassVar[str] = "moe"
 
@@ -150,10 +150,10 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Replace `{"depth": d}` by its shape: d layers of width 64·d, with d heads of width 64. Fill in the defaults
-        of `rope_base` and `norm_gain` if the model uses them, so that they are recorded.
+        """Replace `{"depth": d}` by the keys of that shape: d layers of width 64·d, with d heads of width 64. If the
+        model uses `rope_base` or `norm_gain`, fill in the default, so that it is recorded.
 
-        A single setting, with 64 of width for each layer, is nanochat's rule, but nanochat's heads are 128 wide. Here
+        A single setting that gives each layer 64 of width is nanochat's rule, but nanochat's heads are 128 wide. Here
         they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
         heads, width 768.
         """
@@ -216,8 +216,8 @@ class ModelConfig(RunFile):
         return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else MLP_GROWTH * self.emb_dim
 
     def value_embedding_of(self, layer: int) -> int | None:
-        """Return the index of a block's value embedding, or None if the block has none. With N tables, the first N
-        blocks use tables 0 to N - 1, and so do the last N blocks, in the same order."""
+        """Return the index of the value embedding table that a block uses, or None if it uses none. With N tables, the
+        first N blocks use tables 0 to N - 1, and the last N blocks use the same tables in the same order."""
         tables = self.value_embeddings or 0
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
@@ -282,14 +282,15 @@ class ModelConfig(RunFile):
         return self._count_parameters(self._active_shapes())
 
     def _active_shapes(self) -> Shapes:
-        """Return the shapes of the tensors of the first block, with as many experts as a token goes through."""
+        """Return the shapes of the first block's tensors, including only as many experts as each token goes through."""
         return self._block_shapes(0, self.moe.num_active_experts if self.moe else None)
 
     def _count_parameters(self, block: Shapes) -> int:
-        """Return the number of parameters of a model with such blocks."""
+        """Return the number of parameters of this model if each block has the tensors in `block`. `att.value_mix.scale`
+        is counted only for blocks with a value embedding."""
         outside = _numbers(self._embedding_shapes() | self._norm_shapes("final_norm"))
         head = 0 if self.tie_weights else self.vocab_size * self.emb_dim
-        block.pop("att.value_mix.scale", None)  # the only tensor that not all blocks have
+        block.pop("att.value_mix.scale", None)  # the only tensor that some blocks lack
         mixes = sum(self.value_embedding_of(layer) is not None for layer in range(self.n_layers))
         return outside + head + self.n_layers * _numbers(block) + 2 * mixes
 
@@ -303,10 +304,10 @@ class ModelConfig(RunFile):
     def flops_per_token(self) -> int:
         """Floating-point operations of the matrix products for one token of training, forward and backward.
 
-        The sum of two terms (PaLM, arXiv:2204.02311, appendix B). The first is 6 for each weight of a matrix product:
-        the head counts, embeddings are look-ups and do not, and of experts only the active ones count. The second is
-        12·L·Q·T for attention scores and weighted sums, where Q is the width of all queries. It ignores the causal
-        mask, as is customary.
+        The number is the sum of two terms (PaLM, arXiv:2204.02311, appendix B). The first is 6 for each weight of a
+        matrix product. It includes the head, and of the experts only the active ones, but not the embeddings, which are
+        look-ups. The second is 12·L·Q·T for attention scores and weighted sums, with L layers, context length T and Q
+        the width of all queries. It ignores the causal mask, as is customary.
         """
         multiplying = self.n_layers * self.block_weights + self.vocab_size * self.emb_dim
         return 6 * multiplying + 12 * self.n_layers * self.query_width * self.context_length
@@ -347,7 +348,7 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         yield f'key "value_embeddings": {too_many}; use {fewer}{layers} (one for each block)'
     if config.parameters > LARGEST_PARAMETERS:
         *sizes, last = (quoted(key) for key in SIZES if getattr(config, key) is not None)
-        number = f"a model of {config.parameters:,} parameters; there can be {LARGEST_PARAMETERS:,}"
+        number = f"a model of {config.parameters:,} parameters; the limit is {LARGEST_PARAMETERS:,}; lower one of them"
         yield f"keys {', '.join(sizes)} and {last}: {number}"
 
 

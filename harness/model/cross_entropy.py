@@ -26,8 +26,8 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 # row adds at most 1 times a feature, and which must stay below fp16's limit of 65,504. Loss scaling cannot help, since
 # the scale is applied after this product.
 FP16_ROWS = 2**14
-# Tile size of the hardware's matrix units. The number of rows of a chunk is a multiple of it, and so is the number of
-# rows of the head's weight where the weight is copied anyway.
+# Tile size of the hardware's matrix units. Chunks have a multiple of TILE rows. The head's weight is padded to such a
+# multiple where it is copied anyway.
 TILE = 128
 INPUTS = 7  # number of inputs of the custom operation
 # Number of logits on which `eager_kernel` works at once. On a CPU it is per thread, and small enough for the caches; on
@@ -73,12 +73,13 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 
 
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
-    """Return the number of rows of each chunk but the last, for `rows` rows of `width` logits. It is a multiple of TILE
-    where a tile fits, and chunks are as equal as that allows."""
+    """Return the number of rows per chunk if `rows` rows of `width` logits are cut into chunks; only the last chunk may
+    have fewer. The number is a multiple of TILE if a chunk has room for TILE rows. Apart from this, the chunks are as
+    equal as possible."""
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
-        # As many bytes as in fp32. Fewer, larger chunks save time, because each chunk's part of the weight's gradient
-        # has to be converted and added to the fp32 sum.
+        # With 2 bytes per logit, twice as many logits take as much memory as in fp32. Fewer, larger chunks save time,
+        # because each chunk's part of the weight's gradient has to be converted and added to the fp32 sum.
         logits *= 2
     largest = max(1, logits // width)
     if dtype == torch.float16:
@@ -159,7 +160,8 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
-    """Add errors.T @ features to `total_WxC`, which may have a higher precision. The first product overwrites it."""
+    """Add errors.T @ features to `total_WxC`, which may have a higher precision. If `is_first`, overwrite `total_WxC`
+    with the product."""
     if total_WxC.dtype == errors_RxW.dtype:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=0 if is_first else 1, out=total_WxC)
     elif is_first:
@@ -245,7 +247,7 @@ def eager_kernel(
 
 
 def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
-    """Cap logits in place. Return the derivative of the cap at each logit if `wants_errors`, or None."""
+    """Cap logits in place. Return the derivative of the cap at each logit, or None unless `wants_errors`."""
     work.div_(cap).tanh_()
     slope = 1 - work.square() if wants_errors else None
     work.mul_(cap)
@@ -255,8 +257,8 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
 def fused_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Kernel for torch.compile, written as one reduction over whole rows: the compiler makes a single kernel of it,
-    which reads and writes the logits in their own precision.
+    """Kernel for torch.compile, written as one reduction over whole rows, so that the compiler makes a single kernel of
+    it, which reads and writes the logits in their own precision.
 
     Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
     kernel, and the whole chunk would have to be written to memory in fp32 in between.

@@ -13,7 +13,7 @@ from harness.common.messages import quoted
 from harness.model.config import ModelConfig
 
 NOTEBOOK = "notebook"
-# Options of model.json that at least one format supports. Of every other option, all formats support the default only.
+# Options of model.json of which at least one format supports other values than the default.
 COMPUTED = {
     *("tie_weights", "position", "norm", "mlp", "qk_norm", "n_kv_heads", "rope_base", "norm_gain", "linear_bias"),
     *("head_dim", "mlp_dim", "initialisation", "moe"),
@@ -32,8 +32,9 @@ FORMATS = {
 
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each format, the keys and values that model.json would need for the format to compute the same model;
-    the list is empty if it does. Formats are sorted by the length of their lists, shortest first."""
+    """Return, for each format, the keys and values that model.json would need so that the format could represent the
+    model. The list is empty for a format that can represent the model as it is. Formats with the shortest lists come
+    first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
     for name, levers in FORMATS.items():
@@ -47,21 +48,21 @@ def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
         ]
         if name == NOTEBOOK and not isinstance(shape.drop_rate, (int, float)):
             missing[name].append('"drop_rate": one number')
-        # GPT-2 splits emb_dim into heads. For Llama, transformers requires the multiple whatever head_dim is.
+        # GPT-2 splits emb_dim into heads. Llama in transformers requires a multiple of n_heads, whatever head_dim is.
         if name != "qwen3" and shape.emb_dim % shape.n_heads:
             missing[name].append(f'"emb_dim": a multiple of {shape.n_heads}')
     return dict(sorted(missing.items(), key=lambda item: len(item[1])))
 
 
 def native_class(shape: ModelConfig) -> str | None:
-    """Return the `model_type` of the transformers class that computes the same model, or None if there is none."""
+    """Return the `model_type` of a transformers class that computes models of this shape, or None if no class does."""
     missing = missing_for_export(shape)
     return next((name for name in missing if name != NOTEBOOK and not missing[name]), None)
 
 
 def describe_formats(shape: ModelConfig) -> str:
-    """Return the names of the formats that a model of this shape can be exported to. If no native class of transformers
-    is among them, the text also says which keys model.json would need for the nearest one."""
+    """Return, as text, the names of the formats that a model of this shape can be exported to. If no native class of
+    transformers is among them, the text also says which keys model.json would need for the nearest native class."""
     missing = missing_for_export(shape)
     possible = [name for name in missing if not missing[name]]
     if native_class(shape) is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-FIRST_PLACES = 64  # positions for which a new cache has room
+FIRST_PLACES = 64  # number of positions for which a new cache has room
 NO_TOKEN = -1  # stands for the predecessor of a sequence's first token
 
 
@@ -32,15 +32,15 @@ class KeyValueCache:
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, (B, H, S, D) each, with room for S places
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, each (B, H, room, D)
         self.lengths: list[int] = []  # number of tokens in each row
         self.count = 0  # positions in use, padding included
         self.previous: Tensor  # the predecessor of each token of the last `take` (B, T)
         self._last_Bx1: Tensor | None = None  # the last token of each row, NO_TOKEN for an empty row
 
     def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
-        """Prepare for new tokens, `lengths[b]` in row b and the rest padding (None: no padding). To be called before
-        the layers call `extend`. Returns the tokens' positions (B, T)."""
+        """Prepare the cache for new tokens: `lengths[b]` tokens in row b, followed by padding (None: no padding). Must
+        be called before the layers call `extend`. Returns the tokens' positions (B, T)."""
         if lengths is None:
             lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)
@@ -56,10 +56,10 @@ class KeyValueCache:
         return self.places
 
     def extend(self, layer: int, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store a layer's keys and values of the tokens that were last given to `take`.
+        """Store a layer's keys and values of the tokens that were last passed to `take`.
 
-        Returns the layer's keys and values of all positions so far, S of them, and a mask (B, 1, T, S) that is true
-        where a token may attend to a position.
+        Returns the layer's keys and values of all S positions so far, and a mask (B, 1, T, S) that is true where a
+        token may attend to a position.
         """
         held = self.layers.get(layer)
         room = held[0].shape[2] if held else 0

@@ -21,7 +21,7 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 # Parts of torch's error messages
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"
-CUBLAS_NOT_SET = "not deterministic because it uses CuBLAS"  # if the variable was set too late
+CUBLAS_NOT_SET = "not deterministic because it uses CuBLAS"  # message if the variable was set too late
 
 CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
 
@@ -33,15 +33,17 @@ def choose_kernels(
     *,
     compiled: bool | Literal["auto"],
 ) -> None:
-    """Choose the kernels for a model that is on `device` already: compile it if `should_compile`, and avoid attention
-    kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is missing."""
+    """Choose the kernels for a model that is already on `device`: compile it if `should_compile` returns True, and
+    avoid attention kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is
+    missing."""
     avoid_rounded_dropout(drop_rate, device)
     if should_compile(compiled, device):
         model.compile()  # in place: the module and its parameters keep their names
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return True if the model is to be compiled: if train.json says true, or "auto" on CUDA with all tools installed.
+    """Return True if the model is to be compiled: if train.json says true, or says "auto" and the device is a GPU with
+    all tools that compiling needs.
 
     Raises UserError if train.json says true and a tool is missing.
     """
@@ -53,13 +55,14 @@ def should_compile(setting: bool | Literal["auto"], device: torch.device) -> boo
 
 
 def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str | None:
-    """Return a remark if "auto" does not compile the model on a GPU because a tool is missing, or None."""
+    """Return a note for the user if `setting` is "auto" and the model is not compiled on a GPU because a tool is
+    missing. Return None in all other cases."""
     missing = missing_tool(device) if setting == "auto" and device.type == "cuda" else None
-    return f"the model is not compiled, and trains more slowly: that needs {missing}" if missing else None
+    return f"the model is not compiled, and trains more slowly: compiling needs {missing}" if missing else None
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return True if calls of the model run compiled code, which the first call compiles."""
+    """Return True if calls of the model run compiled code. The first call compiles the model."""
     # Private: torch has no public function that tells whether nn.Module.compile() was called, or undoes it.
     return model._compiled_call_impl is not None
 
@@ -71,8 +74,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 
 def missing_tool(device: torch.device) -> str | None:
-    """Return a missing tool that torch.compile needs, with a command that installs it, or None if all are installed.
-    torch.compile itself would fail only minutes later."""
+    """Return the name of a tool that torch.compile needs and that is missing, with a command that installs it, or None
+    if all tools are installed. Without this check torch.compile would fail, but only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -94,8 +97,8 @@ def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
 
 
 def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
-    """Return a remark if attention in half precision drops a slightly different share of weights than `drop_rate`, or
-    None.
+    """Return a note for the user if attention in half precision drops a slightly different share of weights than
+    `drop_rate`, or None if the share is exact.
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
     multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
@@ -123,7 +126,7 @@ def tune_by_coordinate_descent() -> None:
 
 def compute_deterministically() -> None:
     """Make all later operations of this process deterministic, eager or compiled. An operation without a deterministic
-    form then raises RuntimeError (see `explain_nondeterminism`). To be called before the first use of CUDA.
+    form then raises RuntimeError (see `explain_nondeterminism`). Must be called before the first use of CUDA.
 
     Raises UserError if CUBLAS_WORKSPACE_CONFIG is set to a value with which cuBLAS is not deterministic.
     """
@@ -136,10 +139,10 @@ def compute_deterministically() -> None:
     # Affects scatter, index_add, and the backward passes of attention and embeddings. Compiled code falls back to these
     # eager operations.
     torch.use_deterministic_algorithms(True)
-    # Not needed, and would cost one kernel per tensor.
+    # Filling uninitialized memory is not needed, and would cost one kernel per tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds up in any order
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds up in varying order
     # Keep Inductor from timing kernels that add up in different orders and choosing the fastest, since the next start
     # of the same run could choose another one. The settings are private, so a version of torch may lack some of them.
     import torch._inductor.config as inductor
@@ -158,7 +161,8 @@ def compute_deterministically() -> None:
 
 
 def explain_nondeterminism(error: BaseException) -> str | None:
-    """Return a one-line message if `error` is torch's for an operation that is not deterministic, or None."""
+    """Return a one-line message if torch raised `error` because an operation is not deterministic, or None for any
+    other error."""
     text = str(error)
     if NO_DETERMINISTIC_FORM in text:
         operation = text[: text.index(NO_DETERMINISTIC_FORM)].split("\n")[-1].strip()
@@ -167,4 +171,4 @@ def explain_nondeterminism(error: BaseException) -> str | None:
         reason = f"{CUBLAS_VARIABLE}={CUBLAS_WORKSPACES[0]} has to be set before CUDA starts"
     else:
         return None
-    return f'train.json: key "deterministic": {reason}; use false, or leave out what needs it'
+    return f'train.json: key "deterministic": {reason}; use false, or change the setting that needs it'

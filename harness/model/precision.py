@@ -51,14 +51,14 @@ class Precision:
 
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
-        """Return the same as `resolve`, except that "auto" is bf16 also on CPUs with fast bf16: a step takes 0.5 to 0.9
-        of its fp32 time there (docs/LOG.md)."""
+        """Return the precision that `resolve` returns, except that "auto" is also bf16 on CPUs with fast bf16, because
+        a step there takes 0.5 to 0.9 of its fp32 time (docs/LOG.md)."""
         if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)
 
     def residual_dtype(self, wanted: str) -> torch.dtype | None:
-        """Return the dtype of the residual stream for train.json's `residual_precision`, or None for the dtype of the
+        """Return the dtype of the residual stream for train.json's `residual_precision`. None means the dtype of the
         weights.
 
         Raises UserError for "bf16" if the matrix products run in another precision.
@@ -74,7 +74,7 @@ class Precision:
 
     def update_dtype(self) -> torch.dtype | None:
         """Return the dtype of an optimizer's own matrix products: bf16 if training is in bf16 and the device computes
-        bf16 fast, or None for the dtype of the weights."""
+        bf16 fast. Otherwise return None, which means the dtype of the weights."""
         is_fast = self.device_type != "cpu" or has_fast_bf16()
         return torch.bfloat16 if self.name == "bf16" and is_fast else None
 
@@ -85,14 +85,16 @@ class Precision:
         return torch.autocast(self.device_type, DTYPES[self.name])
 
     def allow_tf32(self) -> None:
-        """Let the tensor cores of CUDA devices compute fp32 matrix products, from now on in this process.
+        """If the precision is fp32 on a CUDA device, let tensor cores compute fp32 matrix products as TF32, from now on
+        in this process.
 
-        The products are several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the sums
-        are in fp32.
+        The products are then several times as fast. Their factors are rounded to TF32's 10 bits of mantissa, and the
+        sums are in fp32.
         """
         if self.name == "fp32" and self.device_type == "cuda":
             torch.set_float32_matmul_precision("high")
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Return a scaler that keeps small fp16 gradients from vanishing. It has no effect in other precisions."""
+        """Return a gradient scaler, which keeps small fp16 gradients from vanishing. It is disabled in other
+        precisions."""
         return torch.amp.GradScaler(self.device_type, enabled=self.name == "fp16")

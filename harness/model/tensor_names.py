@@ -24,7 +24,7 @@ WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 WRAPPERS = ("module.", "_orig_mod.")
 LOADABLE = ("float64", "float32", "float16", "bfloat16")
 SHOWN_DIFFERENCES = 3
-# torch's names of dtypes by those of safetensors, for dtypes whose names differ by more than case.
+# torch's dtype name for each dtype name of safetensors, where the names differ by more than case.
 TORCH_TYPES = {
     **{f"{short}{bits}": f"{long}{bits}" for short, long in (("F", "float"), ("I", "int")) for bits in (16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -40,11 +40,12 @@ TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
     """Return the entries of a weights file by public name: without `att.mask` buffers, and without the prefix of a
-    wrapper around the model. If `tied`, an output head or token embedding that is missing is taken from the other."""
+    wrapper around the model. If the output head and the token embedding are `tied` and only one of them is in the file,
+    its entry is returned under both names."""
     found = {name: value for name, value in offered.items() if not name.endswith(".att.mask")}
     while prefix := next((each for each in WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
         found = {name.removeprefix(prefix): value for name, value in found.items()}
-    if tied:  # files of tied models hold the shared tensor under both names, or under either
+    if tied:  # files of tied models hold the shared tensor under both names or only one
         for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
             if one not in found and other in found:
                 found[one] = found[other]

@@ -1,4 +1,5 @@
-"""Conversion between the tensors of published checkpoints and those of the model, which fuses some of them."""
+"""Conversion between the tensors of published checkpoints and the model's tensors, some of which fuse several
+checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WEIGHT_BYTES = 4  # of an fp32 weight; every model is first created on the CPU
 
 
 def check_memory(config: ModelConfig) -> None:
-    """Raise UserError if this machine's free memory cannot hold even the weights. To be called before the model is
+    """Raise UserError if this machine's free memory cannot hold even the weights. Must be called before the model is
     created, because Linux overcommits memory, and its OOM killer gives no message."""
     needed = config.parameters * WEIGHT_BYTES
     if torch.get_default_device().type == "cpu" and needed > free_memory():
@@ -40,7 +41,8 @@ def checkpoint_names(name: str) -> list[str]:
 
 
 def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """Return a tensor of the model by its names in checkpoints. The parts of a fused tensor are views, not copies."""
+    """Return the checkpoint tensors, by name, that make up a tensor of the model: views of the parts of a fused tensor,
+    or the tensor itself."""
     sizes = config.query_width, config.kv_width, config.kv_width
     pieces = tensor.split(sizes) if FUSED in name else (tensor,)
     return dict(zip(checkpoint_names(name), pieces, strict=True))
@@ -53,15 +55,15 @@ def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
-    """Return shapes and dtypes in the form that `check_tensors` takes."""
+    """Return the shape and dtype of each tensor, in the form that `check_tensors` takes."""
     return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
 
 def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by public name, checked against the model that `config` describes.
 
-    The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack either half of a
-    tied pair. Raises UserError, naming `source` and the differences, if it holds another model.
+    The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack one of two tied
+    tensors. Raises UserError, naming `source` and the differences, if it holds another model.
     """
     tensors = public_names(offered, tied=config.tie_weights)
     check_tensors(kinds_of(tensors), config.tensor_shapes(), source)

@@ -1,8 +1,8 @@
 """Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet. Does not import torch.
 
-The time of a step is the sum of several terms, each an amount of work over the speed at which the device does it: a
-roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. The part of a data
-sheet's peak that a program reaches is assumed, so an estimate is off by up to about UNCERTAINTY.
+The time of a step is the sum of several terms, each of which is an amount of work divided by the device's speed at that
+work. This is a roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. The part
+of a data sheet's peak that a program reaches is assumed, so an estimate is off by up to about UNCERTAINTY.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.runs.optimizer_state import is_muons, newton_schulz_flops
 from harness.runs.throughput import KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-UNCERTAINTY = 0.2  # relative error of an estimated speed, up or down: a judgment, until more is measured
+UNCERTAINTY = 0.2  # assumed relative error of an estimated speed, up or down; not measured yet
 LARGEST_MACHINE = 8  # number of GPUs joined by NVLink; a network between machines is not covered
 
 # Bytes that the kernels between the matrix products read and write, by Inductor's own counts for GPT-2 small in bf16
@@ -52,9 +52,9 @@ class GpuSpec:
     matrix_peak: float  # data sheet: dense 16-bit matrix products with fp32 accumulation
     matrix_share: float  # part of matrix_peak that matrix products of GPT-2's shapes reach
     attention: float  # FLOP/s of FlashAttention-2, causal, heads of width 64, forward and backward together
-    bandwidth: float  # of memory, from the data sheet
+    bandwidth: float  # memory bandwidth, from the data sheet
     exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
-    other_words: str  # further words that drivers or users may have in its name
+    other_words: str  # other words that may be in the name, as drivers report it or people write it
 
 
 # Peaks and bandwidths: NVIDIA's data sheets of A100, H100 and H200 (SXM) and HGX B200. Attention: Dao,
@@ -77,8 +77,8 @@ NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
 def find_device(name: str) -> GpuSpec | None:
-    """Return the device of that name, or None. The name may be the driver's ("NVIDIA A100-SXM4-40GB") or one as people
-    write it ("a100-40gb")."""
+    """Return the device with this name, or None if there is none. The name may be as the driver reports it ("NVIDIA
+    A100-SXM4-40GB") or as people write it ("a100-40gb")."""
 
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+gb\b", r"\1gb", text.lower())))
@@ -119,8 +119,8 @@ def too_small(
 def estimated_speed(
     model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> float:
-    """Return the estimated tokens per second of training on all GPUs of one machine together, compiled and in 16-bit
-    precision. `train` is train.json's content, which gives the optimizer. The estimate is valid only if `why_not` and
+    """Return the estimated tokens per second, over all GPUs of one machine together, of compiled training in 16-bit
+    precision. `train` is train.json's content, which names the optimizer. The estimate is valid only if `why_not` and
     `too_small` return None."""
     seconds, kernels = _step(model, device, layout, train)
     return layout.global_tokens / max(seconds, kernels * LAUNCH_SECONDS)

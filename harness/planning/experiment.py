@@ -1,6 +1,5 @@
-"""An experiment, which is a run directory and its dataset, loaded and checked; the position at which its training
-starts or resumes; and the checks of whether it may resume.
-"""
+"""An experiment, which is a run directory and its dataset, loaded and checked. Also the position at which its training
+starts or resumes, and the checks of whether training may resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,20 +24,21 @@ from harness.runs.train_config import TrainConfig, load_train_config
 
 @dataclass(frozen=True)
 class Position:
-    """The steps still to do, and the token of the train split at which they start."""
+    """The global steps still to do, and the token of the train split at which they start."""
 
     first_step: int
     total_steps: int
-    start_token: int  # of the step `first_step`
-    tokens_seen: int  # before the step `first_step`
+    start_token: int  # first token of step `first_step`
+    tokens_seen: int  # number of tokens before step `first_step`
 
     @property
     def last_step(self) -> int:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work that is done every `interval` steps, and after the last one, is due after `step`. This
-        depends on the global step alone, so that all ranks decide alike."""
+        """Return True if work with this `interval` is due after `step`: after every multiple of `interval`, and after
+        the last step. The result depends on the global step alone, so that it is the same on all ranks. Returns False
+        if `interval` is None."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     @property
@@ -47,11 +47,11 @@ class Position:
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raise UserError if training cannot resume from the checkpoint at `path`, because its model, dataset, starting
-    token or optimizer is not that of `now`. The message shows the difference."""
+    """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, dataset, starting
+    token or optimizer differs between the checkpoint (`meta`) and `now`. The message shows the difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
-        if part == "model" and isinstance(then, dict):  # earlier versions had fewer keys
+        if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
             then = {**ModelConfig.defaults(), **then}
         # a run without validation does not record the validation split
         if part == "dataset" and isinstance(then, dict):
@@ -71,7 +71,7 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """Return True if validation losses today are measured on the same text as those recorded in a checkpoint. The
+    """Return True if validation losses are measured on the same text now as when the checkpoint was saved. The
     checkpoint's model and dataset must have passed `check_continuable`."""
     then, now = (
         validation_text(provenance.model, settings, provenance.dataset) for settings in (meta.train, provenance.train)
@@ -80,15 +80,16 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
-    """Return the keys of train.json that changed since a checkpoint, as "key: old -> new" in JSON's spelling."""
+    """Return the keys of train.json that have changed since a checkpoint, each as "key: old -> new" with values in
+    JSON."""
     then, now = meta.train, provenance.train
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
-    """Return the first difference between two JSON values, as "key: old -> new" in JSON's spelling, or None if there is
-    none."""
+    """Return the first difference between two JSON values, as "key: old -> new" with values in JSON, or None if the
+    values are equal."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
             found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
@@ -105,7 +106,7 @@ SWITCH_LOSS_SCALE = 0.01
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run directory, its train.json (`config`) and model.json (`model`), and the folder of all datasets."""
+    """A run directory, its train.json (`config`) and model.json (`model`), and the folder that holds all datasets."""
 
     run: RunDirectory
     config: TrainConfig
@@ -123,7 +124,7 @@ class Experiment:
         return experiment
 
     def check_together(self) -> None:
-        """Raise UserError if model.json and train.json, each of them valid, contradict each other."""
+        """Raise UserError if model.json and train.json contradict each other, although each of them is valid."""
         if self.model.tie_weights and self.config.head_learning_rate is not None:
             raise UserError(
                 f'{self.run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the '
@@ -161,7 +162,7 @@ class Experiment:
 
     @contextmanager
     def initial_weights_errors(self) -> Iterator[None]:
-        """Add the key of train.json and the remedy to errors of reading `initial_weights`."""
+        """Context manager for reading `initial_weights`: adds the key of train.json and the remedy to a UserError."""
         try:
             yield
         except UserError as error:
@@ -179,9 +180,9 @@ class Experiment:
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """Return the run's budget, resolved to tokens: the one recorded in the checkpoint that `meta` describes, if
-        train.json still has the same budget, or else one that is resolved now. Returns None for `min_train_tokens`,
-        which is in tokens already.
+        """Return the run's budget in tokens, or None if train.json gives `min_train_tokens`, which is in tokens
+        already. If the checkpoint that `meta` describes has recorded the same budget, the recorded number of tokens is
+        returned; otherwise it is computed.
 
         Raises UserError for a budget below one global batch, or of more tokens than can be counted.
         """
@@ -191,7 +192,7 @@ class Experiment:
             return recorded
         if config.min_train_tokens is not None:
             return None
-        if config.train_steps is not None and meta is not None:  # the steps done may have had another batch
+        if config.train_steps is not None and meta is not None:  # earlier steps may have had another batch size
             left = max(0, config.train_steps - (meta.global_step + 1))
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
         else:
@@ -208,7 +209,7 @@ class Experiment:
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
         """Return the position where training resumes after the checkpoint that `meta` describes, or where it starts if
-        `meta` is None. `budget` is the result of the method `budget`, which is called if `budget` is None.
+        `meta` is None. `budget` is the result of the method `budget`; if it is None, the method is called.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
         neither repeats nor skips a token. Raises UserError if the split is too short, or if the warm-up is longer than
@@ -239,7 +240,8 @@ class Experiment:
         return Position(done_steps, done_steps + steps, start, done_tokens)
 
     def provenance(self, dataset: Dataset) -> Provenance:
-        """Return what this experiment's checkpoints record of it: model, parameters, train.json and dataset."""
+        """Return the model, its number of parameters, train.json and the dataset, as this experiment's checkpoints
+        record them."""
         return Provenance(
             model=self.model.model_dump(mode="json"),
             parameters=self.model.parameters,
@@ -248,7 +250,7 @@ class Experiment:
         )
 
     def check_validation_slice(self, layout: BatchLayout, dataset: Dataset) -> None:
-        """Raise UserError if the validation split is too short for train.json's slice of it."""
+        """Raise UserError if the validation split is too short for the validation that train.json sets."""
         config = self.config
         if config.validation_batches is None or config.start_val_token is None:
             return

@@ -1,6 +1,5 @@
-"""Work that is due after a step, such as a validation. It follows from the step and train.json alone, so that all ranks
-decide alike.
-"""
+"""Work that is due after a step, such as a validation. The step and train.json alone decide which work is due, so that
+the decision is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def due_after(step: int, position: Position, config: TrainConfig, *, first: str = "report") -> set[str]:
-    """Return the names of the work that is due after a global step. Work that is done before `first` is left out."""
+    """Return the names of the work that is due after a global step, without the work that precedes `first` in the order
+    in which work is done."""
     intervals = {  # in the order in which it is done
         "report": config.report_interval,
         "validation": config.validation_interval,
@@ -31,7 +31,7 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
 
 
 def times_due(steps: range, every: int) -> int:
-    """Return the number of `steps` that are a multiple of `every`, or the last step."""
+    """Return how many of `steps` are multiples of `every`; the last step is always counted."""
     if not steps:
         return 0
     # Computed without iterating over the steps, because there may be too many.

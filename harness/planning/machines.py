@@ -14,8 +14,8 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.planning.estimated_speed import GpuSpec, find_device
 
 PRICES = Path(__file__).with_name("machines.json")
-# Bounds of a device's memory in GiB over the number of GB in its name. A card sold as 40 GB has 40 GiB or a little
-# less, and one sold as 141 GB has 141e9 bytes.
+# Bounds of the ratio of a device's memory in GiB to the number of GB in its name. A card sold as 40 GB has 40 GiB or a
+# little less, and a card sold as 141 GB has 141e9 bytes.
 LEAST_OF_NAME, MOST_OF_NAME = 0.9, 1.02
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -45,8 +45,8 @@ class Machine(BaseModel):
 
     @model_validator(mode="after")
     def _has_its_memory(self) -> Machine:
-        """Check `memory_gib` against the size in the device's name. A slice of a card (MIG) is exempt: it has the
-        card's name and less memory."""
+        """Check `memory_gib` against the number of GB in the device's name. A slice of a card (MIG) is not checked,
+        because it has the card's name but less memory."""
         named = re.search(r"(\d+)\s*gb\b", self.device.lower())
         if named is None or "mig" in self.device.lower():
             return self
@@ -61,11 +61,12 @@ class PriceList(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", title="machines.json")
 
-    machines: list[dict[str, Any]] = Field(min_length=1)  # each a Machine
+    machines: list[dict[str, Any]] = Field(min_length=1)  # one object for each Machine
 
 
 def read_machines(path: Path = PRICES) -> list[Machine]:
-    """Read a price list and return its machines. Raises UserError naming the machine and the key that is wrong."""
+    """Read a price list and return its machines. Raises UserError with the name of the machine and of the key that is
+    wrong."""
     raw = parse_config(PriceList, read_json_object(path), path).machines
     machines = [parse_config(Machine, each, Path(f"{path}, machine {n}")) for n, each in enumerate(raw, 1)]
     names = [each.machine for each in machines]
@@ -75,11 +76,11 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 
 
 def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None:
-    """Return the machine that a run is meant for and what says so ("the run's name" or "price_per_hour"), or None if no
-    machine fits.
+    """Return the machine that a run is meant for and how it was found ("the run's name" or "price_per_hour"), or None
+    if no machine fits.
 
-    The machine is the one that the run is named after, as in 8xa100m40-fast, or else the first one with the run's
-    price.
+    The machine is the one that the run is named after, as in 8xa100m40-fast, or else the first one whose price is the
+    run's price_per_hour.
     """
     machines = read_machines()
     for each in machines:
@@ -90,12 +91,13 @@ def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None
 
 
 def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
-    """Return the dollars per hour of `gpus` GPUs and a text on the origin of this price, or None and the reason why the
-    price is unknown.
+    """Return the dollars per hour of `gpus` GPUs of the kind `device`, and a text that explains the price. If the price
+    is unknown, return None and the reason. `device` is None if the kind of GPU is unknown.
 
-    The price is `given` in train.json, unless the price list has that as the price of another machine. In that case, or
-    if none is given, it is the listed price of a machine with `gpus` GPUs of the kind `device`. If no such machine is
-    listed, `given` is used if the other machine has GPUs of this kind. `device` is None if the kind of GPU is unknown.
+    `given` is train.json's price_per_hour. It is returned if the price list has no machine with this price, or if
+    `device` is None. Otherwise, or if `given` is None, the price is that of a listed machine with `gpus` GPUs of the
+    kind `device`. If there is no such machine, `given` is returned if the machine with this price has GPUs of this
+    kind.
     """
     machines = read_machines()
     owner = next((each for each in machines if each.price_per_hour == given), None)

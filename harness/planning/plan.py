@@ -1,4 +1,4 @@
-"""The plan of a run: its work, disk space, time and cost, computed without doing any of the work, and its text."""
+"""The plan of a run: its work, disk space, time and cost, computed without training, and its description as text."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
-PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products stays below this
+PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products is smaller than that
 WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The work that is left of a run. `position` is None if it depends on the length of a dataset that is not on this
+    """The remaining work of a run. `position` is None if it depends on the length of a dataset that is not on this
     machine."""
 
     experiment: Experiment
     layout: BatchLayout
     position: Position | None
     is_continued: bool = False  # True if training resumes from a checkpoint
-    budget: Budget | None = None  # train.json's budget in tokens; None if it is given in tokens
+    budget: Budget | None = None  # train.json's budget converted to tokens; None if given in tokens
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
 
@@ -58,18 +58,19 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """The global batches of the steps that are left."""
+        """The global batches of the remaining steps."""
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The global batches that are still to come, more than one in a ramp, each with the tokens seen before it."""
+        """The global batches of the remaining steps (several if there is a batch ramp), each with the number of tokens
+        seen before it."""
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
     @property
     def steps(self) -> range:
-        """The global steps that are left."""
+        """The remaining global steps."""
         assert self.position is not None
         return range(self.position.first_step, self.position.total_steps)
 
@@ -77,8 +78,8 @@ class Plan:
         return self.batches.tokens_before(len(self.steps))
 
     def times(self, every: int | None) -> int:
-        """Return how often work that is done every `every` global steps, and after the last one, is still to be done.
-        Returns 0 if `every` is None."""
+        """Return how often work with the interval `every` is still to be done: after every multiple of `every`, and
+        after the last global step. Returns 0 if `every` is None."""
         return times_due(self.steps, every) if every else 0
 
     def checkpoints(self) -> int:
@@ -91,16 +92,16 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def disk_bytes(self) -> int:
-        """Return the largest size that the checkpoints of this plan have together at any time."""
+        """Return the largest size that the checkpoints of this plan take up together at any time."""
         kept = self.checkpoints()
         if self.config.keep_checkpoints is not None:
-            # In addition there are `best`, `latest` and the checkpoint that is being written.
+            # Besides these, the disk holds `best`, `latest` and the checkpoint that is being written.
             kept = min(kept, self.config.keep_checkpoints + 3)
         return kept * self.checkpoint_bytes()
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """Return a message with a remedy if the disk under `folder` cannot hold the checkpoints. Returns None if it
-        can, or if `position` is None."""
+        """Return a message with a remedy if the disk under `folder` cannot hold the checkpoints. Return None if it can,
+        or if `position` is None."""
         free = shutil.disk_usage(folder).free
         if self.position is None or self.disk_bytes() <= free:
             return None
@@ -111,15 +112,15 @@ class Plan:
         )
 
     def check_disk(self, folder: Path) -> None:
-        """Raise UserError if the disk under `folder` cannot hold the checkpoints, so that training does not fail after
+        """Raise UserError if the disk under `folder` cannot hold the checkpoints. Otherwise training would fail after
         hours."""
         if shortage := self.disk_shortage(folder):
             raise UserError(f"{folder}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
-        """Return the seconds of each phase: training, validation, and benchmarks if there are any and their time is
-        known. Start-up and checkpoints are not included. Neither `speed.tokens_per_second` nor `position` may be
-        None."""
+        """Return the seconds of each phase: of training, of validation, and of benchmarks if there are any and their
+        time is known. Start-up and the saving of checkpoints are not included. `speed.tokens_per_second` and `position`
+        must not be None."""
         assert speed.tokens_per_second is not None
         # Count the microbatches of the rank that has the most of them, because the other ranks wait for it.
         microbatches = self.config.validation_batches or 0
@@ -140,16 +141,17 @@ class Plan:
         return parts
 
     def price(self, speed: PlannedSpeed) -> tuple[float | None, str]:
-        """Return the dollars per hour of the plan's GPUs and a text on the origin of this price, or None and the reason
-        why the price is unknown."""
+        """Return the dollars per hour of the plan's GPUs and a text that explains the price. If the price is unknown,
+        return None and the reason."""
         return hourly_price(self.config.price_per_hour, speed.device, self.layout.world_size)
 
 
 def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
-    """Return the plan of the work that is left after the checkpoint that `meta` describes, or of the whole run if
-    `meta` is None.
+    """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
+    is None.
 
-    If the dataset is on this machine, the plan is checked against it. Raises UserError for settings that cannot work.
+    If the dataset is on this machine, the run's settings are checked against it. Raises UserError for settings with
+    which training cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -178,11 +180,11 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
 
 
 def checked_plan(experiment: Experiment, checkpoint: str | None, ranks: int, *, restart: bool) -> Plan:
-    """Return the plan of training on `ranks` ranks, resumed from `checkpoint` (None: from the latest) unless `restart`
-    is true.
+    """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
+    there is any), or starts anew if `restart` is true.
 
-    Raises UserError for everything that training would refuse, except for a disk that is too small, and for names of
-    benchmarks, which are not checked.
+    Raises UserError for everything that training would refuse, with two exceptions: the free disk space and the names
+    of benchmarks are not checked.
     """
     meta = None if restart else planned_start(experiment, ranks, checkpoint)
     plan = make_plan(experiment, ranks, meta)
@@ -193,7 +195,8 @@ def checked_plan(experiment: Experiment, checkpoint: str | None, ranks: int, *, 
 
 
 def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
-    """Return a remark if the model's vocabulary is far larger than the dataset's, or None if it is at most padded."""
+    """Return a note for the user if the model's vocabulary is far larger than the dataset's, or None if the difference
+    is small enough to be padding."""
     needed = dataset.meta.vocab_size
     if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
         return None
@@ -281,8 +284,8 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
-    """Return the rows of speed, time and cost. The time of validation is an estimate unless it is reported. Saving
-    checkpoints is not included."""
+    """Return the table rows for speed, time and cost. The time of validation is estimated unless the speed's source
+    reports it. The time of saving checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -315,8 +318,8 @@ def _hours(seconds: float) -> str:
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
-    """Return lines on train.json's budget, batch ramp and scaling rules, for printing when training begins. There are
-    none if train.json has none of these. `speed` is used for the time and cost of the budget."""
+    """Return lines for printing at the start of training, on train.json's budget, batch ramp and scaling rules. The
+    list is empty if train.json has none of these. `speed` gives the time and cost of the budget."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"
@@ -351,11 +354,11 @@ def _wrap(text: str, following: str) -> list[str]:
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
-    """Print what training would do, resuming from `checkpoint` (None: from the latest).
+    """Print what training would do, resuming from `checkpoint` (None: from the latest one, if there is any).
 
     `ranks` is the number of processes that were started, unless --assume-world-size gives another number. On a machine
-    without GPUs, the machine that the run is meant for is assumed, with all its GPUs if only one process was started.
-    Raises UserError like `checked_plan`.
+    without GPUs, the plan is for the machine that the run is meant for, with all GPUs of that machine if only one
+    process was started. Raises UserError like `checked_plan`.
     """
     said, meant, assumed = None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

@@ -1,6 +1,5 @@
-"""The training speed that a plan assumes, and its source: given by the user, measured, reported
-(harness/runs/reported.py) or estimated (harness/planning/estimated_speed.py).
-"""
+"""The training speed that a plan assumes, and the source of that speed: given by the user, measured, reported
+(harness/runs/reported.py) or estimated (harness/planning/estimated_speed.py)."""
 
 from __future__ import annotations
 
@@ -41,12 +40,13 @@ OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for an estimated speed"
 
 @dataclass(frozen=True)
 class PlannedSpeed:
-    """Tokens per second and the source of that number, or None and the reason why there is no number."""
+    """Tokens per second and the source of that number. If there is no number, `tokens_per_second` is None and `source`
+    is the reason."""
 
     tokens_per_second: float | None
     source: str
     includes_validation: bool = False  # False: over training alone; True: over training and validation together
-    # part of training in the time of training and validation; None: to be estimated
+    # training's share of the time of training and validation together; None: to be estimated
     training_share: float | None = None
     benchmark_seconds: float | None = None  # for evaluating all of train.json's benchmark tasks once
     uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
@@ -56,9 +56,9 @@ class PlannedSpeed:
 def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
-    """Return the first speed that is known for this model and batch, in this order: assumed by the user, measured by an
-    earlier run, reported for this run, estimated for the device. The result also has the seconds of this run's earlier
-    benchmarks. `meant` is the device of an estimate if none is given and this machine's is unknown.
+    """Return the speed for this model and batch from the first source that has one, in this order: assumed by the user,
+    measured by an earlier run, reported for this run, estimated for the device. The result also has the seconds of this
+    run's earlier benchmarks. Estimates are for the device of --assume-device, or else this machine's, or else `meant`.
 
     Raises UserError for an unknown --assume-device, or an invalid reported.json.
     """
@@ -82,8 +82,8 @@ def plan_speed(
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
-    """Return the estimated speed on `device`, or a result with the reason why there is no estimate. Returns None if
-    `device` is None."""
+    """Return the estimated speed on `device`, or a PlannedSpeed without a number if the estimate does not cover this
+    case. Returns None if `device` is None."""
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")
@@ -101,12 +101,12 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 
 
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
-    """Return a speed that was recorded by this run or another one in the same folder, with the same model and batch and
-    with settings that let a step take the same time; if `device` is given, on that device. If there is none, the result
-    has the reason.
+    """Return a speed that was measured by this run or by another run in the same folder. Only runs with the same model,
+    the same batch and the same settings that affect the time of a step are used, and only those on `device` if it is
+    given. The result has a reason instead of a number if there is no such run, or if none measured for long enough.
 
-    If there are several, one that was measured for long enough is preferred, then this run's own, then the one measured
-    for the longest time.
+    Speeds that were measured for long enough are preferred. Among these, this run's own comes first, then the one that
+    was measured for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, float], Path, RunSummary]] = []
@@ -127,7 +127,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
     _, path, summary = max(found, key=lambda each: each[0])
     measured = summary.measured
     if measured is None:
-        reason = "is an earlier version's, and does not say what its speed was measured over"
+        reason = "was written by an earlier version, and does not say over how many steps its speed was measured"
         return PlannedSpeed(None, f"{path} {reason}; {GIVE_A_SPEED}")
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
     if measured.is_believable:
@@ -138,11 +138,11 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
-    """Return the speed reported for this run: over training and validation together if the run validates with the
-    settings of the report, else over training alone.
+    """Return the speed reported for this run. It is the speed over training and validation together if this run has the
+    report's validation settings, or else the speed over training alone.
 
-    Returns None if the report is for another model or batch, or for other devices than this machine's, or if train.json
-    has a setting that affects the time of a step and is neither the default nor the report's.
+    Returns None if the report is for another model or batch, or for other devices than this machine's. Also returns
+    None if a setting in train.json that affects the time of a step has neither the default value nor the report's.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:
@@ -166,8 +166,8 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
 
 
 def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
-    """Return the seconds of evaluating the benchmark tasks once, from this run's own summary.json. Returns None if it
-    does not record them for the same tasks and number of ranks."""
+    """Return the seconds of evaluating all benchmark tasks once, from this run's own summary.json. Returns None if the
+    summary has no such time for the same tasks and number of ranks."""
     try:
         summary = read_summary(experiment.run.summary)
     except UserError:

@@ -1,6 +1,5 @@
 """The learning rate and weight decay of every step: train.json's values, scaled if they were tuned with another batch
-or depth, times a schedule.
-"""
+or depth, and multiplied by a schedule."""
 
 from __future__ import annotations
 
@@ -75,7 +74,8 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
 
 @dataclass(frozen=True)
 class ScaledSettings:
-    """The keys of train.json that scaling rules changed, with their new values, and the arithmetic of each as text."""
+    """The keys of train.json that scaling rules changed, with their new values, and a text that shows each
+    calculation."""
 
     values: dict[str, float]
     explained: tuple[str, ...] = ()
@@ -93,17 +93,17 @@ def batch_factor(batch_tokens: int, reference_tokens: int) -> float:
     B_ref.
 
     For the learning rate η this is the square-root rule for Adam (Malladi et al., arXiv:2205.10320), without that
-    rule's changes of betas and eps. Decoupled weight decay λ forgets over 1/(η·λ) steps (Wang & Aitchison,
-    arXiv:2405.13698), or B/(η·λ) tokens. Since η grows by √(B/B_ref), that number of tokens is unchanged if λ grows by
-    the same factor.
+    rule's changes of betas and eps. With decoupled weight decay λ, a weight's past is forgotten over 1/(η·λ) steps
+    (Wang & Aitchison, arXiv:2405.13698), or B/(η·λ) tokens. Since η grows by √(B/B_ref), that number of tokens is
+    unchanged if λ grows by the same factor.
     """
     return math.sqrt(batch_tokens / reference_tokens)
 
 
 def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int, layers: int) -> ScaledSettings:
-    """Scale all learning rates and weight decays (keys with these endings) by train.json's `scale_with_batch` and
-    `scale_with_depth`, for a global batch of `batch_tokens` (the largest of a ramp), a run of `train_tokens`, and a
-    model of `layers`.
+    """Scale the keys of train.json that end in learning_rate or weight_decay by the rules `scale_with_batch` and
+    `scale_with_depth`, and return the new values. They are for a global batch of `batch_tokens` (the largest of a
+    ramp), a run of `train_tokens`, and a model of `layers`.
 
     Raises UserError if a scaled value overflows.
     """
@@ -115,8 +115,8 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
         rate_factors.append((said, batch_factor(batch_tokens, batch.reference_tokens)))
         decay_factors += rate_factors
         if batch.reference_train_tokens is not None:
-            # This keeps B/(η·λ·D), as nanochat does (scripts/base_train.py): weight decay forgets over the same part of
-            # a run of D tokens as of one of D_ref tokens.
+            # This keeps B/(η·λ·D), as nanochat does (scripts/base_train.py). Weight decay then forgets over the same
+            # part of a run of D tokens as of a run of D_ref tokens.
             said = f"{batch.reference_train_tokens:,} / {train_tokens:,}"
             decay_factors.append((said, batch.reference_train_tokens / train_tokens))
     if depth is not None:
@@ -143,21 +143,24 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
 
 @dataclass(frozen=True)
 class Rates:
-    """The factors by which train.json's (scaled) learning rates and weight decays are multiplied in each step."""
+    """The factors by which train.json's learning rates and weight decays, after scaling, are multiplied in each
+    step."""
 
     schedule: Schedule
     ramp_tokens: int | None  # tokens of the largest global batch; None without `scale_with_batch`
 
     @classmethod
     def of(cls, config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Rates:
-        """Return the factors for a run of `total_steps`. Raises UserError as `build_schedule` does."""
+        """Return the factors for a run of `total_steps`. Raises UserError if warm-up and decay are longer than the
+        run."""
         return cls(build_schedule(config, total_steps), largest_batch_tokens if config.scale_with_batch else None)
 
     def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
         """Return the factors of the learning rates and of the weight decays in a global step of `batch_tokens` tokens.
 
-        The scaled settings are those for a ramp's largest batch, but the square-root rule must hold for the batch of
-        each step. Weight decay then forgets over the same number of tokens, B/(η·λ), in each part of the ramp.
+        train.json's values are scaled for a ramp's largest batch, but the square-root rule must hold for the batch of
+        each step. With this factor, weight decay forgets over the same number of tokens, B/(η·λ), in each part of the
+        ramp.
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.schedule.multiplier(step) * ramp, ramp

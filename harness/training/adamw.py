@@ -1,4 +1,4 @@
-"""AdamW for all parameters, or for those that another optimizer does not update."""
+"""AdamW for all parameters, or for the parameters that Muon does not update."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from harness.training.zero1 import NamedState, Shard, StatePartition, StateShape
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, each once: a head tied to the token embedding is listed under the
-    embedding's name."""
+    """Return the trained parameters by name. A head tied to the token embedding is listed once, under the embedding's
+    name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -41,9 +41,9 @@ def adamw_groups(
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
 
-    Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. This rank keeps
-    only the moments of its shards in `partition`. A shard is a slice of a flattened parameter, and every rank's shards
-    have about the same number of elements in all. Every method is called on every rank.
+    Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. A rank keeps the
+    moments of only those shards that `partition` assigns to it. A shard is a slice of a flattened parameter, and the
+    total number of elements in a rank's shards is about the same for every rank. Every method is called on every rank.
     """
 
     grad_scale: Tensor | None
@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
         partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Optimize `parameters`, or if None all trained parameters of the model."""
+        """Create the optimizer of `parameters` (None: of all trained parameters of the model)."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
         self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self.partition = partition or StatePartition()
@@ -83,9 +83,12 @@ class AdamW(torch.optim.AdamW):
             group["weight_decay"] = group["full_weight_decay"] * decay
 
     def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
-        """Divide the gradients by `divisor` (None: do not) and update this rank's shards, or do neither if `skipped` is
-        1. The fused kernel does both by its attributes `grad_scale` and `found_inf`, as GradScaler does: see
-        torch.amp.GradScaler.step."""
+        """Update this rank's shards with their gradients, divided by `divisor` unless it is None. If the tensor
+        `skipped` is 1, change nothing.
+
+        The fused kernel reads `divisor` from the attribute `grad_scale`, and `skipped` from `found_inf`, as in
+        torch.amp.GradScaler.step.
+        """
         if self.partition.size > 1:
             for shard, tensor in self._own.items():
                 gradient = self.parameters[shard.name].grad
@@ -99,17 +102,19 @@ class AdamW(torch.optim.AdamW):
                 tensor.grad = None
 
     def state_shapes(self) -> StateShapes:
-        """Return the shapes of the tensors that `named_state` returns after a step. A tensor of the parameter's shape
-        is sharded like the parameter; a scalar is kept with every shard."""
+        """Return the shapes of the tensors that `named_state` returns after a step. A tensor with the shape of its
+        parameter is sharded like the parameter. Every shard's owner keeps the scalars, such as the step count."""
         return {
             name: {"step": torch.Size(), **dict.fromkeys(MOMENTS["adamw"], parameter.shape)}
             for name, parameter in self.parameters.items()
         }
 
     def named_state(self, world: World) -> NamedState:
-        """Return the state by parameter name, in fp32; empty before the first step. The tensors are the optimizer's
-        own, and the next step changes them: copy them to keep them. Collective, because a sharded state is gathered.
-        Rank 0's result is the one to save; the others' may be empty."""
+        """Return the optimizer state by parameter name, in fp32, on rank 0, or an empty dict before the first step.
+        Other ranks return an empty dict. Collective, because a sharded state is gathered.
+
+        The next step may overwrite the returned tensors, so copy them to keep them.
+        """
         if not self._has_state:
             return {}
         if self.partition.size > 1:
@@ -124,10 +129,11 @@ class AdamW(torch.optim.AdamW):
         }
 
     def load_named_state(self, saved: NamedState) -> None:
-        """Load a state that `named_state` returned on rank 0. Learning rates, weight decays and other settings stay as
-        train.json has them now.
+        """Load a state that `named_state` returned on rank 0. Learning rates, weight decays and other settings are not
+        loaded; the values of the current train.json apply.
 
-        Raises ValueError (see `check_state`) if it is not the state of exactly this model's parameters.
+        Raises ValueError (see `check_state`) if the parameters, keys or shapes of the state are not those of this
+        optimizer.
         """
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():

@@ -1,9 +1,9 @@
 """Search for the largest microbatch that fits into a device's memory (ddp_train.py -f).
 
-The size grows until one does not fit. Then the search bisects, helped by guesses from a line through the peaks measured
-so far. Each size is tried with real optimizer steps of the run's model on its own data, under a memory limit and on all
-ranks at once. On a GPU the steps run in this process. On a CPU they run in a child process, because a library that gets
-no memory may end its process in any way.
+The size grows until a microbatch does not fit. Then the search bisects, helped by guesses from a line through the
+memory peaks measured so far. Each size is tried with real optimizer steps of the run's model on its own data, under a
+memory limit and on all ranks at once. On a GPU the steps run in this process. On a CPU they run in a child process,
+because a library whose allocation fails may end its process without raising an error.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ from harness.training.zero1 import StatePartition
 
 # Bytes exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it is first used.
 EXCHANGE_BYTES = 2**26
-STEPS = 3  # optimizer steps per tried size on a GPU, whose memory in use settles after three
-SEARCH_SECONDS = 600.0  # on a CPU, where a size may take minutes, no size is tried after this
-GUESS_GROWTH = 4  # factor by which each guess after the second stays further from the sizes tried
-# Compiling takes most of the time of a size, so fewer sizes are tried, and the answer may be too small by up to a 64th.
+STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settles within three
+SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
+GUESS_GROWTH = 4  # growth, from the third guess on, of a guess's smallest distance from the sizes already tried
+# Most of a size's time goes into compiling the model, so fewer sizes are tried. The result may be too small by 1/64.
 COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits, under `memory_limit_gib` if it is given. With `write`, put it
-    into train.json. Collective.
+    """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` if it is
+    given. With `write`, also set `microbatch_size` in train.json to the largest such size with which training can run.
+    Collective.
 
     Raises RunError if not even one sequence fits, and UserError if the data does not fit the run.
     """
@@ -83,7 +84,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         search.report(found, is_all_data=found == ceiling)
 
     def validation_error(size: int) -> str | None:
-        """Return the error of training if the validation split is too short for a microbatch of `size`, else None."""
+        """Return the message of training's error if the validation split is too short for a microbatch of `size`, or
+        None if the split is long enough."""
         changed = replace(experiment, config=config.model_copy(update={"microbatch_size": size}))
         try:
             changed.check_validation_slice(changed.layout(world.size), dataset)
@@ -109,7 +111,7 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
 
 
 class MicrobatchSearcher:
-    """Tries microbatches on every rank at once, and records the peaks of those that fit."""
+    """Tries microbatch sizes on all ranks at once, and records the memory peak of each size that fits."""
 
     def __init__(self, experiment: Experiment, world: World, dataset: Dataset, limit: MemoryLimit) -> None:
         config = experiment.config
@@ -138,15 +140,15 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Return True if `microbatch_size` fits on every rank. On a CPU, return False without trying it if
-        SEARCH_SECONDS are over and a size has already fitted. Collective."""
+        """Return True if `microbatch_size` fits on every rank. On a CPU, once SEARCH_SECONDS have passed and some size
+        has fitted, return False without trying this size. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
             return False
         say(self.world, f"trying {microbatch_size} ...")
         own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
-        # Not in `_try`, where the traceback still refers to the tensors that did not fit.
+        # Memory is released here and not in `_try`, where the traceback still refers to the tensors that did not fit.
         release_memory(self.world.device)
         fits = all(self.world.gather(own is not None))
         if fits and own is not None:
@@ -157,23 +159,22 @@ class MicrobatchSearcher:
         return fits
 
     def guess(self) -> int | None:
-        """Return an estimate of the largest size that fits on every rank, from a line through the peaks, or None.
-        Collective."""
+        """Return an estimate of the largest size that fits on every rank, from the lines through the ranks' peaks, or
+        None if any rank has no such line. Collective."""
         line = self.line()
         own = (self.limit.usable_bytes - line[1]) / line[0] if line else 0.0
         return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
 
     def line(self) -> tuple[float, float] | None:
-        """Return bytes per sequence and fixed bytes, from a least-squares line through the peaks; None if it cannot be
-        drawn, or does not rise."""
+        """Return the slope (bytes per sequence) and the intercept (fixed bytes) of a least-squares line through the
+        peaks, or None if there are fewer than two peaks or the line does not rise."""
         if len(self.peaks) < 2:
             return None
         slope, intercept = statistics.linear_regression(list(self.peaks), list(self.peaks.values()))
         return (slope, intercept) if slope > 0 else None
 
     def _try(self, microbatch_size: int) -> int | None:
-        """Return the peak bytes of this rank's memory when it trains with this size, or None if the size does not
-        fit."""
+        """Train with this size and return the peak bytes of this rank's memory, or None if the size does not fit."""
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         try:
@@ -181,7 +182,7 @@ class MicrobatchSearcher:
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
             if is_out_of_memory(error):
                 if self._step is not None:
-                    self._step.forget_gradients()  # or they would take memory from the next size
+                    self._step.forget_gradients()  # which would take memory from the next size
                 return None
             if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
                 raise UserError(explained) from None
@@ -189,18 +190,18 @@ class MicrobatchSearcher:
         return peak_under_limit(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Run real optimizer steps at learning rate 0, and on a CPU a save after the first one. Validation is left out,
-        because it never holds more memory than training does.
+        """Run real optimizer steps at learning rate 0. On a CPU, also save a checkpoint after the first step.
+        Validation is not run, because it never needs more memory than training.
 
-        A CPU takes seconds or minutes for a step, so its first step, which only creates the optimizer's state, runs on
-        one sequence, and a single step of the whole size follows. A compiled model would be compiled once more for
-        that sequence.
+        A step takes seconds or minutes on a CPU. There the first step runs on only one sequence, because it just
+        creates the optimizer's state, and a single step with the whole microbatch follows. With a compiled model the
+        first step has the whole microbatch, too, because one sequence would need another compilation.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
         forward pass. The bare model has gradients during a forward pass only from the second microbatch on, so two
-        microbatches are run even where training has one. DDP briefly has a second set of buckets when it rearranges
-        them; it is not counted, because no activations exist at that time.
+        microbatches are run even where training has one. While DDP rearranges its buckets, it has a second set of them.
+        That set is not counted, because no activations exist at that time.
         """
         device = self.world.device
         if self._step is None:
@@ -220,11 +221,11 @@ class MicrobatchSearcher:
             result.losses_A.tolist()  # waits for the device, which may only now report an error
             if number == 0 and device.type == "cpu" and self.world.is_main:
                 kept = self._save(step)
-        del kept  # a background save holds the copy during the following steps
+        del kept  # kept until now, as training's background save keeps the copy during the following steps
 
     def _save(self, step: OptimizerStep) -> object:
-        """Copy the tensors of a checkpoint and write them to a temporary folder, as a save in training does. Returns
-        the copy if `async_checkpoint` keeps it in memory, else None."""
+        """Save a checkpoint as training does: copy its tensors, and write them to a temporary folder. Returns the copy
+        if `async_checkpoint` keeps it in memory, or None if it does not."""
         keep = self.experiment.config.async_checkpoint
         weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
         tree = {"weights": weights, "optimizer": step.optimizer.named_state(self.world)}
@@ -246,8 +247,8 @@ class MicrobatchSearcher:
         return build_training_step(experiment, config, alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
-        """Run `_try` in a child process with limited writable memory. Returns its result, or None if the child was
-        killed."""
+        """Run `_try` in a child process with limited writable memory. Returns the result of `_try`, or None if the
+        child process was killed."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
 
@@ -286,7 +287,8 @@ class MicrobatchSearcher:
         return found
 
     def report(self, found: int, *, is_all_data: bool) -> None:
-        """Print the answer and the memory behind it, and write the search into the run's folder. Rank 0 only."""
+        """Print the largest microbatch, the measured memory and the limit, and write the results of the search into the
+        run's folder. Rank 0 only."""
         print(f"Max microbatch size was {found}")
         if self.remark:
             print(self.remark)
@@ -330,16 +332,17 @@ def largest_that_fits(
     growth: int = 2,
     fineness: float = math.inf,
 ) -> int:
-    """Return the largest n in 1 .. ceiling for which `fits(n)` is true, or 0: grow until one does not fit, then bisect.
+    """Return the largest n in 1 .. ceiling for which `fits(n)` is true, or 0 if there is none. The search grows n until
+    `fits(n)` is false, then bisects.
 
-    `fits` must be true up to some n and false beyond. It is called at most once for each n, and never for more than
-    `growth` times the largest n known to fit. The answer may be too small by at most its `fineness`-th part.
+    `fits` must be true up to some n and false for every larger n. It is called at most once for each n, and never for
+    more than `growth` times the largest n known to fit. The returned n may be too small, by at most n / `fineness`.
 
-    `guess` returns an estimate of the answer from the measurements so far, or None. Before a guess is tried, it is
-    moved to at least d away from the sizes already tried, where d is 1 for the first two guesses, then 4, 16, and so
-    on. A guess that is more than d outside the range of possible answers is not used, and none is used once that range
-    is narrower than 2 d. So a right guess ends the search, and wrong ones add at most two calls of `fits` plus half as
-    many as bisection needs.
+    `guess` returns an estimate of the result from the measurements so far, or None. Before a guess is tried, it is
+    moved to at least a distance d away from the sizes already tried, where d is 1 for the first two guesses, then 4,
+    16, and so on. A guess that is more than d outside the range of possible results is ignored, and so is every guess
+    once that range is narrower than 2 d. A right guess therefore ends the search, and wrong guesses add at most two
+    calls of `fits` plus half as many as bisection needs.
     """
     good, bad, guesses = 0, ceiling + 1, 0
     while bad - good > max(1, good // fineness):
@@ -359,8 +362,8 @@ def largest_that_fits(
 
 
 def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
-    """Write the search into the run's folder. If it cannot be written, only warn, because the answer has been printed
-    already."""
+    """Write the results of the search into the run's folder. If writing fails, only print a warning, because the
+    results have been printed already."""
     try:
         write_result(experiment.run, search)
     except RunError as error:
@@ -368,9 +371,9 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
 
 
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
-    """Return the number of sequences in the largest microbatch for which the train split has enough tokens for one
-    global batch. It is no larger than a rank's part of any global batch that train.json sets. Raises UserError if there
-    is none, or if a global batch is not a multiple of the number of ranks."""
+    """Return the largest microbatch, in sequences, for which the train split has enough tokens for one global batch.
+    The result is at most one rank's part of the smallest global batch that train.json sets. Raises UserError if the
+    split is too short even for a microbatch of 1, or if a global batch is not a multiple of the number of ranks."""
     config, tokens = experiment.config, dataset.split("train")
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"

@@ -1,6 +1,6 @@
-"""Charts of a run during training, drawn in a separate process. In the training process, half a second of Python code
-would keep a GPU waiting for its next kernels, even in a thread, because the thread would hold the interpreter's
-lock."""
+"""Charts of a run during training, drawn in a separate process. Drawing takes half a second of Python code. In the
+training process, even in a thread, this code would hold the interpreter's lock and keep a GPU waiting for its next
+kernels."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChartProcess:
         self._is_stale = False  # the metrics have changed since the process began
 
     def draw(self) -> None:
-        """Start to draw the run so far, and return at once. If a chart is still being drawn, do nothing: `finish` will
-        draw the newest state."""
+        """Start to draw the chart from the metrics so far, and return at once. If an earlier chart is still being
+        drawn, do not start; `finish` will then draw the newest metrics."""
         self._is_stale = self._process is not None and self._process.poll() is None
         if self._is_stale:
             return
@@ -47,7 +47,7 @@ class ChartProcess:
             self._warn(getattr(error, "strerror", None) or str(error))
 
     def finish(self, seconds: float) -> None:
-        """Wait until the newest state is drawn or drawing has failed, for at most `seconds`."""
+        """Wait at most `seconds`, until the chart shows the newest metrics or drawing has failed."""
         deadline = time.monotonic() + seconds
         while self._process is not None:
             try:

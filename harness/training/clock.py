@@ -24,7 +24,7 @@ class Clock:
             self.seconds[phase] += earlier.get(phase, 0.0)
 
     def enter(self, phase: str) -> str:
-        """Count time for `phase` from now on. Returns the phase that was counted until now."""
+        """Count time for `phase` from now on. Returns the previous phase."""
         now = time.perf_counter()
         self.seconds[self._phase] += now - self._since
         ended, self._phase, self._since = self._phase, phase, now

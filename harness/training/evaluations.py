@@ -29,12 +29,12 @@ SAMPLE_TOKENS = 50
 
 
 class Evaluations:
-    """Measurements of the model after a step. Every method is called on every rank and returns the same result on all
+    """Evaluates the model after a step. Every method is called on every rank and returns the same result on all
     ranks."""
 
     def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopSignal) -> None:
-        """Load train.json's benchmarks, if it names any. Collective. Raises UserError if they cannot be loaded, or if
-        the tokenizer has tokens that the model lacks."""
+        """Load train.json's benchmarks, if it names any. Collective. Raises UserError if a benchmark cannot be loaded,
+        or if the tokenizer has token ids outside the model's vocabulary."""
         self.world = world
         self.config = prepared.experiment.config
         self.dataset = prepared.dataset
@@ -58,11 +58,11 @@ class Evaluations:
         self.benchmarks = found[0] if found else load(tasks)
 
     def validation_loss(self, step: int) -> float:
-        """Return the mean loss over train.json's validation slice, computed by rank 0 alone or by all ranks
-        (`validation_ranks`).
+        """Return the mean loss over train.json's validation slice. `validation_ranks` decides whether rank 0 alone
+        computes it or all ranks share the work.
 
-        Raises RunStopped on every rank if any rank was asked to stop meanwhile, because torchrun kills ranks 30 seconds
-        after a signal.
+        If any rank is asked to stop meanwhile, raises RunStopped on every rank instead of finishing, because torchrun
+        kills ranks 30 seconds after a signal.
         """
         count, start_token = self.config.validation_batches, self.config.start_val_token
         assert count is not None
@@ -87,8 +87,8 @@ class Evaluations:
             return []
 
     def sample(self) -> str | UserError | RunError:
-        """Return text with which the current model continues train.json's `sample_prompt`, or the error because of
-        which there is none. Collective."""
+        """Return the current model's continuation of train.json's `sample_prompt`, or the error if sampling failed.
+        Collective."""
         prompt = self.config.sample_prompt
         assert prompt is not None
 
@@ -105,9 +105,9 @@ class Evaluations:
 def losses_over_ranks(
     model: nn.Module, loader: TokenLoader, count: int, precision: Precision, work: SharedWork
 ) -> list[float]:
-    """Return the losses of the loader's first `count` microbatches, the same list on every rank. The list has the
-    loader's order, so that its sum does not depend on how the ranks divided the work. Raises RunStopped on every rank
-    if any rank was asked to stop meanwhile."""
+    """Return the losses of the loader's first `count` microbatches, as the same list on every rank. The losses are in
+    the loader's order, so that their sum does not depend on how the ranks divided the work. Raises RunStopped on every
+    rank if any rank was asked to stop meanwhile."""
     world = work.world
     mine = range(world.rank, count, world.size) if work.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
@@ -122,8 +122,8 @@ def losses_over_ranks(
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run continues
-    """Error that every rank raises if one of them could not evaluate the benchmarks. That rank sends it to the other
-    ranks in place of its results."""
+    """Error that every rank raises if one rank could not evaluate the benchmarks. The rank that failed sends this error
+    to the other ranks in place of its results."""
 
     @classmethod
     def because_of(cls, error: Exception) -> EvaluationFailed:
@@ -132,8 +132,8 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 @dataclass(frozen=True)
 class SharedBatches:
-    """`each_batch` of a Scorer for all ranks: each rank evaluates every world-size-th batch and receives the results of
-    all."""
+    """Function that a Scorer calls as `each_batch`, and that divides the batches among all ranks. Each of N ranks
+    evaluates every N-th batch and receives the results of all batches."""
 
     work: SharedWork
 
@@ -154,9 +154,9 @@ class SharedBatches:
         return [shares[index % size][index // size] for index in range(len(batches))]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value. Raises EvaluationFailed on every rank if one of the values is that error, so that
-        no rank waits for another in a later exchange. Raises RunStopped if one is None, which an interrupted rank
-        sends."""
+        """Gather `value` from every rank and return all ranks' values. Raises EvaluationFailed on every rank if any
+        value is an EvaluationFailed, so that no rank waits for the failed rank in a later exchange. Raises RunStopped
+        if any value is None, which an interrupted rank sends."""
         values = self.work.world.gather(value)
         for each in values:
             if isinstance(each, EvaluationFailed):
@@ -168,7 +168,7 @@ class SharedBatches:
 def scores_over_ranks(
     benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int, work: SharedWork
 ) -> list[Score]:
-    """Return the scores of benchmarks on the first `limit` examples of each task, the same on every rank.
+    """Return the scores of benchmarks on the first `limit` examples of each task. The result is the same on every rank.
 
     Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
     scores cannot be computed.
@@ -176,7 +176,7 @@ def scores_over_ranks(
     sharing = SharedBatches(work)
     try:
         results = run(benchmarks, scorer.sharing(sharing), tokenizer, limit=limit)
-    except (EvaluationFailed, RunError):  # all ranks know this error already, or another rank is gone
+    except (EvaluationFailed, RunError):  # these reach every rank without another exchange
         raise
     except Exception as error:
         sharing.exchange(EvaluationFailed.because_of(error))
@@ -186,7 +186,7 @@ def scores_over_ranks(
 
 
 def _main_scores(results: dict[str, Any], names: list[str]) -> Iterator[Score]:
-    """Yield the scores of each named task or group; for a group that has none of its own, yield those of its
+    """Yield the scores of each named task or group. For a group without scores of its own, yield the scores of its
     members."""
     for name in names:
         own = scores(results, name)

@@ -26,18 +26,18 @@ class TrainMetrics:
     skipped_steps: int
     microbatches: int
     skipped_in_a_row: int
-    # Mixture of experts only. A load is an expert's tokens divided by what it would get under an even load: the
-    # smallest, the largest, and all by block and expert.
+    # With experts only. An expert's load is its number of tokens divided by the mean over the experts of its block.
+    # The three fields are the smallest load, the largest load, and all loads by block and expert.
     expert_load_min: float | None = None
     expert_load_max: float | None = None
     expert_load: list[list[float]] | None = None
 
 
 class LossMeter:
-    """Accumulates the results of steps on the device. Only a report waits for the device."""
+    """Accumulates the results of steps on the device. Adding a step does not wait for the device; a report does."""
 
-    # Columns of the fp64 tensor with all values. ROW counts the steps skipped in a row up to now; LONGEST_ROW is its
-    # maximum.
+    # Indices into the fp64 tensor of accumulated values. ROW is the number of consecutive skipped steps up to now, and
+    # LONGEST_ROW is the largest such number since the last report.
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
     EMPTY = (0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0, 0.0)
 
@@ -86,7 +86,7 @@ class LossMeter:
         self._values = following.to(self._values.device)
         self._expert_tokens = torch.zeros_like(self._expert_tokens)
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
-        # Gradients are the same on every rank, so that rank 0's norm and skipped steps are those of all.
+        # Gradients are the same on every rank, so rank 0's norm and skipped steps hold for all ranks.
         return TrainMetrics(
             loss=total / sum(counts),
             loss_min=math.nan if math.isnan(total) else min(minima),
@@ -103,9 +103,10 @@ class LossMeter:
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
-        """Load what `state` returned: on this rank, or on all ranks of a run that had another number of them. Raises
-        ValueError if the number of values is wrong."""
-        # The columns before NORM are combined; those from NORM on are rank 0's, because they are the same on all ranks.
+        """Load values that `state` returned. `ranks` holds either this rank's values alone, or the values of every rank
+        of a run that had another number of ranks. Raises ValueError if the number of values per rank is wrong."""
+        # Columns before NORM are combined over the ranks. Columns from NORM on are the same on all ranks, so only those
+        # of rank 0 are used.
         columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
         if len(columns) != own + self._expert_tokens.numel():
             raise ValueError(f"{len(columns)} numbers where there should be {own + self._expert_tokens.numel()}")

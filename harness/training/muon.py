@@ -23,8 +23,9 @@ EPSILON = 1e-7
 
 
 def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Map each matrix U·S·Vᵀ of a batch to about U·Vᵀ, computed and returned in `dtype`. M must be at most N, so that
-    the products X·Xᵀ are MxM, of the smaller side. A matrix of zeros stays zero."""
+    """Return an approximation of U·Vᵀ for each matrix U·S·Vᵀ (its singular value decomposition) of a batch, computed
+    and returned in `dtype`. M must be at most N, so that the products X·Xᵀ have the smaller size, MxM. A matrix of
+    zeros stays zero."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -36,29 +37,30 @@ def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_GxMxN
 
 
-# Matrices of the same block and shape are orthogonalized together, up to this many elements, because one small matrix
-# at a time would hardly occupy a device. The batches do not depend on the number of ranks, so that the last bits of the
-# results do not either.
+# Largest number of elements in a batch of matrices of the same block and shape, which are orthogonalized together
+# because one small matrix at a time would hardly occupy a device. The batches do not depend on the number of ranks, so
+# the last bits of the results do not depend on it either.
 BATCH_NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix that is orthogonalized: a whole parameter, or the rows of a fused parameter that are one tensor in
+    """Matrix that Muon orthogonalizes: a whole parameter, or the rows of a fused parameter that form one tensor in
     checkpoints."""
 
-    name: str  # of the parameter
-    start: int  # index of its first element in the flattened parameter
+    name: str  # name of the parameter
+    start: int  # index of the matrix's first element in the flattened parameter
     rows: int
     columns: int
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The shape, with the smaller side first."""
+        """The two dimensions of the matrix, smaller first."""
         return min(self.rows, self.columns), max(self.rows, self.columns)
 
     def wide(self, flat: Tensor) -> Tensor:
-        """Return `flat`, this matrix's flattened elements, as a view that is at least as wide as high."""
+        """Return a 2-D view of `flat`, this matrix's flattened elements. The view is transposed if the matrix has more
+        rows than columns."""
         matrix = flat.view(self.rows, self.columns)
         return matrix if self.rows <= self.columns else matrix.mT
 
@@ -67,7 +69,8 @@ class Matrix:
 
 
 def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
-    """Return the matrices that a parameter has in checkpoints: query, key and value are one each."""
+    """Return the matrices that a parameter has in checkpoints: the parameter itself, or query, key and value separately
+    if the parameter fuses them."""
     found, start = [], 0
     for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
         found.append(Matrix(name, start, *part.shape))
@@ -76,8 +79,9 @@ def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Ma
 
 
 def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
-    """Return the matrices in batches that are orthogonalized together. A batch has matrices of one block and shape,
-    with at most BATCH_NUMBERS elements in all, or a single larger matrix."""
+    """Group the matrices into batches that are orthogonalized together. The matrices of a batch are of the same block
+    and, up to transposition, of the same shape. A batch has at most BATCH_NUMBERS elements in all, or is a single
+    larger matrix."""
     alike: dict[tuple[str, int, int], list[Matrix]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.name.split(".")[1], *matrix.sides), []).append(matrix)
@@ -104,7 +108,7 @@ class Muon:
     names and order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum.
 
     This rank orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum. The
-    methods are those of AdamW, which has their docstrings.
+    methods have the same purpose as AdamW's, whose docstrings describe them.
     """
 
     def __init__(
@@ -114,7 +118,8 @@ class Muon:
         dtype: torch.dtype | None = None,
         partition: StatePartition | None = None,
     ) -> None:
-        """Matrices are orthogonalized in `dtype`, or if None in the parameters' dtype."""
+        """Create the optimizer of all trained parameters of the model. Matrices are orthogonalized in `dtype` (None: in
+        the parameters' dtype)."""
         self.partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self.parameters = trained_parameters(model)
         self._muons = {name: each for name, each in self.parameters.items() if is_muons(name, each.shape)}
@@ -127,7 +132,7 @@ class Muon:
         self._shards = [each.shard(owner) for batch, owner in shared for each in batch]
         self.shards = [*self._adamw.shards, *self._shards]
         self._batches = [batch for batch, owner in shared if owner == self.partition.rank]
-        self._momenta: dict[Matrix, Tensor] = {}  # of this rank's matrices, flattened
+        self._momenta: dict[Matrix, Tensor] = {}  # flattened momentum of this rank's matrices
         self._whole: dict[str, Tensor] = {}  # without sharding: the tensors that `_momenta` are views of
         self._steps: Tensor | None = None  # number of steps not skipped, fp32, on the device; None before the first
         self._scale = SCALES[config.muon_update_scale]
@@ -170,7 +175,7 @@ class Muon:
 
     def _make_state(self) -> Tensor:
         """Allocate momentum of zero for each parameter or, with sharding, for each matrix of this rank. Returns the
-        number of steps."""
+        tensor that counts the steps, also zero."""
         if self.partition.size == 1:
             self._whole = {name: torch.zeros_like(parameter.detach()) for name, parameter in self._muons.items()}
         for matrix in [each for batch in self._batches for each in batch]:

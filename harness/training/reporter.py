@@ -41,8 +41,8 @@ from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.startup import PreparedRun
 
-# How long to wait for a chart that is still being drawn when training ends, or is stopped. The latter is short, because
-# torchrun kills 30 seconds after a signal.
+# Seconds to wait for a chart that is still being drawn, when training ends and after a signal. The second wait is short
+# because torchrun kills its processes 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
 
@@ -57,10 +57,10 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if standard error is a terminal. It is not shown earlier, so that the messages of
-        the start-up, which are printed directly, do not break it."""
+        """Show the bar from now on, if standard error is a terminal. It is not shown earlier, because the messages of
+        the start-up are printed directly and would break it."""
         if self.visible and sys.stderr is not None and sys.stderr.isatty():
-            # The numbers include the time left. tqdm's other fields would push them off a screen of 80 columns.
+            # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)
 
@@ -89,8 +89,7 @@ class Console:
 
 
 class Reporter:
-    """Prints and records what the training loop reports. Methods that need the run's progress so far get it as a
-    TrainState."""
+    """Prints and records the results of the training loop. Methods that need the run's progress take a TrainState."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -106,8 +105,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print what begins: a new run, or the rest of a run after the checkpoint `saved`; where its results are, if
-        there are several machines; and what has changed since the checkpoint."""
+        """Print what this process will train: a new run, or the rest of a run after the checkpoint `saved`. Also print
+        where rank 0 writes the results, if there are several machines, and what has changed since the checkpoint."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -139,7 +138,7 @@ class Reporter:
         say(self.world, "\n".join(lines))
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
-        """Write a line of metrics, and show the newest numbers on the console."""
+        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers on the console."""
         if not self.world.is_main:
             return
         tokens, clock = state.tokens_seen, self.clock.now()
@@ -151,7 +150,7 @@ class Reporter:
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
-        # The rest of the run takes as long as its tokens took since this process started.
+        # Estimate the time left from the time per token since this process started, without its setup.
         here = sum(clock[phase] - self._seconds_at_start[phase] for phase in clock if phase != "setup")
         done = tokens - self.prepared.position.tokens_seen
         left = here * (self._tokens - done) / done
@@ -171,7 +170,7 @@ class Reporter:
         self._announce(f"validation loss {loss:.3f}", state)
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
-        """Write a line of metrics for each score, and print the scores."""
+        """Write each score as a line to metrics.jsonl, and print the scores."""
         for score in scores:
             self.record(BenchmarkEvent, state, **asdict(score))
         if scores:
@@ -189,13 +188,13 @@ class Reporter:
             self.chart.draw()
 
     def _announce(self, text: str, state: TrainState, *, draws: bool = True) -> None:
-        """Print the result of an evaluation, and draw the chart with it."""
+        """Print the result of an evaluation and, with `draws`, draw the chart anew."""
         self.console.say(f"global step {state.global_step}: {text}")
         if self.world.is_main and draws:
             self.chart.draw()
 
     def stopped(self, signal_number: int, state: TrainState) -> None:
-        """Print why the run ends here and how to resume it."""
+        """Print why the run stops here and how to resume it."""
         self.console.close()
         if not self.world.is_main:
             return
@@ -232,7 +231,7 @@ class Reporter:
         print(f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}")
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line of metrics."""
+        """Write a line to metrics.jsonl, on rank 0 only."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
@@ -244,8 +243,9 @@ RECORDED = ("precision", "versions", "commit", "budget", "scaled", "active_param
 
 
 def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
-    """Return the precision, and the program's versions and commit, for checkpoints and the summary. Where they exist,
-    also return the resolved values of train.json's budget, of its scaling rules and of a mixture of experts."""
+    """Return values that checkpoints and the summary record: the precision, and the program's versions and commit. If
+    train.json has a budget or scaling rules, or the model has experts, the values that these settings resolve to are
+    included."""
     experiment = prepared.experiment
     resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
     if experiment.model.moe:
@@ -261,10 +261,12 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write the summary of a finished run from its last checkpoint. This is needed if the run's process ended before it
-    wrote the summary: there is then no summary, or only one with fewer tokens, from before the budget was raised.
-    Nothing is written if the summary there is damaged, or if the checkpoint is the notebook's. Called only on rank 0,
-    because the ranks of another machine do not see the run's files."""
+    """Write the summary of a finished run from its last checkpoint, if the run's process ended before it wrote the
+    summary. There is then no summary, or an older one with fewer tokens, from before the budget was raised.
+
+    Nothing is written if the existing summary is damaged, or if the notebook's program wrote the checkpoint. Called
+    only on rank 0, because the ranks of another machine do not see the run's files.
+    """
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
@@ -276,7 +278,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         if seen is None or seen >= meta.tokens_seen:
             return
     provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
-    device = meta.device or world.device_name  # the device and layout of the training, not of this process
+    device = meta.device or world.device_name  # device and layout are the training's, not this process's
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,

@@ -1,8 +1,9 @@
-"""The writer of checkpoints, in a background thread or synchronous, and copies of tensors in host memory.
+"""Background or synchronous writing of checkpoints, and copies of tensors in host memory.
 
-New memory for each copy would delay the training thread for two reasons. The system hands the memory out page by page
-while it is filled. And a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the thread
-waits. A buffer that is kept already has its pages, and can be pinned once; the GPU then fills it asynchronously.
+Allocating host memory for each copy would delay the training thread for two reasons. The system maps new memory page by
+page while it is filled. And a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the
+thread waits. A buffer that is kept between copies is mapped already and can be pinned, so that the GPU fills it
+asynchronously.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from harness.distributed.world import replace_tensors
 
 
 class Writer:
-    """Runs one piece of work at a time: at once, or with `in_background` in a thread."""
+    """Runs one task at a time: in the calling thread, or with `in_background` in a thread of its own."""
 
     def __init__(self, *, in_background: bool) -> None:
         self._in_background = in_background
@@ -28,7 +29,8 @@ class Writer:
         self._error: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Wait for earlier work to end, then run `work`. If the earlier work failed, raises its error instead."""
+        """Wait for the previous task to end, then run `work`. If the previous task failed, raise its error and do not
+        run `work`."""
         self.wait()
         if not self._in_background:
             work()
@@ -43,13 +45,14 @@ class Writer:
             self._error = error
 
     def check(self) -> None:
-        """Raise the error of earlier work, if any has failed."""
+        """Raise the error of a background task that has failed, if there is one."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the work is done, for at most `timeout` seconds. Raises like `check`."""
+        """Wait until the background task has ended, for at most `timeout` seconds. Raises the task's error if it has
+        failed."""
         if self._thread is not None:
             self._thread.join(timeout)
             self.check()
@@ -60,11 +63,11 @@ ALIGNMENT = 64
 
 
 class HostCopies:
-    """CPU copies of nested dicts of tensors. Only rank 0 uses it.
+    """CPU copies of nested dicts of tensors, used on rank 0 only.
 
-    Its buffer has the size of the tensors (for AdamW three times the weights; torch rounds pinned memory up to a power
-    of two). The buffer is allocated at the first copy and kept until the process ends, or with `keep=False` until the
-    copy is dropped.
+    All copies are in one buffer of the tensors' total size (for AdamW three times the weights; torch rounds pinned
+    memory up to a power of two). The buffer is allocated at the first copy and kept until the process ends, or with
+    `keep=False` until the copy is dropped.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:
@@ -100,7 +103,7 @@ class HostCopies:
         return copies
 
     def wait(self) -> None:
-        """Wait until the last `copy` is complete; called by the thread that reads it."""
+        """Wait until the GPU has finished the last `copy`. Called by the thread that reads the copies."""
         if self._copied is not None:
             self._copied.synchronize()
 

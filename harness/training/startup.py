@@ -1,4 +1,4 @@
-"""Checks that can refuse a run before anything is built: of its lock, its dataset, its checkpoint and its plan."""
+"""Checks of a run's lock, dataset, checkpoint and plan, which can refuse the run before anything is built."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from harness.training.clock import Clock
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Inputs of training in this process. All are checked; nothing is built yet."""
+    """Inputs of training in this process. All inputs are checked, but no model or optimizer is built yet."""
 
     experiment: Experiment
     dataset: Dataset
     layout: BatchLayout
     position: Position
-    clock: Clock  # includes the seconds before the run was resumed
+    clock: Clock  # its seconds include those before the run was resumed
     lock: RunLock
-    checkpoint: Path | None  # to resume from; None: start from scratch
-    meta: CheckpointMeta | None  # the checkpoint's meta.json; a notebook's has our keys added
+    checkpoint: Path | None  # the checkpoint to resume from; None: start from scratch
+    meta: CheckpointMeta | None  # the checkpoint's meta.json; keys that the notebook's program lacks are filled in
     is_from_notebook: bool
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
-    budget: Budget | None  # train.json's, resolved when the run began; None if given in tokens
+    budget: Budget | None  # train.json's budget in tokens, computed when the run began; None if given in tokens
     scaled: ScaledSettings  # settings changed by train.json's scaling rules
 
     @property
@@ -62,8 +62,8 @@ class PreparedRun:
 
     @property
     def interrupted_in(self) -> str | None:
-        """Evaluation after the last step that a signal interrupted: "validation", "benchmarks" or None. It is still
-        due, and so is what follows it."""
+        """Evaluation that a signal interrupted after the checkpoint's last step: "validation", "benchmarks" or None.
+        This process must repeat that evaluation and do the work that follows it."""
         return self.meta.due if self.meta else None
 
     @property
@@ -71,11 +71,12 @@ class PreparedRun:
         return self.meta is not None and self.position.is_finished and self.interrupted_in is None
 
     def state(self, world: World) -> TrainState:
-        """Return the TrainState that training starts with: the checkpoint's, or a new one."""
+        """Return the TrainState that training starts with: the one in the checkpoint, or a new one without a
+        checkpoint."""
         if self.meta is None:
             return TrainState()
         state = self.meta.state()
-        # The speed is measured only with the current batch and machine.
+        # If batch or machine have changed, measure the speed from here on only.
         if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
@@ -88,9 +89,9 @@ def prepare(
 ) -> PreparedRun:
     """Take the run's lock, download its dataset, choose and verify the checkpoint to resume from, and check the plan.
 
-    `checkpoint` is a folder name, "latest" or "best", or None for the latest one if there is any. `options` gives
-    --restart and the assumed speed, from which the time and cost of a budget are computed. Collective. Raises UserError
-    or RunError, saying what to do, for anything that would keep the run from finishing.
+    `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
+    `options` gives --restart, and the assumed speed from which the time and cost of a budget are computed. Collective.
+    Raises UserError or RunError with a remedy for anything that would keep the run from finishing.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -99,7 +100,7 @@ def prepare(
     check_same_everywhere(experiment, world, dataset)
 
     def choose() -> tuple[Path, CheckpointMeta] | None:
-        if lock.began_before:  # torchrun restarted its workers; their first start obeyed --restart or CHECKPOINT
+        if lock.began_before:  # torchrun restarted this process; its first start has applied --restart or CHECKPOINT
             return checkpoints.open_start(run.checkpoints, None)
         return None if options.restart else checkpoints.open_start(run.checkpoints, checkpoint)
 
@@ -135,8 +136,8 @@ def prepare(
 
 
 def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
-    """Print what train.json's budget, batch ramp and scaling rules resolve to, and any remark on the dataset, before
-    training starts. Rank 0 only."""
+    """Before training starts, print the values that train.json's budget, batch ramp and scaling rules resolve to, and
+    any remark on the dataset. Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
     if plan.dataset_remark:
@@ -147,9 +148,9 @@ def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
-    """Return the name of the run's precision. With "auto", a resumed run keeps the precision that it began with, so
-    that another processor does not change its numbers unasked. It is chosen anew if the run moves between CPU and GPU,
-    or if this GPU does not support it."""
+    """Return the name of the run's precision. With "auto", a resumed run keeps the precision with which it began, so
+    that a move to another processor does not silently change the results. The precision is chosen anew if the run moves
+    between CPU and GPU, or if this GPU does not support the earlier precision."""
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best
@@ -159,20 +160,20 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
     begun = meta.precision or (Precision.resolve("auto", device).name if was_on_cpu else best)
     try:
         return Precision.resolve(begun, device).name
-    except UserError:  # another GPU, which does not support it
+    except UserError:  # this GPU does not support the earlier precision
         return best
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
-    """Return the dataset with the wanted splits on every rank. The first process of each node downloads it if it is
-    missing."""
+    """Return the dataset with the wanted splits, on every rank. If the dataset is missing, the first process of each
+    node downloads it."""
     world.on_each_node(lambda: ensure_dataset(datasets_dir, name, splits))
     return Dataset.open(datasets_dir, name)
 
 
 def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset) -> None:
-    """Raise UserError on every rank if a rank's machine has other run files or another dataset than rank 0's.
-    Collective."""
+    """Raise UserError on every rank if the run files or the dataset on any rank's machine differ from those on rank
+    0's. Collective."""
     machines = world.gather((socket.gethostname(), experiment.provenance(dataset)))
     (first_host, expected), *others = machines
     files = (("model", experiment.run.model_json), ("train", experiment.run.train_json), ("dataset", "dataset"))
@@ -182,13 +183,13 @@ def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset
             if difference:
                 raise UserError(
                     f"{file}: not the same on {first_host} (rank 0) and {host} (rank {rank}): {difference}; "
-                    "give both the same"
+                    "make them equal"
                 )
 
 
 def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
-    """Raise UserError if another machine than rank 0's has later checkpoints of this run, because rank 0 would train
-    those steps again. Collective."""
+    """Raise UserError if another machine has later checkpoints of this run than rank 0's machine, because rank 0 would
+    train those steps again. Collective."""
     steps = [at for at, _ in checkpoints.list_checkpoints(run.checkpoints)]
     (newest, _), *others = world.gather((max(steps, default=-1), socket.gethostname()))
     found, host = max(others, default=(newest, ""))
@@ -201,7 +202,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
-    """Print what a user would want to know about the machine before paying for hours of it. Collective.
+    """Print notes about the machine that a user should read before paying for hours of it, such as idle GPUs, or that
+    the model is not compiled. Collective.
 
     Raises UserError if this machine cannot compute what train.json demands.
     """

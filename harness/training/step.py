@@ -1,9 +1,9 @@
 """One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither.
 
-An optimizer (AdamW, Muon) updates the weights from gradients that are equal on all ranks. It returns its state by
-parameter name, so that a checkpoint depends neither on how parameters are grouped nor on which rank keeps which part of
-the state. To add an optimizer, write a class with the methods of AdamW, add a branch in `OptimizerStep.__init__`, and
-add a line in harness/runs/optimizer_state.py.
+An optimizer (AdamW, Muon) updates the weights from gradients that are equal on all ranks. The optimizer returns its
+state by parameter name, so that a checkpoint depends neither on how parameters are grouped nor on which rank keeps
+which part of the state. To add an optimizer, write a class with the methods of AdamW, add a branch in
+`OptimizerStep.__init__`, and add a line in harness/runs/optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from harness.training.adamw import AdamW
 from harness.training.muon import Muon
 from harness.training.zero1 import StatePartition
 
-REASON_CHARACTERS = 200  # of a compiler's error, printed at most
+REASON_CHARACTERS = 200  # largest number of characters of a compiler's error that a message shows
 CANNOT_BE_COMPILED = (
-    'train.json: key "compile": the model cannot be compiled here: {}; mend that, or let compile be false'
+    'train.json: key "compile": the model cannot be compiled here: {}; remove the cause, or let compile be false'
 )
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step. Its tensors are on the device, which may still be computing them."""
+    """Result of a step. Its tensors are on the device, which may not have computed their values yet."""
 
     losses_A: Tensor  # this rank's cross-entropy of each microbatch, fp64
     gradient_norm: Tensor
     skipped: Tensor
-    expert_tokens: Tensor | None = None  # mixture of experts only: number of this rank's tokens that each got (LxE)
+    expert_tokens: Tensor | None = None  # with experts only: number of this rank's tokens per expert (LxE)
 
 
 class OptimizerStep:
-    """Runs optimizer steps on a model, wrapped for data-parallel training or bare."""
+    """Runs optimizer steps on a model, which may be wrapped in DistributedDataParallel."""
 
     def __init__(
         self,
@@ -63,9 +63,11 @@ class OptimizerStep:
         partition: StatePartition | None = None,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
-        """`model(inputs, targets)` returns a tensor of loss terms. Their sum is minimized; the first term, the mean
-        cross-entropy, is reported. Everything is on the device of the model's parameters. `partition` says how the
-        optimizer's state is divided, if train.json shards it.
+        """Create the optimizer and the gradient scaler of `model`.
+
+        `model(inputs, targets)` must return a tensor of loss terms. Their sum is minimized; the first term, the mean
+        cross-entropy, is reported. All tensors are on the device of the model's parameters. `partition` says how the
+        ranks divide the optimizer's state, if train.json shards it.
 
         `before_exchange` is called when this rank has finished a part of its own work and may next wait for other
         ranks: before the backward pass that exchanges gradients, and whenever a backward pass has computed the first
@@ -76,8 +78,8 @@ class OptimizerStep:
         self.model, self.config = model, config
         self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
         self.is_wrapped = isinstance(model, DistributedDataParallel)
-        # The first parameter's gradient is computed last. A rank that has computed it waits for the others; a rank that
-        # has not is behind.
+        # The first parameter's gradient is computed last. A rank that has computed this gradient waits for the other
+        # ranks; a rank that has not computed it yet delays them.
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: before_exchange())
         self.before_exchange = before_exchange
@@ -90,15 +92,15 @@ class OptimizerStep:
             self.optimizer = AdamW(self.bare_model, config, partition)
         elif precision.name == "fp16":
             raise UserError(
-                'train.json: key "optimizer": "muon" does not run in fp16, which "precision": '
-                f'"{config.precision}" is on this device; use "fp32", or "optimizer": "adamw"'
+                'train.json: key "optimizer": "muon" does not run in fp16, and "precision": '
+                f'"{config.precision}" means fp16 on this device; use "fp32", or "optimizer": "adamw"'
             )
         else:
             self.optimizer = Muon(self.bare_model, config, precision.update_dtype(), partition)
-        self.learning_rate = config.learning_rate  # of the last update, in groups without a rate of their own
+        self.learning_rate = config.learning_rate  # the last update's; some parameters have rates of their own
         self.scaler = precision.scaler()
-        # Never stepped. GradScaler unscales and checks the gradients through this optimizer, because they are whole
-        # here and so the same on all ranks.
+        # This optimizer is never stepped; GradScaler only unscales and checks the gradients through it. It has whole
+        # gradients, not shards, so the result is the same on all ranks.
         self._unscaled = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
 
     def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
@@ -106,8 +108,8 @@ class OptimizerStep:
         `decay` times the weight decays. Clips the gradients to a global norm. If the norm is not finite, the weights
         and the optimizer's state stay unchanged.
 
-        Gradients are equal on all ranks after `accumulate`, so that all ranks decide alike. The decision is made on the
-        device, so that no thread waits for it. Collective if the optimizer's state is sharded.
+        Gradients are equal on all ranks after `accumulate`, so all ranks make the same decision about an update. The
+        decision is made on the device, so that no thread waits for it. Collective if the optimizer's state is sharded.
         """
         losses_A, expert_tokens = self.accumulate(microbatches)
         optimizer, max_norm, divisor = self.optimizer, self.config.clipping_max_norm, None
@@ -118,7 +120,7 @@ class OptimizerStep:
         skipped = (~torch.isfinite(norm)).float()
         if max_norm is not None and self.scaler.is_enabled():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        elif max_norm is not None:  # the optimizer divides, in the same pass; the epsilon is clip_grad_norm_'s
+        elif max_norm is not None:  # the optimizer clips in its own pass; 1e-6 as in clip_grad_norm_
             divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
         optimizer.set_multiplier(multiplier, decay)
         self.learning_rate = self.config.learning_rate * multiplier
@@ -129,9 +131,9 @@ class OptimizerStep:
         return StepResult(losses_A, norm.float(), skipped, expert_tokens)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Run forward and backward over the microbatches. Afterwards `.grad` holds the mean gradient over them and,
-        with `exchange`, over all ranks. Returns the loss of each microbatch, and the number of tokens of each expert
-        (None without experts)."""
+        """Run the forward and the backward pass of each microbatch. Afterwards `.grad` holds the gradient averaged over
+        the microbatches and, with `exchange`, over all ranks. Returns the loss of each microbatch, and the number of
+        tokens of each expert (None without experts)."""
         # Remove the last step's gradients from DDP's buckets. If several microbatches will be added up, set them to
         # zero, because a gradient of None would be allocated outside its bucket. For a single microbatch set them to
         # None: DDP then copies the new gradient into the bucket and divides it by the number of ranks in one pass,
@@ -158,12 +160,13 @@ class OptimizerStep:
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch, world: World) -> None:
-        """Compile the model, if `choose_kernels` has marked it, and let DDP arrange its buckets, by forward and
-        backward passes whose gradients are discarded. Called before the first step and before any state is restored.
+        """Run forward and backward passes whose gradients are discarded. They compile the model, if `choose_kernels`
+        has marked it, and let DDP arrange its buckets. Called before the first step and before any state is restored.
         Collective.
 
-        DDP arranges its buckets in the order in which gradients are computed, after its first exchange. Without this
-        pass, a resumed run would add up the gradients of its first step in another order than a run that never stopped.
+        After its first exchange, DDP arranges its buckets in the order in which gradients were computed. Without this
+        warm-up, a resumed run would add up the gradients of its first step in another order than a run that never
+        stopped.
         """
         if is_compiled(self.bare_model):
             self._compile(microbatch, world)
@@ -171,21 +174,23 @@ class OptimizerStep:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Free the gradients of a bare model. Those of a wrapped model are views of DDP's buckets, which are kept."""
+        """Free the gradients of a bare model. The gradients of a wrapped model are kept, because they are views of
+        DDP's buckets."""
         if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
 
     def _compile(self, microbatch: Microbatch, world: World) -> None:
-        """Compile the model by one forward and backward pass without an exchange, which changes nothing but the random
-        state.
+        """Compile the model by one forward and backward pass without an exchange. The pass changes nothing but the
+        random state.
 
-        If compiling fails on any rank and train.json's `compile` is "auto", all ranks continue without it and rank 0
-        prints a note. If `compile` is true, raises UserError on all ranks. All ranks must have the same model.
+        Either all ranks run the compiled model or none. If compiling fails on any rank and train.json's `compile` is
+        "auto", all ranks train without compilation and rank 0 prints a note. If `compile` is true, raises UserError on
+        all ranks.
         """
         failure = None
         try:
             self.accumulate([microbatch], exchange=False)
-            self.model.zero_grad(set_to_none=True)  # None, as before: DDP has not made them views of its buckets yet
+            self.model.zero_grad(set_to_none=True)  # None, as before: they are not views of DDP's buckets yet
         except TorchDynamoException as error:
             if is_out_of_memory(error) or explain_nondeterminism(error):
                 raise
@@ -205,7 +210,7 @@ def explain_failed_compilation(error: BaseException) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of a compiler's error that is not torch's own preamble, cut to REASON_CHARACTERS."""
+    """Return the first line of a compiler's error after torch's own preamble, cut to REASON_CHARACTERS."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
     return said[0][:REASON_CHARACTERS]
@@ -214,9 +219,9 @@ def _reason(error: BaseException) -> str:
 def build_training_step(
     experiment: Experiment, config: TrainConfig, world: World, *, partition: StatePartition
 ) -> OptimizerStep:
-    """Return the OptimizerStep of an experiment. Its model has new weights and the kernels that `config` asks for, and
-    is wrapped in DistributedDataParallel if `world` has several ranks. `config` is the experiment's, with the run's
-    precision in place of "auto".
+    """Return the OptimizerStep of an experiment. Its model has new weights and uses the kernels that `config` selects.
+    The model is wrapped in DistributedDataParallel if `world` has several ranks. `config` is the experiment's
+    train.json in which the run's precision has replaced "auto".
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """

@@ -1,5 +1,5 @@
 """Optimizer state divided among the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
-arXiv:1910.02054). Also the state by parameter name, which checkpoints hold however it is divided.
+arXiv:1910.02054). Checkpoints hold the gathered state by parameter name, which does not depend on the division.
 
 Parameters and gradients are whole on every rank. Each parameter is flattened and cut into shards. Every shard has an
 owner, the only rank that keeps its optimizer state. The owner updates the shard's weights in place and broadcasts them
@@ -27,8 +27,8 @@ StateShapes = dict[str, dict[str, torch.Size]]
 
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:
-    """Raise ValueError if `saved` does not have exactly the parameters, keys and shapes in `shapes`, in fp32, because
-    fused kernels would read beyond smaller tensors."""
+    """Raise ValueError if the parameters, keys and shapes in `saved` are not exactly those in `shapes`, or a tensor is
+    not fp32. The check is needed because fused kernels would read beyond the end of smaller tensors."""
     if saved.keys() != shapes.keys():
         raise ValueError("the parameters are not the model's")
     for name, wanted in shapes.items():
@@ -40,8 +40,8 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
                 raise ValueError(f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}")
 
 
-# Shards begin and end at multiples of this many elements. Kernels process up to so many elements at once, and the
-# remaining ones at a tensor's end with other instructions, whose results may differ in the last bit.
+# Shards begin and end at multiples of this many elements. Kernels process up to 64 elements at once, and the remaining
+# elements at a tensor's end with other instructions, whose results may differ in the last bit.
 GRAIN = 64
 MESSAGE = 2**26  # elements of state per message
 
@@ -62,9 +62,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class StatePartition:
-    """Division of an optimizer's state among `size` ranks, and this rank's number. Without sharding it is one rank that
-    owns everything. `is_connected` is false if the ranks exchange no state, as in -f, where each rank by itself
-    measures the memory of its part."""
+    """Division of an optimizer's state among `size` ranks, and this rank's number. Without sharding, `size` is 1 and
+    the only rank owns everything. `is_connected` is false if the ranks exchange no state: in the search for the largest
+    microbatch (-f), each rank measures the memory of its own part alone."""
 
     rank: int = 0
     size: int = 1
@@ -77,8 +77,8 @@ class StatePartition:
         return cls(world.rank, world.size, world.size > 1, world.control)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
-        """Return the shards of parameters with the given sizes. Every rank owns the same number of elements, to within
-        GRAIN."""
+        """Cut parameters of the given sizes into shards, and return the shards. Every rank owns the same number of
+        elements, to within GRAIN."""
         total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]
@@ -88,8 +88,8 @@ class StatePartition:
         return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """Return the rank that owns each piece of work, from the pieces' `costs`. Pieces cannot be cut: the most
-        expensive one is assigned first, each to the least loaded rank (Graham 1969)."""
+        """Assign pieces of work with these `costs` to ranks, and return the rank of each piece. No piece can be cut, so
+        the pieces are assigned from the most to the least expensive, each to the least loaded rank (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -98,8 +98,8 @@ class StatePartition:
 
     @torch.no_grad()
     def exchange(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Broadcast every shard of `parameters` from its owner, in place. Collective. A GPU may still be copying when
-        this returns."""
+        """Broadcast every shard of `parameters` from its owner, in place. Collective. On a GPU, the copies may still be
+        running when this method returns."""
         if self.size == 1:
             return
         views: list[list[Tensor]] = [[] for _ in range(self.size)]
@@ -123,8 +123,8 @@ class StatePartition:
     def gather(
         self, shards: Sequence[Shard], own: Mapping[Shard, Mapping[str, Tensor]], shapes: StateShapes
     ) -> NamedState:
-        """Return the whole state on rank 0, on the CPU, and an empty dict on the other ranks. `own` is this rank's
-        state of its own shards. Collective. All state is fp32. A tensor without dimensions is sent with every shard."""
+        """Gather the whole state on rank 0, as fp32 tensors on the CPU. Other ranks return an empty dict. `own` is this
+        rank's state of its own shards. A scalar, such as the step count, is sent with every shard. Collective."""
         shards = sorted(shards, key=lambda shard: shard.owner)  # stable: keeps the order of each owner's shards
         whole: NamedState = {}
         for owner, theirs in groupby(shards, key=lambda shard: shard.owner):
@@ -142,8 +142,9 @@ class StatePartition:
         return {name: whole[name] for name in shapes if name in whole}
 
     def _send_to_rank0(self, owner: int, tensors: Sequence[Tensor], count: int) -> Tensor | None:
-        """Return the owner's tensors on rank 0, flattened into one of `count` elements, or None on other ranks. They
-        are sent through the CPU group, since the device's memory may be full."""
+        """Send the owner's tensors to rank 0, flattened and joined into one tensor of `count` elements. Returns this
+        tensor on rank 0, and None on other ranks. The tensors go through the CPU process group, since the device's
+        memory may be full."""
         if self.rank == owner:
             numbers = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
         elif self.rank == 0:

@@ -257,7 +257,7 @@ def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
         (["aa"], "no such run; "),
         (["--baseline", "aa"], "no such run; "),
         (["--runs-dir", "nowhere"], "nowhere: there are no runs; --runs-dir names the folder of your runs"),
-        (["--machines"], "--machines: name the runs to project"),
+        (["--machines"], "--machines: name the runs to estimate"),
         (["a", "--machines", "--json"], "--machines and --json: give one of them"),
         (["a", "--reference", "GPT-2=3.5"], "--reference belongs with --html or --chart"),
         (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),

@@ -77,7 +77,7 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
         ({"measured": {"global_steps": 250, "tokens": 1920, "seconds": 2.8}}, "and less than 10 s of training is too"),
         ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "less than 20 steps and 10 s of training"),
         # An earlier version divided all tokens by its own seconds, also tokens that another program or machine trained.
-        ({"measured": ...}, "early/summary.json is an earlier version's, and does not say what its speed was measured"),
+        ({"measured": ...}, "early/summary.json was written by an earlier version, and does not say over how many"),
     ],
     ids=str,
 )
