@@ -45,8 +45,9 @@ class Arms:
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Group the finished runs into arms, in the order of `records`. If several runs of an arm have the same seed, only
-    one of them is kept: the run `baseline` if it is among them, or else the first."""
+    """Group the finished runs into arms (runs that differ only in the seed), in the order of `records`. If several runs
+    of an arm have the same seed, only one of them is kept: the run `baseline` if it is among them, or else the
+    first."""
     unfinished: dict[str, list[str]] = {}
     groups: dict[tuple[str, ...], list[RunRecord]] = {}  # by settings; by name if replicates are unknown
     unknown, repeated, arms = [], [], []
@@ -109,10 +110,10 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts, each of which is equal for replicates. The first has the settings that affect the result,
-    without the seed; the second has torch's version, the device and the number of ranks. Returns Inconclusive if the
-    run's replicates cannot be recognized: a setting was not recorded, or the run starts from `initial_weights`, and
-    these make the seed ineffective or may be other weights in another run."""
+    """Return two JSON texts that are both equal for runs that differ only in the seed (replicates). The first has the
+    settings that affect the result, without the seed; the second has torch's version, the device and the number of
+    ranks. Returns Inconclusive if the run's replicates cannot be recognized: a setting was not recorded, or the run
+    starts from `initial_weights`, and these make the seed ineffective or may be other weights in another run."""
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
@@ -138,8 +139,8 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with the schema's defaults for keys that an earlier version did not write. Leaves out keys that
-    this version no longer has if their value is None or False, because such a feature was off."""
+    """Return `values` with the schema's defaults for keys that an earlier version did not write. Keys that this version
+    no longer has are left out if their value is None or False, because the removed feature was then off."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}

@@ -78,7 +78,8 @@ class Chart:
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """Return one chart for each of the `axes`. All charts show the validation losses of the runs, or the training
     losses if no run has enough validation losses for a curve. Runs are left out if their losses were not measured on
-    the text that most runs share. Arms have the same names as in the verdicts against the run `baseline`."""
+    the text that most runs share. Runs that differ only in the seed share a curve, which has the same name as in the
+    verdicts against the run `baseline`."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:

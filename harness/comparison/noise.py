@@ -79,9 +79,9 @@ def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
 
 
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
-    """Return the variance of a run's loss over seeds, pooled over all arms: Σ (loss − mean of its arm)² / Σ (n − 1),
-    with the n losses of each arm in `arms`. This assumes that seeds spread the losses of all arms equally. Returns None
-    if no arm has two runs."""
+    """Return the variance of a run's loss over seeds, Σ (loss − mean of its arm)² / Σ (n − 1). Each of the `arms` has
+    the losses of n runs that differ only in the seed. This assumes that seeds spread the losses of all arms equally.
+    Returns None if no arm has two runs."""
     df = sum(len(losses) - 1 for losses in arms if len(losses))
     squares = sum(float(np.var(losses)) * len(losses) for losses in arms if len(losses))
     return Variance(squares / df, df) if df > 0 else None

@@ -76,8 +76,8 @@ Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by th
 
 
 def comparable_groups(values: Sequence[Values]) -> list[Group]:
-    """Group the measurements of several runs by basis. `values` has one entry per run. The largest group comes first;
-    groups of the same size are in the order of the runs."""
+    """Group the measurements of several runs by basis (the text or task that was measured). `values` has one entry per
+    run. The largest group comes first; groups of the same size are in the order of the runs."""
     groups: dict[Basis, dict[int, Measurement]] = {}
     for position, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
@@ -172,7 +172,8 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's validation losses, or None if their text is not recorded."""
+    """Return the basis of a run's validation losses (the text that they were measured on), or None if it is not
+    recorded."""
     text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
     if text is None:
         return None
@@ -231,8 +232,8 @@ def _of_model(key: str, record: RunRecord) -> Number:
 
 
 def loss_basis(result: LossResult) -> Basis:
-    """Return the basis of a test loss. Test losses have the same basis if the tokens, their division into windows, and
-    the precision are the same."""
+    """Return the basis of a test loss, which identifies what was measured. Test losses have the same basis, and can be
+    compared, if the tokens, their division into windows, and the precision are the same."""
     tokenizer = result.text.tokenizer
     words = f"{_text_words(result)}, in {result.precision}"
     words += "" if tokenizer == "gpt2" else f", tokenizer {tokenizer[:8]}"
@@ -245,9 +246,9 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return a dict from the basis of each test loss to the basis of the bits per byte in the same result. Bits per
-    byte can be compared if they were measured on the same slice of tokens, and also if they were measured on the same
-    text in other tokens.
+    """Return a dict from the basis of each test loss to the basis of the bits per byte in the same result. A basis
+    identifies what was measured. Bits per byte can be compared if they were measured on the same slice of tokens, and
+    also if they were measured on the same text in other tokens.
 
     Results do not record whether two datasets with different tokenizers hold the same text. The datasets count as the
     same text if both were measured in the same precision and from the first token of a split of the same name, and if
@@ -369,7 +370,8 @@ def _scores(record: RunRecord) -> Values:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """Return the basis of a benchmark's scores: number of shots, examples, version of lm-eval, and precision."""
+    """Return the basis of a benchmark's scores. Scores can be compared if their basis is the same: number of shots,
+    examples, version of lm-eval, and precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)

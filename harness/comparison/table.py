@@ -42,7 +42,7 @@ MOST_COLUMNS = 10  # of the table as text
 HASH_CHARACTERS = 8
 LARGEST_SHOWN = 1e15
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# Short headings of the columns of the table as text, the most important first. Columns that do not fit in one block
+# Short headings of the columns of the table as text, the most important first. Columns that do not fit in 80 characters
 # are in --json and --html only.
 HEADINGS = {
     "state": "state",
@@ -70,8 +70,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table. `about` describes the basis of its numbers, or is empty. `lower_is_better` is None if
-    neither direction is better."""
+    """One column of the table. `about` describes what its numbers were measured on, or is empty. `lower_is_better` is
+    None if neither direction is better."""
 
     key: str
     title: str

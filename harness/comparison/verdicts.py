@@ -1,4 +1,5 @@
-"""Verdicts on arms against the baseline: better, worse or inconclusive, with the reason."""
+"""Verdicts on arms (groups of runs that differ only in the seed) against the baseline: better, worse or inconclusive,
+with the reason."""
 
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
-    """Return the verdict on an arm without an estimate of training noise. Text noise may be known."""
+    """Return an inconclusive verdict on an arm whose training noise could not be estimated. If text noise is known, the
+    sentence says whether the difference is within it."""
     reason = "training noise is unknown"
     if difference.training is not None:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
@@ -199,7 +201,8 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
 def _tested(
     baseline: Arm, arm: Arm, difference: Difference, both: Estimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict by the interval of `both` at level 1 − alpha. `tests` is the number of arms tested."""
+    """Return the verdict on an arm by the interval of `both`, the difference with all known noise, at level 1 − alpha.
+    The sentence mentions `tests`, the number of arms tested."""
     low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     digits, is_unclear = _digits(interval), both.may_be_zero(alpha)

@@ -65,8 +65,8 @@ class Points:
 
 
 def different(values: np.ndarray) -> int:
-    """Return the number of different sizes or token counts. After sorting, a value that is less than 1 % above the
-    value before it counts as the same."""
+    """Return the number of different sizes or token counts in `values`. After sorting, a value that is less than 1 %
+    above the value before it counts as the same."""
     gaps = np.diff(np.sort(np.log(values)))
     return int(np.count_nonzero(gaps > SAME_SIZE)) + 1 if len(values) else 0
 

@@ -29,8 +29,8 @@ from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
 REASON_CHARACTERS = 160
-# Class names of the errors that libraries raise if data is not available. They are compared by name,
-# because several libraries have classes of their own with the same name.
+# Class names of the errors that libraries raise if data is not available. They are compared by name, because
+# several libraries have classes of their own with the same name.
 UNAVAILABLE = {
     *("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"),
     *("ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),

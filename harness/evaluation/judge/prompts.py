@@ -85,8 +85,8 @@ class Prompt:
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """Return the scores by name, each from 0 to 100, from a judge's reply. Raises InvalidAnswerError unless the
-        reply has exactly one valid score for each name."""
+        """Return the scores in a judge's reply by the answers' names, each score from 0 to 100. Raises
+        InvalidAnswerError unless the reply has exactly one valid score for each name."""
         text = text.strip()
         if not text:
             raise InvalidAnswerError("an empty answer")

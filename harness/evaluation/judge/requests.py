@@ -45,7 +45,7 @@ HOPELESS_QUESTIONS = 8  # stop if the first 8 questions have no valid answer, si
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Settings of a judging.
+    """Settings for judging answers.
 
     `timeout` is in seconds, for a single try of a request. `attempts` is both the number of times to ask for a valid
     answer, and the number of tries for a request. `seed` decides the order in which the judge sees the models' answers,
