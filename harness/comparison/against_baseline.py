@@ -1,4 +1,5 @@
-"""Comparison of every arm of an experiment with one baseline: choice of the loss to compare, and verdicts as text."""
+"""Comparison of the arms of an experiment (groups of runs that differ only in the seed) with one of them, the baseline:
+choice of the loss to compare, and verdicts as text."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts on the other arms against one baseline. `title` says what is compared, or why nothing can be compared.
-    `closing` says how many seeds would be needed, `notes` has remarks such as which runs were left out, and `loss` is
-    "test loss" or "validation loss". `verdicts` is empty if nothing can be compared."""
+    """Verdicts of a comparison of all other arms with the baseline's arm. `title` says what is compared, or why nothing
+    can be compared. `closing` says how many seeds would be needed, `notes` has remarks such as which runs were left
+    out, and `loss` is "test loss" or "validation loss". `verdicts` is empty if nothing can be compared."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -65,9 +66,10 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare every arm with the arm of the run `baseline`. Uses the test losses on the text that most runs were
-    measured on, among them runs of the baseline's arm and of another one. If there is no such text, uses the last
-    validation losses in the same way."""
+    """Compare every other arm with the arm of the run `baseline`, by their losses on one text. Uses test losses if the
+    baseline's arm and at least one other arm have test losses on the same text; of several such texts, uses the one
+    with the most runs. Otherwise uses the last validation losses in the same way. If there is no such text, or if the
+    baseline has not finished, the result has no verdicts, and its `title` gives the reason."""
     arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
@@ -91,8 +93,9 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
 def _compare(
     own: str, arms: Arms, loss: str, group: Group, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the arms by the losses in `group`. `values` has all measurements of each of the `records`; they give the
-    reasons for runs that are left out."""
+    """Compare the arms by the losses in `group`, which were measured on one text. `own` is the name of the baseline's
+    arm. `values` has the measurements of each run in `records`; the notes quote them for runs that are not in
+    `group`."""
     basis, members = group
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in members.items()}

@@ -23,17 +23,18 @@ from harness.runs.train_config import Affects, TrainConfig, keys_affecting
 SEED = "random_seed"
 SEED_ENDING = re.compile(r"[-_.]?(?:random[-_]?)?seed[-_=.]?\d+$")
 WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
-# The same configuration rounds differently with another torch, device or number of ranks. The number of ranks also
-# changes dropout.
+# Facts that must be equal for replicates, besides the settings. The same configuration gives other rounding errors with
+# another version of torch, device or number of ranks. The number of ranks also changes the dropout masks.
 SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
-# The precision is no part of them, because summaries of earlier versions do not record what "auto" stood for.
+# SURROUNDINGS do not include the precision, because summaries of earlier versions do not record which precision "auto"
+# stood for.
 UNKNOWN = "not recorded"
 
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms by name: `runs` has the names of the runs in each arm. `notes` has remarks on runs that are in no arm, or
-    not in the arm where one might expect them."""
+    """Arms of an experiment. `runs` maps the name of each arm to the names of its runs. `notes` has remarks on runs
+    that are in no arm, or not in the arm where one might expect them."""
 
     runs: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -44,10 +45,11 @@ class Arms:
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Group the finished runs into arms, in the order of `records`. Of several runs with the same seed in one arm, only
-    the first counts, or the run `baseline` if it is one of them."""
+    """Group the finished runs into arms (runs that differ only in the seed), in the order of `records`. If several runs
+    of an arm have the same seed, only one of them is kept: the run `baseline` if it is among them, or else the
+    first."""
     unfinished: dict[str, list[str]] = {}
-    groups: dict[tuple[str, ...], list[RunRecord]] = {}  # by settings; a run whose replicates are unknown is alone
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}  # by settings; by name if replicates are unknown
     unknown, repeated, arms = [], [], []
     for record in records:
         if record.state.word != "finished":
@@ -57,7 +59,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         if isinstance(settings, Inconclusive):
             unknown.append(f"{record.name}: its replicates are unknown, because {settings.reason}")
         groups.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
-    alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings without surroundings and precision
+    alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings without SURROUNDINGS and precision
     parts = [(key[0], part) for key, members in groups.items() for part in _by_precision(members)]
     for shared, members in sorted(parts, key=lambda part: records.index(part[1][0])):
         by_seed: dict[str, str] = {}
@@ -83,7 +85,8 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs by the precision that they were trained in, or all together if they record at most one."""
+    """Split the runs into groups that were trained in the same precision. Runs that record no precision are a group,
+    too. If the runs record at most one precision, returns them all in one group."""
     found: dict[str | None, list[RunRecord]] = {}
     for record in members:
         found.setdefault(record.recorded("precision"), []).append(record)
@@ -91,9 +94,10 @@ def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
-    """Return the arms by name. An arm of several runs is named after them without the seed, if these names then agree
-    and no run or other arm has that name. Otherwise it has the name of its first run, or of the baseline if it contains
-    the baseline."""
+    """Return the arms by name. An arm of several runs gets the name that remains when the seed is cut from the end of
+    the runs' names (`wide-seed1` and `wide-seed2` give `wide`), if this is the same for all of them and is not the name
+    of a run or of another arm. Any other arm has the name of its first run, or of `baseline` if it contains this
+    run."""
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}
@@ -106,9 +110,10 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts that are equal for replicates: the settings that affect the result, and torch, device and
-    number of ranks. Returns Inconclusive if replicates cannot be recognized: a setting was not recorded, or
-    `initial_weights` are given and make the seed ineffective or may differ between runs."""
+    """Return two JSON texts that are both equal for runs that differ only in the seed (replicates). The first has the
+    settings that affect the result, without the seed; the second has torch's version, the device and the number of
+    ranks. Returns Inconclusive if the run's replicates cannot be recognized: a setting was not recorded, or the run
+    starts from `initial_weights`, and these make the seed ineffective or may be other weights in another run."""
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
@@ -134,8 +139,8 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with the schema's defaults for keys that an earlier version did not write. Leaves out keys that
-    this version no longer has if their value is None or False, because such a feature was off."""
+    """Return `values` with the schema's defaults for keys that an earlier version did not write. Keys that this version
+    no longer has are left out if their value is None or False, because the removed feature was then off."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}

@@ -1,4 +1,5 @@
-"""Loss curves of several runs over a common axis, drawn by matplotlib. Replicates share one curve with a band."""
+"""Loss curves of several runs over a common axis, drawn by matplotlib. Replicates (runs that differ only in the seed)
+share one curve with a band."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from harness.comparison.records import RunRecord
 from harness.runs.metrics import TrainEvent, ValidationEvent
 
 LEAST_POINTS = 2
-# First part of the axis, as a fraction. Losses there are near ln(vocabulary), and would squeeze the rest of the curves
-# into the lower edge.
+# Length of the first part of the axis, as a fraction of the whole. Losses there begin near ln(vocabulary size), and
+# would squeeze the rest of the curves into the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
-CUT_RATIO = 2.0  # nothing is cut off if whole curves are at most this many times as high as the rest of them
-LEAST_REACH = 0.1  # nats; references further from the curves than this and than the curves' range are only named
+CUT_RATIO = 2.0  # the first part is cut off if the whole range is more than this multiple of the rest's range
+LEAST_REACH = 0.1  # nats; a reference is shown if it is at most this, or the curves' range, away from the curves
 MOST_MARKERS = 12  # along a curve
 LARGEST_LOSS = 1e6  # nats per token; a run with a larger loss has diverged
-# Three shades that differ in lightness times four line styles: twelve curves can be told apart, also in grayscale.
+# Three shades, which differ in lightness, and four line styles: twelve curves can be told apart, also in grayscale.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
@@ -52,8 +53,8 @@ PLAIN_AXES = ("hours", "dollars")  # axes whose numbers are written without a pr
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses in nats per token along an axis. For several runs: their mean `y`, and their range from `low` to
-    `high`."""
+    """Losses `y` in nats per token at the places `x` of an axis. If the curve is of several runs, `y` is their mean
+    loss, and `low` and `high` are their lowest and highest loss at each place."""
 
     label: str
     x: list[float]
@@ -66,7 +67,7 @@ class Curve:
 @dataclass(frozen=True)
 class Chart:
     """Curves of one kind of loss, sorted by their last loss, the lowest first. `problems` has a line for each reason
-    why runs are not drawn."""
+    why some runs are not drawn."""
 
     axis: str
     kind: str  # "validation" or "training"
@@ -75,9 +76,10 @@ class Chart:
 
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
-    """Return a chart over each axis. It shows the runs whose losses are on the same text as those of most runs:
-    validation losses, or training losses if no run has enough validation losses for a curve. Arms have the same names
-    as in the verdicts against the run `baseline`."""
+    """Return one chart for each of the `axes`. All charts show the validation losses of the runs, or the training
+    losses if no run has enough validation losses for a curve. Runs are left out if their losses were not measured on
+    the text that most runs share. Runs that differ only in the seed share a curve, which has the same name as in the
+    verdicts against the run `baseline`."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -89,7 +91,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
             finite = [each for each in found if each.loss is not None and abs(each.loss) < LARGEST_LOSS]
             events[record.name] = finite[::-1]
     records = [record for record in records if record.name in events]
-    for kind in (*KINDS, "validation"):  # the first one with a curve, or else validation
+    for kind in (*KINDS, "validation"):  # the first kind with enough losses for a curve, or else validation
         of_kind, basis_of = KINDS[kind]
         bases = {record.name: basis_of(record) for record in records}
         losses = {name: [each for each in of_run if isinstance(each, of_kind)] for name, of_run in events.items()}
@@ -116,7 +118,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
     charts = []
     for axis in axes:
-        places: dict[str, dict[int, tuple[float, float]]] = {}  # by run and step: place on the axis, and loss
+        places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
         left_out = {reason: [*names] for reason, names in reasons.items()}
         for name, record in drawn.items():
             try:
@@ -138,8 +140,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
 
 
 def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:
-    """Return the mean of the runs at those steps where all of them have a loss. Each run is given as place on the axis
-    and loss, by step."""
+    """Return the curve of the runs' mean loss at the steps at which all runs have a loss. Each of the `runs` maps a
+    global step to a place on the axis and a loss."""
     steps = [step for step in runs[0] if all(step in run for run in runs)] if runs else []
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
     if len(runs) < 2:
@@ -149,8 +151,8 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
-    """Return the key of an event that gives its place on an axis, and the factor that turns it into the axis's unit.
-    Raises UserError if the price or the FLOPs per token are not known."""
+    """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
+    the axis's unit. Raises UserError if the axis needs a price or FLOPs per token, and the run's are not known."""
     if axis == "dollars":
         price = record.train.get("price_per_hour")
         if not isinstance(price, int | float):
@@ -164,7 +166,7 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """Return a note that names the loss of the verdicts if the chart draws another loss, or else ""."""
+    """Return a note if the verdicts compare another kind of loss than the chart shows, or else an empty text."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -178,7 +180,8 @@ def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: s
 
 
 def svg(chart: Chart, references: Mapping[str, float]) -> str:
-    """Return a chart as an <svg> element. Its labels are text instead of outlines; matplotlib escapes them."""
+    """Return a chart as an <svg> element. Its labels are text instead of outlines of letters; matplotlib escapes the
+    text."""
     drawn = io.StringIO()
     _draw(chart, references, "", "svg", drawn)
     text = drawn.getvalue()
@@ -186,9 +189,9 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
-    """Draw the curves, with a dotted line for each reference (label: loss), into `target`, in the format `kind`. A
-    reference outside the shown range is only named in the legend, with an arrow. Replicates have a band from their
-    lowest loss to their highest. `note` is printed below the axes."""
+    """Draw the chart into `target`, in the format `kind`. Each reference (label: loss) is a dotted line; a reference
+    outside the shown range is only in the legend, with an arrow. A curve of several runs has a band from their lowest
+    loss to their highest. `note` is printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -226,7 +229,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         if note:
             figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color=FAINT, parse_math=False)
         with warnings.catch_warnings(), plt.rc_context({"svg.fonttype": "none"}):
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such glyphs are drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # missing glyphs are drawn as boxes
             empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(target, format=kind, metadata=empty)
     finally:
@@ -242,9 +245,9 @@ def _plain(text: str) -> str:
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """Return the lowest and the highest loss to show. The range holds the whole curves, or only the rest of each curve
-    if the steep first part would take more than half of the height. It also holds the references that are near the
-    curves."""
+    """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves, unless the
+    steep first part of the curves would take more than half of the height; then it contains the curves without this
+    part. The range also contains the references that are near the curves."""
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]
     whole = [*settled, *(y for curve in curves for y in curve.y)]

@@ -26,8 +26,10 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 
 def fits(table: RunsTable) -> Iterator[str]:
-    """Yield a sentence for each fit: test or validation losses over at least three global batches, and reported device
-    memory over reported microbatches. The first is inconclusive if another setting differs that losses depend on."""
+    """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
+    over the global batch size; it takes at least three different batch sizes, and is inconclusive if another setting
+    that affects the loss differs between the runs. The second fit is of device memory over microbatch size, both as
+    reported by others (reported.json)."""
     columns = {column.key: column.cells for column in table.columns}
     batches = columns.get("global_batch", ())
     if "reported_global_batch" in columns:
@@ -44,7 +46,7 @@ def fits(table: RunsTable) -> Iterator[str]:
             reason = f"Loss over the global batch: inconclusive, because {others[0]} differs, too" if others else ""
             yield reason or _batch_fit(points)
             break
-    # By device memory, the smallest microbatch that is reported for it, which fits on all devices with that memory.
+    # The smallest microbatch that is reported for each device memory, because it fits on all devices with this memory.
     smallest: dict[float, float] = {}
     for reported in (each.reported for each in table.records if each.reported is not None):
         size, memory = reported.value("microbatch_size"), reported.memory_gib
@@ -59,7 +61,8 @@ def fits(table: RunsTable) -> Iterator[str]:
 
 
 def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
-    """Return a sentence on the least-squares parabola of losses over ln(sequences) and on its lowest point."""
+    """Fit a parabola to losses over ln(sequences per global batch) by least squares, and return a sentence with the
+    parabola and its lowest point."""
     x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()

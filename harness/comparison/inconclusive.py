@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inconclusive:
-    """The reason why there is no result. Functions return it instead of raising, so that other results can be shown
-    beside it. As text: "inconclusive, because" and the reason."""
+    """The reason why a function has no result. Functions return an object of this class instead of raising an error, so
+    that other results can be shown beside it. As text, it is "inconclusive, because" and the reason."""
 
     reason: str
 

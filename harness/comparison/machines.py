@@ -1,6 +1,7 @@
-"""Time and cost of a run's training on the machines of a price list. The time is the run's tokens over a speed, and the
-cost is the time multiplied by the price per hour. The speed was measured on such a machine with the run's model and
-kernels, or else it was reported for the model on such a machine."""
+"""Time and cost of a run's training on each machine of a price list. The time is the run's number of tokens divided by
+the training speed; the cost is the time multiplied by the price per hour. The speed was either measured by this
+program, on the same kind of machine and with the run's model and kernels, or reported by others for the model on the
+same kind of machine."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class KnownSpeed:
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
     """Yield lines of 80 columns with a table of one run's time and cost on each machine, computed from the speeds in
-    the run's folder and in those of `others`. Measured speeds come before reported ones, then the cheapest machine
-    first.
+    the folders of `run` and of `others`. Rows with measured speeds come before rows with reported speeds; within both,
+    the cheapest machine comes first.
 
     Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
     """
@@ -114,9 +115,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 
 
 def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
-    """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens
-    that the whole run has. The run need not have been trained. Returns Inconclusive if the number of tokens is unknown
-    or too large. Raises UserError if a file of the run is wrong."""
+    """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
+    the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the number of tokens
+    is unknown or too large. Raises UserError if a file of the run is wrong."""
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
@@ -146,7 +147,7 @@ def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
     speed = summary.tokens_per_second if summary else None
     is_believable = summary and summary.measured and summary.measured.is_believable and summary.accumulation_steps
     if summary and speed and is_believable and summary.model and summary.microbatch_size:
-        with suppress(UserError):  # a later version's model, with keys that this version does not know
+        with suppress(UserError):  # a later version's model has keys that this version does not know
             model = parse_config(ModelConfig, summary.model, run.summary)
             here = (summary.device, summary.world_size, summary.microbatch_size)
             found.append(KnownSpeed(name, "measured", *here, model, summary.train, speed))

@@ -1,8 +1,8 @@
 """Noise in measured losses, and estimates of differences with their uncertainty.
 
 There are two kinds of noise. Text noise comes from the choice of the text that a loss is measured on, and is estimated
-from the losses of the text's windows. Training noise comes from the random seed, and is estimated from runs that differ
-in `random_seed` alone (all of them read the data in the same order).
+from the losses of the text's windows (its sequences of context length). Training noise comes from the random seed, and
+is estimated from runs that differ in `random_seed` alone (all of them read the data in the same order).
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ class Estimate:
 
 
 def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
-    """Return the mean of `values` (one per window, [windows], in the order of the text) and its standard error over
-    other text of the same kind. Returns Inconclusive if a value is not finite or there are too few windows.
+    """Return the mean of `values` as an estimate for all text of the same kind, with its standard error. `values` has a
+    loss, or a difference of losses, for each window in the order of the text, [windows]. Returns Inconclusive if a
+    value is not finite or there are too few windows.
 
     The standard error is computed from the means of 8 contiguous batches (Schmeiser 1982, Operations Research 30: 556).
-    Neighboring windows resemble each other, because they are often from one document. The means of long batches hardly
-    do.
+    Neighboring windows have similar losses, because they are often from one document. The means of long batches are
+    nearly independent.
     """
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
@@ -78,17 +79,18 @@ def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
 
 
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
-    """Return the variance of a single run's loss within arms, each arm around its own mean: Σ squares / Σ (n − 1). This
-    assumes that seeds spread the losses of all arms equally. None if no arm has two runs."""
+    """Return the variance of a run's loss over seeds, Σ (loss − mean of its arm)² / Σ (n − 1). Each of the `arms` has
+    the losses of n runs that differ only in the seed. This assumes that seeds spread the losses of all arms equally.
+    Returns None if no arm has two runs."""
     df = sum(len(losses) - 1 for losses in arms if len(losses))
     squares = sum(float(np.var(losses)) * len(losses) for losses in arms if len(losses))
     return Variance(squares / df, df) if df > 0 else None
 
 
 def satterthwaite(value: float, parts: Sequence[Variance]) -> Estimate:
-    """Return a difference whose variance is the sum of `parts`, with degrees of freedom by Satterthwaite (1946,
-    Biometrics Bulletin 2: 110). If the parts are the variances of two arms' means, this is Welch's t test (1947,
-    Biometrika 34: 28)."""
+    """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
+    freedom are by Satterthwaite (1946, Biometrics Bulletin 2: 110). If the parts are the variances of two arms' means,
+    this is Welch's t test (1947, Biometrika 34: 28)."""
     variance = sum(part.value for part in parts)
     if variance == 0:
         return Estimate(value, 0.0, min(part.df for part in parts))
@@ -115,8 +117,8 @@ def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
     """Return the number of runs per arm with which a two-sided t test of two arms at 5 % detects `difference` nats with
-    a power of 80 %. The three numbers assume the estimated spread of a run over seeds, and the low and the high end of
-    that spread's 95 % chi-squared interval. A number above MOST_SEEDS is None."""
+    a power of 80 %. The first of the three numbers is for the estimated variance over seeds, `spread`; the others are
+    for the low and the high end of its 95 % chi-squared interval. A number above MOST_SEEDS is returned as None."""
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
     return likely, fewest, most
@@ -131,7 +133,7 @@ def _runs_for(difference: float, deviation: float) -> int | None:
         df, noncentrality = 2 * runs - 2, difference / deviation * math.sqrt(runs / 2)
         critical = special.stdtrit(df, 1 - ALPHA / 2)
         within = special.nctdtr(df, noncentrality, critical) - special.nctdtr(df, noncentrality, -critical)
-        return float(1 - np.nan_to_num(within))  # `within` is NaN at single points far out, where it is nearly 0
+        return float(1 - np.nan_to_num(within))  # far out, where `within` is nearly 0, scipy gives NaN at single points
 
     numbers = range(2, MOST_SEEDS + 1)
     place = bisect_left(numbers, POWER, key=power) if deviation else 0

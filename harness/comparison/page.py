@@ -26,8 +26,9 @@ def render(
     baseline: str | None = None,
     made: str = "",
 ) -> str:
-    """Return the page's HTML, with a chart over each axis on which all curves can be drawn. Escapes whatever comes from
-    files, because names of runs may come from other people. `made` says when and by which command the page was made."""
+    """Return the page's HTML, with a chart over each axis on which all curves can be drawn. Escapes all text from
+    files, because names of runs may come from other people. `references` are losses by label, drawn as lines. `made`
+    says when and by which command the page was made."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -61,8 +62,8 @@ def render(
 
 
 def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
-    """Return the sort key of a column: first the column that the table is sorted by, then losses, then settings that
-    differ and the state, then the rest."""
+    """Return the sort key of a column. It puts the column that the table is sorted by first, then losses, then settings
+    that differ and the state, then the rest."""
     if column.title == table.sorted_by:
         return 0, -1
     if column.quantity in LOSSES:
@@ -71,8 +72,8 @@ def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
 
 
 def _provenance(record: RunRecord) -> list[str]:
-    """Return lines with a run's folder, state, machine, torch and dataset, then a line for each result with its
-    date."""
+    """Return lines with a run's folder, state, machine, version of torch, precision and dataset, then a line for each
+    result with its date."""
     named = {
         "folder": record.directory.path,
         "state": f"{record.state.word} {record.state.detail}".strip(),

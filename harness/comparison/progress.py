@@ -26,7 +26,7 @@ class Progress:
 
 
 def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
-    """Return the percentage of its tokens that an unfinished run has seen, rounded down and at most 99 %."""
+    """Format the percentage of `tokens_wanted` that an unfinished run has seen, rounded down and at most 99 %."""
     return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
 
 
@@ -81,8 +81,8 @@ def read_progress(path: Path) -> Progress | None:
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
-    """Return the scores of the last evaluation of benchmarks in the last training, or an empty list if there was none.
-    Raises UserError if the file cannot be read."""
+    """Return the scores of the last evaluation of benchmarks while training. Returns an empty list if the last training
+    in this metrics.jsonl evaluated none. Raises UserError if the file cannot be read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:
@@ -93,10 +93,11 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
-    """Yield the events of the last training in a metrics.jsonl, the newest first. Stops at an event with a later global
-    step than the event after it, because that event belongs to an earlier training. Yields nothing if the file does not
-    exist or does not contain `with_bytes`. Skips lines that are not events, such as a line that a crash cut off. Raises
-    UserError if the file cannot be read."""
+    """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
+    earlier trainings. Reading backward, the first event with a later global step than the event after it belongs to an
+    earlier training, and the iteration stops there. Yields nothing if the file does not exist or does not contain
+    `with_bytes`. Skips lines that are not events, such as a line that a crash cut off. Raises UserError if the file
+    cannot be read."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Numbers of runs that a comparison shows, each with its basis: the text or task that was measured, identified by
-hashes of its content instead of names. Numbers of different runs compare only if their bases are equal. For each
-missing number there is a reason."""
+"""Quantities that a comparison shows of each run, such as losses, speed and cost. Every number has a basis: the text or
+task that was measured, identified by hashes of its content instead of names. Numbers of different runs can be compared
+only if their bases are equal. Every missing number has a reason."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from harness.runs.throughput import peak_flops
 NATS = "nats/token"
 MONEY, COUNT = "money", "count"  # number styles: amounts down to fractions of a cent; counts such as 163M
 LESS, MORE = True, False  # values of lower_is_better
-SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}  # reported ones compare within one source
+# Quantities whose reported numbers can be compared only within one source.
+SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}
 MEASURED_BY: dict[type[Result], str] = {
     LossResult: "not measured by test_loss.py",
     InstructionResult: "not judged by judge_ift.py",
     BenchmarkResult: "not measured by evaluate_benchmarks.py",
 }
-MEASURED_TOO = "; measured, too: "  # in a remark on the best checkpoint, before the names of others
+MEASURED_TOO = "; measured, too: "  # in remarks, before the names of the other measured checkpoints
 UNKNOWN = "not recorded"
 # The reason for a missing number, by the key of the quantity. Quantities without an entry have UNKNOWN.
 MISSING = {
@@ -38,7 +39,7 @@ MISSING = {
     "peak_memory": "recorded at the end of a run",
 }
 DIVERGED = "its test loss is not finite"
-# The better direction of lm-eval's metrics, as lm-eval registers it, because metrics.jsonl does not record it.
+# Whether a lower value of a metric is better, as registered in lm-eval. metrics.jsonl does not record this.
 LOWER_IS_BETTER = {
     **dict.fromkeys(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all"), MORE),
     **dict.fromkeys(("exact_match", "f1", "mcc", "bleu", "chrf", "likelihood"), MORE),
@@ -55,7 +56,7 @@ class Basis:
     words: str = field(compare=False)
 
 
-ANY_BASIS = Basis("any", "")  # of quantities that always compare: tokens, seconds, dollars
+ANY_BASIS = Basis("any", "")  # of quantities that can always be compared: tokens, seconds, dollars
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by th
 
 
 def comparable_groups(values: Sequence[Values]) -> list[Group]:
-    """Group the measurements of runs by basis. `values` has one entry per run. The largest group comes first; groups of
-    the same size are in the order of the runs."""
+    """Group the measurements of several runs by basis (the text or task that was measured). `values` has one entry per
+    run. The largest group comes first; groups of the same size are in the order of the runs."""
     groups: dict[Basis, dict[int, Measurement]] = {}
     for position, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
@@ -86,9 +87,9 @@ def comparable_groups(values: Sequence[Values]) -> list[Group]:
 
 @dataclass(frozen=True)
 class Quantity:
-    """The heading of a column and the source of its numbers. `measure` returns a run's own number, or the reason why it
-    has none. `report` gives the number that others reported: the name of a figure in reported.json, the name of a
-    property of `Reported`, or a function."""
+    """Heading of a column and source of its numbers. `measure` returns a run's own number, or the reason why it has
+    none. `report` selects the number that others reported: it is the name of a figure in reported.json, the name of a
+    property of `Reported`, or a function that computes the number."""
 
     key: str  # in --sort and --json
     title: str
@@ -118,7 +119,7 @@ class Quantity:
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
-        """Return the number that the run's reported.json gives, or Inconclusive if it gives none."""
+        """Return the number that others reported for the run in its reported.json, or Inconclusive if there is none."""
         reported, report, value = record.reported, self.report, None
         if reported is not None and isinstance(report, str):
             value = getattr(reported, report, None) or reported.value(report)
@@ -160,8 +161,8 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
 
 
 def training_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's training losses: train split and context length. None if the split's hash is not
-    recorded."""
+    """Return the basis of a run's training losses (its train split and context length), or None if the split's hash is
+    not recorded."""
     split, context = record.dataset.get("train"), record.model.get("context_length")
     digest = split.get("sha256") if isinstance(split, dict) else None
     if not isinstance(digest, str):
@@ -171,7 +172,8 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """Return the basis of a run's validation losses, or None if their text is not recorded."""
+    """Return the basis of a run's validation losses (the text that they were measured on), or None if it is not
+    recorded."""
     text, name = validation_text(record.model, record.train, record.dataset), record.dataset.get("name")
     if text is None:
         return None
@@ -183,14 +185,16 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
-    """Return a number of the run's summary, or while there is none, of its progress."""
+    """Return the field `in_summary` of a finished run's summary. If the run has no summary yet, returns the field
+    `in_progress` of its progress."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss, None if it is not recorded, or Inconclusive if validation was off."""
+    """Return the last validation loss. Returns None if it is not recorded, or Inconclusive if the run is trained
+    without validation."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -202,8 +206,8 @@ def _best_loss(record: RunRecord) -> Number:
 
 
 def final_validation_losses(record: RunRecord) -> Values:
-    """Return the last validation loss for a verdict. It is NaN if a finished run ended with a loss that is not
-    finite."""
+    """Return the last validation loss, to be used in a verdict. If a finished run ended with a loss that is not finite,
+    returns NaN instead of Inconclusive."""
     summary, basis = record.summary, validation_basis(record)
     values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
     is_validated = record.train.get("validation_interval") is not None
@@ -228,8 +232,8 @@ def _of_model(key: str, record: RunRecord) -> Number:
 
 
 def loss_basis(result: LossResult) -> Basis:
-    """Return the basis of a test loss. Test losses have the same basis if the tokens, their division into windows, and
-    the precision are the same."""
+    """Return the basis of a test loss, which identifies what was measured. Test losses have the same basis, and can be
+    compared, if the tokens, their division into windows, and the precision are the same."""
     tokenizer = result.text.tokenizer
     words = f"{_text_words(result)}, in {result.precision}"
     words += "" if tokenizer == "gpt2" else f", tokenizer {tokenizer[:8]}"
@@ -242,13 +246,14 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return the basis of bits per byte for each basis of a test loss. Bits per byte compare on the same slice of
-    tokens, and also on the same text in other tokens.
+    """Return a dict from the basis of each test loss to the basis of the bits per byte in the same result. A basis
+    identifies what was measured. Bits per byte can be compared if they were measured on the same slice of tokens, and
+    also if they were measured on the same text in other tokens.
 
-    Results do not record whether two datasets with different tokenizers hold the same text. They count as the same text
-    if both were measured in the same precision and from the first token of a split of the same name, and if their
-    numbers of bytes differ by at most one window. The last tokens of a split that do not fill a window are not
-    measured.
+    Results do not record whether two datasets with different tokenizers hold the same text. The datasets count as the
+    same text if both were measured in the same precision and from the first token of a split of the same name, and if
+    the measured numbers of bytes differ by at most one window. They may differ because the last tokens of a split are
+    not measured if they do not fill a window.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
@@ -277,12 +282,12 @@ def _measurements(
     basis_of: Callable[[AnyResult], Basis],
     read: Callable[[AnyResult], tuple[float | None, str] | None],
 ) -> Values:
-    """Return a run's measurements by one of the measuring commands, one for each basis, or the reason why there are
-    none. `read` returns a result's number and its uncertainty, or None if the result does not hold this quantity.
+    """Return a run's measurements from its results of the class `kind`, one for each basis, or the reason why there are
+    none. `read` returns a result's number and its uncertainty, or None if the result does not have this quantity.
 
-    The measurement is that of the best checkpoint, or else of the latest, or else of the checkpoint with the highest
-    step. Its remark names the checkpoint, unless it is the best and the only one measured. Results of an earlier
-    training, whose checkpoints were moved to aside/, are left out.
+    For each basis, uses the result of the best checkpoint, or else of the latest, or else of the checkpoint with the
+    highest step. The remark names this checkpoint, unless it is the best one and no other was measured. Results of an
+    earlier training, whose checkpoints were moved to aside/, are left out.
     """
 
     def preference(result: Result) -> tuple[bool, bool, int, str]:
@@ -335,7 +340,7 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
     found = _measurements(
         record, LossResult, lambda result: bases[loss_basis(result)], lambda result: (result.bits_per_byte, "")
     )
-    if isinstance(found, Inconclusive):  # a test loss without bits per byte, or the reason why there is no test loss
+    if isinstance(found, Inconclusive):  # there is no test loss, or only one without bits per byte
         losses = _finite_test_losses(record)
         return losses if isinstance(losses, Inconclusive) else Inconclusive("bytes of its test text not known")
     bits = []
@@ -347,8 +352,8 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 
 
 def judging_basis(result: InstructionResult) -> Basis:
-    """Return the basis of an instruction score. Scores compare if the answers were judged together, or if each model's
-    answers were judged alone with the same judge, prompt, questions and number of repeats."""
+    """Return the basis of an instruction score. Scores can be compared if the answers were judged together, or if each
+    model's answers were judged alone with the same judge, prompt, questions and number of repeats."""
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
     words = f"{result.questions} questions ({result.questions_sha256[:8]}), judge {result.judge}"
     if len(result.judged_with) > 1:
@@ -365,7 +370,8 @@ def _scores(record: RunRecord) -> Values:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """Return the basis of a benchmark's scores: number of shots, examples, version of lm-eval, and precision."""
+    """Return the basis of a benchmark's scores. Scores can be compared if their basis is the same: number of shots,
+    examples, version of lm-eval, and precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
@@ -382,7 +388,7 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
 
 
 def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
-    """Return the score of the last evaluation while training. Its basis never equals that of a score by
+    """Return the score of the last evaluation while training. Its basis is never equal to the basis of a score by
     evaluate_benchmarks.py, because training does not record lm-eval's version."""
     event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
     if event is None or event.value is None:
@@ -408,7 +414,7 @@ def _mfu(record: RunRecord) -> Number:
 
 def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
     """Return the MFU in percent, computed from the reported speed: model FLOPs over the devices' peak (PaLM,
-    arXiv:2204.02311). None if the speed, the peak or the model is not known."""
+    arXiv:2204.02311). Returns None if the speed, the peak or the model is not known."""
     speed, peak = reported.training_speed, peak_flops(reported.device)
     if speed is None or peak is None or record.shape is None:
         return None
@@ -416,8 +422,8 @@ def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
 
 
 def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord) -> Number:
-    """Return the total seconds or dollars, minus those of the phase `without` if it is not "". None if they are not
-    recorded."""
+    """Return the total seconds or dollars (`what`) of a run, minus those of the phase `without` if a phase is given.
+    Returns None if they are not recorded, or Inconclusive if the price per hour is missing."""
     spent: Mapping[str, float] = getattr(record, what)
     if what == "dollars" and "total" in record.seconds and "total" not in spent:
         return Inconclusive("no price_per_hour in its train.json")
@@ -426,7 +432,8 @@ def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord)
     return spent["total"] - spent.get(without, 0.0) if {"total", "training"} <= spent.keys() else None
 
 
-# The basis of a number that the run itself recorded, by the key of the quantity. Other quantities always compare.
+# The function that returns a number's basis, by the key of the quantity, for numbers that the run itself recorded.
+# Numbers of other quantities can always be compared.
 BASES = {"train_loss": training_basis, **dict.fromkeys(("validation_loss", "best_validation_loss"), validation_basis)}
 _parameters, _active_parameters = (partial(_of_model, key) for key in ("parameters", "active_parameters"))
 _train_loss, _speed = partial(_latest, "final_train_loss", "train_loss"), partial(_latest, *("tokens_per_second",) * 2)

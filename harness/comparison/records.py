@@ -1,6 +1,6 @@
-"""Records of runs for a comparison, read from a run's folder: configuration, progress, results, and figures that others
-reported. Loads no torch. A broken file becomes a line in the record's `problems`, and the other files are still
-read."""
+"""Records of runs for a comparison. Each is read from a run's folder: configuration, progress, results, and figures
+that others reported. Loads no torch. If a file is broken, the record's `problems` has a line for it, and the other
+files are still read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import cost_by_phase
 from harness.runs.train_config import BUDGETS, load_train_config
 
-# The processes of a run on another machine cannot be seen. It counts as going on for this long after its last line.
+# Processes on another machine cannot be checked. A run there counts as "going on" until its metrics.jsonl has had no
+# new line for this long.
 BELIEVED_SILENCE_SECONDS = 900.0
 
 StateWord = Literal[
@@ -66,7 +67,7 @@ class RunRecord:
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
     trained_in: str = ""  # precision of these benchmarks
     reported: Reported | None = None
-    best: str | None = None  # the checkpoint that the link names; None if there is none
+    best: str | None = None  # name of the checkpoint that the link `best` points to; None without such a link
     latest: str | None = None
     aside: frozenset[str] = frozenset()  # checkpoints of earlier trainings, in aside/; their results do not count
     problems: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ class RunRecord:
             device = summary.device if summary else saved.device if saved else None
             trained_in = (saved.precision if saved else None) or f"auto on {device}"
         reported = attempt(lambda: read_reported(run))
-        # realpath accepts a loop of links
+        # os.path.realpath does not fail on a loop of links
         links = [Path(os.path.realpath(run.checkpoints / link)) for link in (BEST, LATEST)]
         best, latest = (path.name if path.is_dir() else None for path in links)
         return cls(
@@ -149,7 +150,7 @@ class RunRecord:
 
     @property
     def shape(self) -> ModelConfig | None:
-        """Configuration of the model. None if it is not known, or if this version cannot represent it."""
+        """Configuration of the model, or None if it is not known or cannot be represented by this version."""
         try:
             return ModelConfig.model_validate(dict(self.model))
         except ValidationError:
@@ -172,8 +173,9 @@ class RunRecord:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds by phase, and in total; empty if nothing was recorded. For an unfinished run, the phases are those up
-        to its latest checkpoint, and the total is that of its last report or of this checkpoint, whichever is more."""
+        """Seconds by phase, and in total. Empty if nothing was recorded. For an unfinished run, the phases are counted
+        up to its latest checkpoint, and the total is the larger of their sum and the seconds in the last line of
+        metrics.jsonl."""
         if self.summary:
             return self.summary.seconds
         phases = self.meta.seconds if self.meta else {}
@@ -192,7 +194,8 @@ class RunRecord:
         return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
     def recorded(self, key: str) -> Any:
-        """Return a value of the summary, or else of the latest checkpoint's meta.json, or else None."""
+        """Return the value of `key` in the summary, or in the latest checkpoint's meta.json if there is no summary.
+        Returns None if the value is in neither."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
 
@@ -204,7 +207,7 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
         folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
         if not folders:
             raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
-        return [RunDirectory(path) for path in folders]  # names are not checked here
+        return [RunDirectory(path) for path in folders]  # names of found folders are not checked
     found = {run.path.name: run for name in names for run in RunDirectory.find_all(runs_dir, name)}
     for run in found.values():
         if not _is_run(run.path):
@@ -235,8 +238,8 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
-    """Return True if model.json asks for another shape or train.json for another or a larger budget than the training
-    that `summary` records. Returns False if they cannot be read."""
+    """Return True if model.json differs in shape from the model that `summary` records, or if train.json has another
+    kind of budget or a larger budget. Returns False if model.json or train.json cannot be read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         wanted = train.model_dump(include={*BUDGETS})
@@ -249,7 +252,7 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 def _unfinished_state(
     run: RunDirectory, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
-    """Return the state of a run without a summary, or whose files ask for more than its summary records
+    """Return the state of a run that has no summary, or whose configuration files ask for more than its summary records
     (`is_outdated`)."""
     held = is_held(run.path / ".lock")
     if not held and (end := _last_end(run)):
@@ -267,8 +270,8 @@ def _unfinished_state(
 
 
 def _last_end(run: RunDirectory) -> State | None:
-    """Return how the last sweep that trained the run ended it, failed or pruned, as sweep.log says. None if sweep.log
-    says neither since it last recorded a start, or if the run was trained without a sweep after that."""
+    """Return the state "failed" or "pruned" if sweep.log records this end after the last start of the run. Returns None
+    if sweep.log records neither, or if the run was trained without a sweep afterwards."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None

@@ -1,4 +1,5 @@
-"""Table with a row for each run, as text of 80 columns and as JSON. Numbers share a column only if they compare."""
+"""Table with a row for each run, as text of 80 columns and as JSON. Numbers are in the same column only if they can be
+compared."""
 
 from __future__ import annotations
 
@@ -30,18 +31,18 @@ from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
 
-LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, the first one first
+LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, in order of preference
 WIDTH = 80
 GAP = "  "
 LONGEST_NAME = 34  # of a run; a longer name is cut in its middle
-FEW_SETTINGS = 4  # if more differ, each run lists only its unusual values
+FEW_SETTINGS = 4  # if more settings differ, each run lists only its unusual values
 LONGEST_SETTING = 28
 LONGEST_WORD = 28  # of a heading
 MOST_COLUMNS = 10  # of the table as text
 HASH_CHARACTERS = 8
 LARGEST_SHOWN = 1e15
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# Short headings of the columns of the table as text, the most important first. Columns that do not fit in one block
+# Short headings of the columns of the table as text, the most important first. Columns that do not fit in 80 characters
 # are in --json and --html only.
 HEADINGS = {
     "state": "state",
@@ -58,8 +59,8 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and its text. If there is no value, they are None and "", and `remark` is the reason. Otherwise `remark`
-    is what a reader must know about the value, if anything."""
+    """Value of one run in one column, and its text. If there is no value, `value` is None, `text` is empty, and
+    `remark` is the reason. Otherwise `remark` has what a reader must know about the value, or is empty."""
 
     value: Any
     text: str
@@ -69,8 +70,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table. `about` describes the basis of its numbers, or is empty. `lower_is_better` is None if
-    neither direction is better."""
+    """One column of the table. `about` describes what its numbers were measured on, or is empty. `lower_is_better` is
+    None if neither direction is better."""
 
     key: str
     title: str
@@ -86,7 +87,8 @@ class Column:
 
     @property
     def quantity(self) -> str:
-        """Key without the prefix of reported figures and without the number of a further basis."""
+        """Key of the column's quantity: `key` without the prefix for reported figures ("reported_") and without the
+        number that a further column of the same quantity has (":2")."""
         return self.key.removeprefix("reported_").partition(":")[0]
 
     @property
@@ -98,7 +100,8 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Short title, with "reported" for reported figures and with the number of a further basis."""
+        """Short title. It also says "reported" for reported figures, and has the column's number if the quantity has
+        several columns."""
         if self.quantity not in HEADINGS:
             unit = "" if self.unit == NATS else self.unit
             return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())
@@ -132,9 +135,10 @@ class RunsTable:
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """Return the table sorted by the column `key`, the best or lowest value first and empty cells last, or by
-        "name". If `key` is None, sorts by the first column of LOSSES that two runs have; runs without this loss are
-        sorted by the next. Raises UserError naming the nearest key if no column has this key."""
+        """Return the table sorted by the column `key`, the best or lowest value first and empty cells last. The key
+        "name" sorts by the runs' names. If `key` is None, sorts by the first column of LOSSES that two runs have; runs
+        without this loss are sorted by the next column of LOSSES. Raises UserError naming the nearest key if no column
+        has the given key."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -159,8 +163,8 @@ def is_number(value: object) -> bool:
 
 
 def number_text(value: float, style: str) -> str:
-    """Return a number as text. `style` is a format specification, MONEY or COUNT. An implausibly large number becomes a
-    power of ten."""
+    """Format a number. `style` is a format specification, MONEY or COUNT. A number of 1e15 or more, which is
+    implausible, is written with a power of ten."""
     if abs(value) >= LARGEST_SHOWN:
         return format(value, ".2e")
     if style == MONEY:
@@ -194,8 +198,8 @@ def machine_of(record: RunRecord) -> str | None:
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     """Return a column for each setting with more than one value: keys of model.json and train.json, then the dataset's
-    content, the machine, torch and the precision. A run that lacks a key, such as a run of an earlier version, does not
-    count as a further value."""
+    content, the machine, torch and the precision. If a run lacks a key, such as a run of an earlier version, the
+    missing value does not count as another value."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
@@ -226,9 +230,9 @@ def _as_text(value: object) -> str:
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """Return the columns of a quantity: one for the largest group of runs that compare, and one for each other group of
-    two runs or more. Figures that others reported have columns of their own, never mixed with numbers that were
-    measured here."""
+    """Return the columns of a quantity. There is one for the largest group of runs whose numbers can be compared, and
+    one for each other group of two or more such runs. Figures that others reported have columns of their own, and are
+    never mixed with numbers that were measured here."""
     values = [quantity.values(record) for record in records]
     groups = comparable_groups(values)
     shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
@@ -247,7 +251,7 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
         theirs = _columns(quantity, reported, ["not reported"] * len(records), is_reported=True)
         theirs = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in theirs]
         return columns + theirs
-    # The user's own runs give the reason why they have no number.
+    # A run without reported.json has no number of either kind. Its remark says why it has none of its own.
     reasons = ["not reported" if record.reported else own for record, own in zip(records, reasons, strict=True)]
     return _columns(quantity, reported, reasons, is_reported=True)
 
@@ -255,8 +259,8 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 def _columns(
     quantity: Quantity, groups: Sequence[Group], reasons: Sequence[str], *, is_reported: bool = False
 ) -> list[Column]:
-    """Return a column for each group, with distinct keys and titles. `reasons` has the remark of each row's cell where
-    it is empty."""
+    """Return a column for each group, with distinct keys and titles. `reasons` has one remark per row, which is used if
+    the row's cell is empty."""
     columns = []
     for number, (basis, members) in enumerate(groups, 1):
         cells = []
@@ -361,8 +365,8 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of a table. Headings are wrapped over their columns. Columns whose heading is in `left` are
-    aligned to the left, others to the right."""
+    """Yield the lines of a table. Headings are wrapped to the width of their columns. Columns whose heading is in
+    `left` are aligned to the left, others to the right."""
     columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
         width = max(map(len, [*cells, *heading.split()]))
@@ -379,7 +383,7 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text in lines of 80 columns, safe for a terminal. Lines after the first are indented."""
+    """Return the text wrapped to lines of 80 columns, safe for a terminal. Lines after the first are indented."""
     following = " " * indent
     return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
 
@@ -401,8 +405,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def table_json(table: RunsTable) -> dict[str, Any]:
-    """Return the table as JSON: `columns` by key, and `runs` in the table's order. A run has `values` by the same keys.
-    The value of an empty cell is null, with a `remark` that says why."""
+    """Return the table as JSON: `columns` by key, and `runs` in the table's order. The `values` of a run have the same
+    keys as the columns. The value of an empty cell is null, with a `remark` that says why."""
     return {
         "columns": {
             column.key: {

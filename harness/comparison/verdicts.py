@@ -1,4 +1,5 @@
-"""Verdicts on arms against the baseline: better, worse or inconclusive, with the reason."""
+"""Verdicts on arms (groups of runs that differ only in the seed) against the baseline: better, worse or inconclusive,
+with the reason."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ Word = Literal["better", "worse", "inconclusive"]
 
 @dataclass(frozen=True)
 class Arm:
-    """A setting, trained in one run or in several runs that differ in `random_seed` alone. `losses` has the loss of
-    each run in nats per token; all arms of a comparison use the same text. `windows` has an array [windows] per run
-    with the losses of the text's windows, or is None if a run lacks them. `names` has the names of the runs, if they
-    are known."""
+    """One run, or several runs that differ in `random_seed` alone. `losses` has the loss of each run in nats per token;
+    all arms of a comparison are measured on the same text. `windows` has, for each run, the losses of the text's
+    windows (sequences of context length) as an array [windows], or is None if a run lacks them. `names` has the names
+    of the runs, if they are known."""
 
     name: str
     losses: Sequence[float]
@@ -46,13 +47,14 @@ class Arm:
 
     @property
     def flaw(self) -> str:
-        """Reason why the arm cannot be compared: it has no run, or a loss that is not finite. Empty if it can."""
+        """Reason why the arm cannot be compared: it has no run, or a loss that is not finite. Empty if the arm can be
+        compared."""
         lost = [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
         if not self.losses:
             return f"{self.name} has no run with this loss"
         if np.isfinite(self.losses).all():
             return ""
-        if list(self.names) == [self.name]:  # the arm is called as its only run
+        if list(self.names) == [self.name]:  # the arm has the name of its only run
             return f"the loss of {self.name} is not finite"
         which = f" ({abbreviated(lost)})" if lost else ""
         count, are = (f"{len(lost)} losses", "are") if len(lost) > 1 else ("a loss", "is")
@@ -60,13 +62,13 @@ class Arm:
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
-        """Loss of each window, averaged over runs, [windows]."""
+        """Mean loss of each window over the runs, [windows]."""
         return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Variance that the choice of text gives to a run's loss relative to its replicates, in nats². None if it
-        cannot be estimated."""
+        """Part of the variance of a run's loss, in nats², that comes from text noise which differs between the
+        replicates: other text would change their losses by different amounts. None if this part cannot be estimated."""
         if self.windows is None or self.runs < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
@@ -112,16 +114,17 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
     - Both arms have two runs or more: Welch's interval for training noise. Text noise is added if it is known.
     - One of the two arms has a single run: the pooled spread of all arms that have replicates is used, and the sentence
-      says so. If the arm of the single run is 4 times as noisy, the interval covers 65 % or less.
+      says so. If the arm of the single run is 4 times as noisy as the others, the 95 % interval contains the true
+      difference in 65 % of experiments or fewer.
     - No arm has replicates: inconclusive. `difference.text` still has the interval for these trained models on other
       text.
 
-    Intervals for 3 to 5 runs per arm cover 93.4 to 96.5 % for normal losses whose standard deviations differ by up to a
-    factor of 4. With 2 runs in an arm they cover 90 to 98 %, because Welch's degrees of freedom are then a poor
-    estimate. With Holm's correction, 2 to 8 arms without effect give a false alarm in 1.5 to 5 % of experiments if all
-    arms have the same number of runs and their standard deviations differ by at most a factor of 2. If several arms do
-    differ from the baseline, it is less likely that all their intervals hold than that each one holds (5 arms of 10
-    runs: 91 %).
+    With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
+    standard deviations differ by up to a factor of 4. With 2 runs in an arm, 90 to 98 % of them do, because Welch's
+    degrees of freedom are then a poor estimate. With Holm's correction, 2 to 8 arms without effect give a false alarm
+    in 1.5 to 5 % of experiments if all arms have the same number of runs and their standard deviations differ by at
+    most a factor of 2. If several arms do differ from the baseline, all intervals together contain their true
+    differences less often than a single interval does (5 arms of 10 runs: 91 %).
     """
     differences = [difference_of(baseline, arm, [baseline, *arms]) for arm in arms]
     tested = [each.both for each in differences if isinstance(each, Difference) and each.both]
@@ -140,8 +143,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
-    """Estimate the difference of two arms. `arms` has all arms of the comparison, for the pooled spread. Returns
-    Inconclusive if one of the two arms has no run or a loss that is not finite."""
+    """Estimate the loss of `arm` minus that of `baseline`. `arms` has all arms of the comparison, which are needed to
+    pool the spread over seeds. Returns Inconclusive if one of the two arms has no run or a loss that is not finite."""
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
     pair = (baseline, arm)
@@ -179,7 +182,8 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
-    """Return the verdict on an arm without an estimate of training noise. Text noise may be known."""
+    """Return an inconclusive verdict on an arm whose training noise could not be estimated. If text noise is known, the
+    sentence says whether the difference is within it."""
     reason = "training noise is unknown"
     if difference.training is not None:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
@@ -197,7 +201,8 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
 def _tested(
     baseline: Arm, arm: Arm, difference: Difference, both: Estimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict by the interval of `both` at level 1 − alpha. `tests` is the number of arms tested."""
+    """Return the verdict on an arm by the interval of `both`, the difference with all known noise, at level 1 − alpha.
+    The sentence mentions `tests`, the number of arms tested."""
     low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     digits, is_unclear = _digits(interval), both.may_be_zero(alpha)
@@ -228,10 +233,11 @@ def _tested(
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
-    """Return sentences on training noise and on the number of seeds that it takes to detect 0.01 nats. For inconclusive
-    verdicts that training noise alone can explain, they also give the seeds to detect a difference as large as the one
-    seen; if text noise that more seeds do not reduce can explain it, they also say so. `arms` are all compared arms,
-    including the baseline. The numbers are those of a t test of two arms, without Holm's correction and text noise."""
+    """Return sentences on training noise and on the number of seeds that it takes to detect 0.01 nats. If training
+    noise alone can explain the difference of an inconclusive verdict, they also give the number of seeds to detect a
+    difference of this size. If text noise that more seeds do not reduce can explain the difference, they say this, too.
+    `arms` are all compared arms, including the baseline. The numbers are those of a t test of two arms, without Holm's
+    correction and text noise."""
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
         return "Training noise is unknown: 3 seeds of each arm would give a first idea of it."

@@ -1,6 +1,5 @@
-"""Generation of text: rows of tokens grow by one token at a time, and each token is computed once. Also the reading of
-prompts and the printing of samples for test_smoke.py.
-"""
+"""Text generation: rows of tokens that grow by one token at a time, with a key-value cache so that each token is
+computed once. Also reads prompts and prints samples for test_smoke.py."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the prompt's tokens. Raises UserError if the prompt is empty, or if the tokenizer is another model's."""
+    """Return the prompt's tokens. Raises UserError if the prompt is empty, or if the tokenizer is not the model's (it
+    gives a token beyond the model's vocabulary)."""
     tokens = tokenizer.encode(prompt)
     vocab_size = model.config.vocab_size
     if not tokens:
@@ -52,8 +52,8 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
 
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
-    """Return the prompt with up to `count` tokens more. End-of-text ends the text. Raises UserError as `encode_prompt`
-    does."""
+    """Return the prompt continued by up to `count` tokens. The text ends before an end-of-text token. Raises UserError
+    as `encode_prompt` does."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
     return tokenizer.decode(tokens + more)
@@ -69,9 +69,9 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Return up to `count` new tokens for every prompt. A row ends before an end-of-text token, or with the token that
     completes one of `stops`."""
-    # Number of tokens to search for a stop string. Each token has at least one byte, so that a string of n bytes which
-    # was just completed is in the last n tokens. The first of them may begin inside a character, which is why more
-    # tokens are decoded.
+    # Number of last tokens to search for a stop string. Each token has at least one byte, so a stop string of n bytes
+    # that has just been completed is in the last n tokens. The first of these n tokens may begin inside a character.
+    # Decoding CHARACTER_BYTES more tokens completes this character.
     reach = max((len(stop.encode()) for stop in stops), default=0) + CHARACTER_BYTES
     rows = GrowingRows(model, prompts, sampling, tokenizer.vocab_size)
     added: list[list[int]] = [[] for _ in prompts]
@@ -94,8 +94,8 @@ def continue_prompts(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, one by one and without end. They are those of the first of several
-    prompts in `continue_prompts`."""
+    """Yield tokens that continue `prompt`, one by one and without end. They begin with the tokens that
+    `continue_prompts` would return if `prompt` were its first prompt."""
     rows = GrowingRows(model, [prompt], sampling, vocab_size)
     while True:
         yield from rows.grow()
@@ -105,15 +105,15 @@ class GrowingRows:
     """Rows of tokens that grow by a token at a time.
 
     While all rows fit the context, each step computes only the new tokens. After that, the model sees the last
-    `context_length` tokens of each row. Their positions change with every step, so that the cache is useless and each
-    step costs a whole forward pass.
+    `context_length` tokens of each row. Their positions change with every step, so the key-value cache cannot be used,
+    and each step costs a whole forward pass.
     """
 
     def __init__(
         self, model: GPTModel, prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int | None
     ) -> None:
-        """Begin the rows with the prompts. Ids from `vocab_size` on, which exist if the head is padded, are never
-        chosen.
+        """Begin the rows with the prompts. Token ids of `vocab_size` or more, which exist if the output head is padded,
+        are never chosen.
 
         Row i draws with the seed `sampling.seed + i`, so that it does not depend on the other rows. The global random
         state does not change.
@@ -175,13 +175,14 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
     """Return the prompts from the options --prompts (`file`) and --prompt, or the default prompt if neither is given.
-    Raises UserError if both are given, or, naming the file and the line, if the file has no valid prompts."""
+    Raises UserError if both are given, if the file cannot be read or has no prompts, or, with the line's number, if a
+    line of a .jsonl file is not a prompt."""
     if file is None:
         return [default if prompt is None else prompt]
     if prompt is not None:
         raise UserError("--prompt and --prompts: give one of them")
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(), whose other separators are text
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split at more characters
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
@@ -201,7 +202,7 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
                 raise UserError(f"{file}: line {number}: {quoted(value)} is not a prompt; {wanted}")
         prompts.append(value)
     if not prompts:
-        raise UserError(f"{file}: no prompts; each line is one")
+        raise UserError(f"{file}: no prompts; write one on each line")
     return prompts
 
 

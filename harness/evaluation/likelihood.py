@@ -20,11 +20,11 @@ from harness.model.inference import evaluating
 from harness.model.precision import Precision
 
 Tokens = tuple[int, ...]
-# A function that calls another one for each batch, in this process or shared among several, and returns the results in
-# the order of the batches.
+# A function that is called with (work, batches). It calls work(batch) for each batch, in this process or shared among
+# several, and returns the results in the order of the batches.
 EachBatch = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
-LOGITS_AT_ONCE = 2**26  # 256 MiB in fp32, where all logits of a batch of long texts would take gigabytes
+LOGITS_AT_ONCE = 2**26  # 256 MiB in fp32; all logits of a batch of long texts would take gigabytes
 
 
 class Likelihood(NamedTuple):
@@ -62,8 +62,8 @@ def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer that computes log-likelihoods by one model. `vocab_size` is the tokenizer's. Ids from `vocab_size` on,
-    which exist if the head is padded, take part in the softmax, but never count as the likeliest token."""
+    """Scorer that computes log-likelihoods by one model. `vocab_size` is the tokenizer's. Token ids of `vocab_size` or
+    more, which exist if the output head is padded, take part in the softmax, but never count as the likeliest token."""
 
     model: GPTModel
     precision: Precision
@@ -72,15 +72,15 @@ class Scorer:
     each_batch: EachBatch = one_by_one
 
     def sharing(self, each_batch: EachBatch) -> Scorer:
-        """Return a copy of this scorer that processes its batches by `each_batch`."""
+        """Return a copy of this scorer that uses `each_batch` to process its batches."""
         return replace(self, each_batch=each_batch)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
         """Return the likelihood of each (context, continuation). An empty continuation has log-likelihood 0.
 
         Windows are put into batches before the batches are shared among ranks, so that the numbers are the same to the
-        last bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, are computed
-        once.
+        last bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, share one row
+        of a forward pass.
         """
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}

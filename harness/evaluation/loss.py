@@ -1,6 +1,5 @@
-"""Loss of a model on text: of microbatches for validation during training, and of each sequence of a held-out text for
-test_loss.py and model cards. Also the table of several models, and the result that is written to the run.
-"""
+"""Loss of a model on text: of each microbatch, for validation during training, and of each sequence of a held-out text,
+for test_loss.py and model cards. Also formats the losses as a table and writes them to the run's results."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from harness.model.precision import Precision
 from harness.runs.results import LossResult, Text, now, write_loss
 from harness.runs.trained_model import TrainedModel, dataset_of, model_in_run, warned_if_not_kept
 
-# The lab notebook's test slice: FineWeb's validation split beyond what any of its runs validated on.
+# Test text of the lab notebook: the part of FineWeb's validation split that none of the notebook's runs validated on.
 NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
 NOTEBOOK_START_TOKEN = 50_000_000
 NOTEBOOK_BATCHES = 3200
@@ -87,13 +86,13 @@ class TestLoss:
     precision: str
     loss: float  # nats per token
     bits_per_byte: float | None
-    is_exact: bool  # bits_per_byte counts the bytes of the predicted tokens; if false, it uses the split's mean
+    is_exact: bool  # True: bits_per_byte counts the predicted tokens' bytes. False: it uses the split's mean
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Text on which the model in the file `weights` is tested: the loader's first `batches` microbatches of a dataset's
-    split."""
+    """Held-out text on which the model in the file `weights` is tested: the first `batches` microbatches that `loader`
+    reads from a split of a dataset."""
 
     weights: Path
     dataset: Dataset
@@ -116,10 +115,11 @@ class HeldOutText:
     ) -> HeldOutText:
         """Return the text for testing a model with the shape `config` and the weights in the file `weights`.
 
-        The default dataset is the one that the model was trained on, or else the notebook's; it is downloaded if
-        missing. The default split is "test" if there is one, or else "validation". By default the text is the whole
-        split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text starts at that token (unless
-        `start_token` is given) and has at most NOTEBOOK_BATCHES batches, as in the notebook.
+        The default dataset is the one that the model was trained on, or the lab notebook's dataset if that is not
+        known. A missing dataset is downloaded. The default split is "test" if there is one, or else "validation". By
+        default the text is the whole split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text
+        starts at that token (unless `start_token` is given) and has at most NOTEBOOK_BATCHES batches (unless `batches`
+        is given), as in the notebook.
 
         Raises UserError if there is no such dataset, if the split is too short, or if it has token ids that are not in
         the model's vocabulary.
@@ -147,9 +147,9 @@ class HeldOutText:
         return cls(weights, opened, split, TokenLoader(tokens, start, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """Measure the model's loss, with a progress bar on a terminal, and write it to the run that the weights belong
-        to, if they belong to one. If that fails, print a warning. Raises UserError for a precision that the model's
-        device does not compute."""
+        """Measure and return the model's loss, with a progress bar on a terminal. If the weights belong to a run, the
+        loss is also written to the run's results; if writing fails, a warning is printed. Raises UserError if the
+        model's device does not support the precision."""
         device = next(model.parameters()).device
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
@@ -215,8 +215,8 @@ def _number_of_batches(count: int) -> str:
 
 
 def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
-    """Yield lines of 80 columns: the loss of a single model, or of several models one table for each text, lowest loss
-    first, with a description of the text below the table."""
+    """Yield lines of 80 columns. For a single model they give its loss. For several models there is one table for each
+    text, with the lowest loss first. A description of the text follows the loss or the table."""
     if len(measured) == 1:
         test = measured[0][1]
         lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
@@ -253,7 +253,7 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
         # Sequences per optimizer step in the training that produced these weights, or None if meta.json lacks it.
         parts: list[Any] = [model.meta.get(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         batch = math.prod(parts) if all(type(part) is int and part > 0 for part in parts) else None
-        if len(label) > NAME_WIDTH:  # on lines of its own above the numbers
+        if len(label) > NAME_WIDTH:  # the label is on lines of its own above the numbers
             yield from textwrap.wrap(label, COLUMNS, break_on_hyphens=False)
         yield layout.format(
             label if len(label) <= NAME_WIDTH else "",

@@ -1,1 +1,2 @@
-"""Scaling laws: points, isoFLOP profiles, L(N, D), report and chart."""
+"""Scaling laws: the data points, isoFLOP profiles, the law L(N, D) of loss over parameters N and tokens D, report and
+chart."""

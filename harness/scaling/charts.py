@@ -1,5 +1,5 @@
-"""Chart of scaling laws: profiles of equal FLOPs, the best size and the best number of tokens over FLOPs, and the loss
-over FLOPs."""
+"""Chart of scaling laws in four panels: the loss over size in groups of equal FLOPs, the best size and the best number
+of tokens over FLOPs, and the loss over FLOPs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLOURS = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](np.li
 LINE_COLOUR, LAW_COLOUR = "#3b75af", "#a63d10"
 CURVE_POINTS = 200
 REASON_WIDTH = 44
-# First digits of the numbers that label an axis, for axes that span fewer powers of ten than the number before them.
+# Pairs (n, digits): an axis that spans fewer than n powers of ten is labeled at numbers that begin with these digits.
 ROUND = ((1.0, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (2.6, (1, 3)))
 QUIET = {"frameon": False, "fontsize": "small"}
 
@@ -117,7 +117,8 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
-    """Draw the best size, or the best number of tokens, over FLOPs: by the profiles, and by the law."""
+    """Draw the best size, or the best number of tokens, over FLOPs: once by the isoFLOP profiles, and once by the
+    fitted law."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", title=title, xlabel="FLOPs", ylabel=quantity)

@@ -1,4 +1,5 @@
-"""Points that a scaling law is fitted to: size, tokens, FLOPs and final loss of finished runs, or of a CSV file."""
+"""Data points for fitting a scaling law: size, tokens, FLOPs and final loss of trained models, read from the folders of
+finished runs or from a CSV file."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from harness.runs.checkpoint_meta import validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.summary import RunSummary, read_summary
 
-FLOPS_PER_PARAMETER = 6  # and per token: the rule C = 6 N D (Kaplan et al., arXiv:2001.08361, section 2.1)
+FLOPS_PER_PARAMETER = 6  # and per token: C = 6ND for N parameters, D tokens (Kaplan et al., arXiv:2001.08361, 2.1)
 COLUMNS = ("parameters", "flops", "loss")
 OPTIONAL_COLUMNS = ("tokens", "name")
 SAME_SIZE = 0.01  # sizes, or token counts, less than 1 % apart count as one
@@ -51,12 +52,12 @@ class Points:
         return len(self.points)
 
     def without_highest(self, count: int) -> Points:
-        """Return the points without the `count` highest losses, which often belong to models far from any sensible size
-        (Besiroglu et al., arXiv:2404.10102, leave out five). Raises UserError if no points would be left."""
+        """Return the points without the `count` highest losses, which often belong to models whose size is far from the
+        best (Besiroglu et al., arXiv:2404.10102, leave out five). Raises UserError if no points would be left."""
         if not count:
             return self
         if count >= len(self):
-            raise UserError(f"--drop-highest {count:,}: there are {len(self):,} points; leave some")
+            raise UserError(f"--drop-highest {count:,}: there are {len(self):,} points; give a smaller number")
         order = np.argsort(self.loss, kind="stable")
         dropped = abbreviated([f"{self.loss[index]:.3f}" for index in order[-count:]])
         remark = f"the {count:,} highest losses (--drop-highest): {dropped}"
@@ -64,8 +65,8 @@ class Points:
 
 
 def different(values: np.ndarray) -> int:
-    """Return the number of different sizes or token counts. After sorting, a value that is less than 1 % above the
-    value before it counts as the same."""
+    """Return the number of different sizes or token counts in `values`. After sorting, a value that is less than 1 %
+    above the value before it counts as the same."""
     gaps = np.diff(np.sort(np.log(values)))
     return int(np.count_nonzero(gaps > SAME_SIZE)) + 1 if len(values) else 0
 
@@ -97,7 +98,8 @@ class CostLaw:
         return (self.coefficient, self.exponent) == (FLOPS_PER_PARAMETER, 1.0)
 
     def tokens(self, flops: np.ndarray | float, parameters: np.ndarray | float) -> np.ndarray:
-        """Return the number of tokens on which these FLOPs train models of this size; infinite for a size of 0."""
+        """Return the number of tokens on which a model of this size can be trained with these FLOPs; infinite for a
+        size of 0."""
         with np.errstate(divide="ignore", over="ignore"):
             return np.asarray(flops / (self.coefficient * np.asarray(parameters) ** self.exponent))
 
@@ -112,7 +114,8 @@ def read_points(path: Path) -> Points:
     """Read points from a CSV file with the columns parameters, flops and loss, and optionally tokens and name.
 
     If tokens are not given, they are flops / 6 / parameters. Lines that begin with # are comments. Lines whose loss is
-    not finite are left out. Raises UserError naming line and column.
+    not finite are left out. Raises UserError if the file cannot be read or has no points, or, naming line and column,
+    if a value is invalid.
     """
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
@@ -179,10 +182,10 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """Return points with the final validation losses and the exact FLOPs of finished runs. Runs without such a
-    loss, and copies of a run, are named in `left_out`.
+    """Return points with the final validation losses and the exact FLOPs of finished runs. Runs that give no point are
+    named in `left_out` with the reason, such as a run that has not finished, or the copy of another run.
 
-    Raises UserError if the losses of the runs are of different texts, or if no run gives a point.
+    Raises UserError if two runs differ in their validation text or training text, or if no run gives a point.
     """
     points: list[Point] = []
     left_out: list[str] = []
@@ -213,8 +216,8 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
 
 
 def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, object]]:
-    """Return the point of a finished run, and the facts about its texts that must be equal for one law to hold for
-    several runs. Raises UserError with the reason if the run gives no point."""
+    """Return the point of a finished run, and facts about its training and validation text. One law can hold for
+    several runs only if these facts are equal. Raises UserError with the reason if the run gives no point."""
     dataset = summary.dataset or {}
     text = validation_text(summary.model or {}, summary.train, dataset)
     if summary.train.get("initial_weights") is not None:

@@ -1,7 +1,7 @@
 """IsoFLOP profiles: the best size among runs of equal compute, and its growth with compute.
 
-This is approach 2 of Hoffmann et al. (arXiv:2203.15556). In each profile, a parabola of the loss over ln N is fitted.
-Then straight lines in logarithms are fitted to the lowest points of the parabolas.
+This is approach 2 of Hoffmann et al. (arXiv:2203.15556). In each profile, a parabola of the loss over ln N is fitted,
+where N is the number of parameters. Then straight lines in logarithms are fitted to the lowest points of the parabolas.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from harness.scaling.data import CostLaw, Points, different
 
 LEAST_PROFILES = 3
 OWN_SCATTER_POINTS = 8  # profiles of fewer points share one estimate of the scatter
-NEGLIGIBLE_SPREAD = 0.005  # of ln FLOPs in a profile
+NEGLIGIBLE_SPREAD = 0.005  # range of ln FLOPs in a profile
 NOT_COMPUTED = Inconclusive("the intervals have not been computed")
-UNDETERMINED = 0.025  # largest part of a profile's draws that may have no lowest point
+UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may have no lowest point
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Profile:
     """A group of points with nearly equal compute, the least-squares parabola of their losses, and what is needed to
     compute its uncertainty."""
 
-    flops: float  # their geometric mean
-    members: np.ndarray  # indices of its points
+    flops: float  # geometric mean of the points' FLOPs
+    members: np.ndarray  # indices of the group's points
     parabola: np.ndarray  # [3]: the loss is c0 + c1 x + c2 x^2 with x = ln N - middle
     middle: float
     root: np.ndarray  # [3, 3]: root @ root.T is the parabola's covariance for residuals of variance 1
@@ -46,7 +46,8 @@ class Profile:
 
     @property
     def scatter(self) -> float:
-        """The points' standard deviation about the parabola in nats; 0 if three points determine it."""
+        """The points' standard deviation about the parabola in nats. It is 0 if there are only three points, which
+        determine a parabola exactly."""
         return float(np.sqrt(self.squares / self.freedom)) if self.freedom else 0.0
 
     def loss(self, parameters: np.ndarray) -> np.ndarray:
@@ -60,7 +61,7 @@ class PowerLaw:
 
     exponent: Estimate
     line: np.ndarray  # [2]: slope and intercept of ln quantity over ln FLOPs
-    drawn: np.ndarray  # [B, 2]: slope and intercept of each draw
+    drawn: np.ndarray  # [B, 2]: slope and intercept of each bootstrap draw
 
     def at(self, flops: np.ndarray) -> np.ndarray:
         return np.exp(np.polyval(self.line, np.log(flops)))
@@ -73,7 +74,7 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class IsoFlop:
-    """The profiles, and the power laws in compute of the best size, its tokens and its loss."""
+    """IsoFLOP profiles, and power laws of the best size, its number of tokens and its loss over FLOPs."""
 
     profiles: list[Profile]
     alone: int  # number of points that belong to no profile
@@ -127,9 +128,9 @@ def fit_isoflop(
 ) -> IsoFlop | Inconclusive:
     """Return the profiles among the points and their power laws, or the reason why there are no profiles.
 
-    Intervals come from a parametric bootstrap: it draws normal residuals whose variance is itself uncertain, so that
-    the coefficients of a parabola have their t distribution. Resampling five points with replacement would miss that
-    distribution by far.
+    Intervals come from a parametric bootstrap. Each draw changes the coefficients of a parabola by normal noise whose
+    variance is itself drawn, so that the coefficients have their t distribution. Resampling the few points of a profile
+    (such as five) with replacement would give a very different distribution.
     """
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
@@ -159,8 +160,8 @@ def fit_isoflop(
 
 
 def _minima(profile: Profile, parabolas_Bx3: np.ndarray, cost: CostLaw) -> np.ndarray:
-    """Return ln of size, tokens and loss at the lowest point of each of these parabolas, [B, 3]; NaN for a parabola
-    that has none."""
+    """Return ln of size, tokens and loss at the lowest point of each of these parabolas, [B, 3]. A parabola without a
+    lowest point gives NaN."""
     c0, c1, c2 = parabolas_Bx3.T
     with np.errstate(all="ignore"):
         c2 = np.where(c2 > 0, c2, np.nan)
@@ -173,7 +174,8 @@ def _optimum(
     profile: Profile, sizes: np.ndarray, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
     """Return the lowest point of a profile with its intervals, or the reason why the point is not determined.
-    `minima_Bx3` are those of the draws, or None if the points' scatter about the parabola is not known."""
+    `minima_Bx3` are the lowest points in the bootstrap draws (see `_minima`), or None if the points' scatter about the
+    parabola is not known."""
     if profile.parabola[2] <= 0:
         return Inconclusive("its losses do not curve upwards from a lowest one")
     value = _minima(profile, profile.parabola[None], cost)[0]
@@ -190,8 +192,8 @@ def _optimum(
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
     """Return power laws of size, tokens and loss: straight lines in logarithms through the optima, and through the
-    minima of each draw. `lowest` has (FLOPs, optimum, minima of the draws) for each profile. Inconclusive if there are
-    too few profiles."""
+    minima of each bootstrap draw. `lowest` has (FLOPs, optimum, minima of the draws) for each profile. Returns
+    Inconclusive if there are too few profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
         return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs {LEAST_PROFILES}")

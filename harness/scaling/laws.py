@@ -21,14 +21,15 @@ PARAMETERS = 5
 # In simulations, intervals of 95 % hold the truth in 95 % to 100 % of experiments with 9 points or more, but in 65 % to
 # 75 % with 6. Most resamples of 6 points have hardly more distinct points than coefficients, and any law fits these.
 LEAST_POINTS = 9
-TRIMMED_PERCENT = 0.5  # of the resamples are dropped at each end for standard errors: unbounded ones would dominate
+TRIMMED_PERCENT = 0.5  # of resamples dropped at each end for a standard error; unbounded ones would dominate it
 HUBER_DELTA = 1e-3
 # Starting points of the fit: every combination of the floor E (as a part of the lowest loss), the part of the median
 # loss above the floor that is due to size, and both exponents. Hoffmann et al. start from a grid, too.
 FLOORS, PARTS, EXPONENTS = (0.2, 0.5, 0.8, 0.95), (0.1, 0.5, 0.9), (0.2, 0.6)
 STARTS = len(FLOORS) * len(PARTS) * len(EXPONENTS) ** 2
-LEAST_FLOOR = 1e-3  # of the lowest loss: a smaller E counts as no floor
-LEAST_SPREAD = 0.05  # of ln tokens about a line in ln parameters; with less, the law's two terms cannot be separated
+LEAST_FLOOR = 1e-3  # as a fraction of the lowest loss; a smaller E counts as no floor
+# Standard deviation of ln tokens about a line in ln parameters. If it is less, the law's two terms cannot be separated.
+LEAST_SPREAD = 0.05
 LEAST_EXPONENT, LARGEST_EXPONENT = 0.005, 5.0
 LARGEST = 1e300  # a larger number counts as unbounded
 LEAST_CHANGE = 1e-9  # of ln L between the points; a smaller range is rounding error
@@ -134,14 +135,15 @@ def _coefficient(value: np.ndarray, drawn: np.ndarray) -> Coefficient:
     middle = drawn[(low <= drawn) & (drawn <= high)]
     scale = float(np.abs(middle).max()) or 1.0  # squares of large numbers would overflow
     error = float(np.std(middle / scale, ddof=1)) * scale
-    # In a normal distribution the standard error is a quarter of the interval. One larger than the whole interval comes
-    # from a few extreme resamples.
+    # In a normal distribution the standard error is a quarter of the 95 % interval. A standard error larger than the
+    # whole interval comes from a few extreme resamples.
     is_bounded = error <= interval.high - interval.low
     return Coefficient(interval.value, interval.low, interval.high, error if is_bounded else math.inf)
 
 
 def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
-    """Return an estimate whose interval ends are infinite if they overflow. `drawn` must not contain NaN."""
+    """Return `value` as an estimate with the interval of the resampled values `drawn`. An interval end that overflows
+    is infinite. `drawn` must not contain NaN."""
     found = estimate(float(value), np.clip(drawn, -LARGEST, LARGEST))
     # LARGEST / 10, because an end that is interpolated between two resamples is rounded.
     low, high = (end if abs(end) < LARGEST / 10 else math.copysign(math.inf, end) for end in (found.low, found.high))
@@ -152,8 +154,8 @@ def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit |
     """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a law.
 
     The search is over (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle of the
-    points. They take the place of A and B, because A and alpha are so strongly correlated that every search would be
-    long.
+    points. The search uses them instead of A and B, because A and alpha are so strongly correlated that every search
+    would be long.
     """
     if reason := _too_little(points):
         return Inconclusive(reason)
@@ -232,8 +234,8 @@ def _minimum(
 ) -> tuple[float, np.ndarray]:
     """Search from `start` for the coefficients [5] with the least weighted sum of Huber losses, divided by delta.
 
-    `u` and `v` [n] are ln N and ln D minus their means, `y` is ln L, and `weights` are those of the points. Returns the
-    sum and the coefficients, or infinity and `start` if the search overflows.
+    `u` and `v` [n] are ln N and ln D minus their means, `y` [n] is ln L, and `weights` [n] are the weights of the
+    points. Returns the sum and the coefficients, or infinity and `start` if the search overflows.
     """
     from scipy.optimize import minimize
 

@@ -25,8 +25,8 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that fit_scaling.py reports. Without a law, `predictions` and `splits` are empty, even if some were
-    asked for."""
+    """Everything that fit_scaling.py reports. If no law was fitted, `predictions` and `splits` are empty, even if the
+    user asked for some (`asked`)."""
 
     points: Points
     cost: CostLaw
@@ -34,7 +34,7 @@ class Analysis:
     law: LawFit | Inconclusive
     predictions: list[Prediction]
     splits: list[Split]
-    asked: bool = False  # whether predictions or splits were asked for
+    asked: bool = False  # whether the user asked for predictions or splits
 
 
 # As text
@@ -151,7 +151,7 @@ def _describe_law(analysis: Analysis) -> list[str]:
         "     value       std. error  95 % interval",
     ]
     for name, each in law.coefficients().items():
-        error = _digits(float(f"{each.standard_error:.3g}"))  # it is not known to more than three digits
+        error = _digits(float(f"{each.standard_error:.3g}"))  # a standard error is not known to more than three digits
         lines.append(f"  {name}  {_digits(each.value):<10}  {error:<10}  [{_digits(each.low)}, {_digits(each.high)}]")
     spread = float(np.sqrt(np.mean(law.residuals**2)))
     return [

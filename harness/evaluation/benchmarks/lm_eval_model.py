@@ -59,7 +59,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the generated text for each request. Raises UserError for an unsupported sampling option."""
         jobs = [self._job(request) for request in requests]
-        # Requests with equal settings come next to each other, those with the longest prompts first.
+        # Requests with equal settings are next to each other. Among them, those with the longest prompts come first.
         order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at][1]), -len(jobs[at][0]), at))
         batches: list[list[int]] = []
         for _, group in groupby(order, key=lambda at: jobs[at][1]):
@@ -81,8 +81,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[at] for at in range(len(jobs))]
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
-        """Return the prompt's tokens, cut from the left to leave room for the new tokens, and the settings for
-        generating them."""
+        """Return the prompt's tokens and the settings for generating new tokens. The prompt is cut from the left so
+        that the new tokens fit the context length. Raises UserError for an unsupported sampling option."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known["temperature"]) if known.get("do_sample") else 0.0

@@ -1,4 +1,4 @@
-"""Benchmarks by lm-eval: loading tasks by name or file, scoring a model in them, and writing the results to a file.
+"""Benchmarks by lm-eval: loading tasks by name or file, scoring a model on them, and writing the results to a file.
 
 lm_eval is an optional extra and takes seconds to import, so it is imported only inside functions.
 """
@@ -29,8 +29,8 @@ from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
 REASON_CHARACTERS = 160
-# Names of the classes of errors that libraries raise if data is not available. Names, because several libraries have
-# classes of their own with the same name.
+# Class names of the errors that libraries raise if data is not available. They are compared by name, because
+# several libraries have classes of their own with the same name.
 UNAVAILABLE = {
     *("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"),
     *("ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),
@@ -93,21 +93,21 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 
     `num_fewshot` is the number of solved examples before each question, and replaces the tasks' own number. As in
     lm-eval, a task whose own number is explicitly 0 keeps it. A `!function` in a task file is run, because it is the
-    user's own code beside the file. Raises UserError, on one line, for an unknown name, for a task that would run other
-    people's code, and for data that is not available.
+    user's own code beside the file. Raises UserError, with a message of one line, for an unknown name, for a task that
+    would run other people's code, and for data that is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
     with seeded_apart():
         for name in [name for spec in specs for name in _names_of(spec)]:
-            is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # a file needs no index
+            is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # for a task file, lm-eval's index of tasks is not needed
             try:
                 loaded = task_manager(with_index=not is_file).load([name])
-            except Exception as error:  # of lm_eval, datasets, huggingface_hub, jinja2, yaml, and the task's functions
+            except Exception as error:  # from lm_eval, datasets, huggingface_hub, jinja2, yaml or the task's functions
                 raise UserError(f'task "{name}": {_diagnosis(error)}') from None
             for key, task in loaded["tasks"].items():
-                if getattr(task, "UNSAFE_CODE", False):  # lm-eval refuses these, too, but only when they are run
-                    fault = "runs programs that a model wrote, which this command does not; leave it out"
+                if getattr(task, "UNSAFE_CODE", False):  # lm-eval itself refuses such tasks only later, in its evaluate
+                    fault = "its scoring runs programs that a model wrote, which is not allowed here; leave it out"
                     raise UserError(f'task "{key}": {fault}')
                 if getattr(task, "MULTIMODAL", False):
                     raise UserError(f'task "{key}": asks about pictures or sound; these models read text')
@@ -150,8 +150,8 @@ def _names_of(spec: str) -> list[str]:
 @cache
 def task_manager(*, with_index: bool) -> Any:
     """Return lm-eval's TaskManager. Its index of all tasks is made from thousands of files, which takes seconds."""
-    # Keeps the library `evaluate`, which reads the variable when it is imported, from downloading metrics and running
-    # them: they are programs.
+    # Keep the library `evaluate` from downloading metrics, which are programs, and running them. The library reads this
+    # variable when it is imported.
     os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
     quieten()
     from lm_eval.tasks import TaskManager
@@ -185,9 +185,9 @@ def _diagnosis(error: Exception) -> str:
         return f"its data is loaded by a program that would have to be downloaded and run ({reason}); leave it out"
     if isinstance(error, ImportError):
         return f"needs a package that is not installed: {reason}; uv run --with PACKAGE ... adds it"
-    if error.args == (None,) or "module script" in reason:  # for a metric that neither lm-eval nor evaluate has
+    if error.args == (None,) or "module script" in reason:  # neither lm-eval nor evaluate has the metric
         return "has a metric that is not lm-eval's own; the Hub's metrics are programs, which this command does not run"
-    if isinstance(error, TypeError):  # lm-eval raises it for the file of a group
+    if isinstance(error, TypeError):  # lm-eval raises TypeError for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
     if names & UNAVAILABLE or (hub.HF_HUB_OFFLINE and "offline" in reason.lower()):
         remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or copy HF_HOME from a machine that has it"
@@ -236,10 +236,11 @@ def seeded_apart() -> Iterator[None]:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Turn off lm-eval's progress bars, and let it do its bootstrap in this process and without a message.
+    """Turn off lm-eval's progress bars, and make lm-eval compute bootstrap errors in this process and without a
+    message.
 
-    lm-eval's `evaluate` has no option for either. Otherwise every rank of a run would print the bars, and the process
-    pool for the bootstrap would fork this process, which holds the model, the device and threads.
+    lm-eval's `evaluate` has no options for this. Without the change, every rank of a run would print the bars, and
+    lm-eval's process pool for the bootstrap would fork this process, which holds the model, the device and threads.
     """
     import lm_eval.api.metrics as metrics
     import lm_eval.api.task as task
@@ -253,13 +254,15 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """Replace lm-eval's `bootstrap_stderr`: return the same standard error for up to 1,000 resamples."""
+    """Return the same standard error as lm-eval's `bootstrap_stderr`, which this function replaces, for up to 1,000
+    resamples."""
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
 
 def scores(results: dict[str, Any], name: str) -> list[Score]:
-    """Return the metrics of a task or group, in lm-eval's order. A group without scores of its own has none."""
+    """Return the metrics of a task or group, in lm-eval's order. The list is empty for a group without scores of its
+    own."""
     row = results["results"].get(name, {})
     counts = row.get("sample_count", {})
     examples = row.get("sample_len") or sum(counts.values())
@@ -275,8 +278,8 @@ def scores(results: dict[str, Any], name: str) -> list[Score]:
 
 
 def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a table of 80 columns: task, metric, value and standard error, number of examples. The tasks
-    of a group are indented by `depth`.
+    """Yield the lines of a table of 80 columns: task, metric, value and standard error, number of examples. Names are
+    indented by `depth`, which is one more for the tasks of a group than for the group.
 
     lm_eval.utils.make_table is not used, because with the installed pytablewriter (0.38) its tables have no headings
     and fewer digits.

@@ -1,4 +1,5 @@
-"""Fine-tuning on instructions until the validation loss first rises, and the answers of the model from before the rise.
+"""Fine-tuning on instructions until the validation loss first rises, and answers by the model as it was before the
+rise.
 
 Shapes: B entries, T tokens of the longest entry.
 """
@@ -26,8 +27,8 @@ from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
 
-IGNORED = -100  # a target that does not count; the same value as ignore_index of torch's cross-entropy
-BATCH_SIZE, WEIGHT_DECAY = 8, 0.1  # as in the book
+IGNORED = -100  # a target that is left out of the loss; the same value as ignore_index of torch's cross-entropy
+BATCH_SIZE, WEIGHT_DECAY = 8, 0.1  # as in Raschka's book (see responses.py)
 ANSWERS_AT_ONCE = 16
 # The default learning rate is this number divided by emb_dim: the book's 5e-5 at the width of GPT-2 small. Adam's best
 # rate is inversely proportional to the width (Yang et al. 2022, arXiv:2203.03466, table 3), and at 5e-5 a narrow model
@@ -37,7 +38,8 @@ RATE_TIMES_WIDTH = 5e-5 * 768
 
 @dataclass(frozen=True)
 class Example:
-    """Tokens of an entry and the end-of-text after its answer, cut to one token more than the context length."""
+    """Tokens of an instruction's prompt, its answer and an end-of-text token, cut to one token more than the context
+    length."""
 
     tokens: list[int]
     answer_start: int  # index of the answer's first token; len(tokens) or more if the answer was cut off completely
@@ -48,7 +50,8 @@ class Example:
 
 
 def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
-    """Encode prompt and answer separately, so that the answer begins at a token boundary, as when the model is asked.
+    """Encode prompt and answer separately, so that the answer begins at a token boundary. The same boundary is there
+    when the model is given the prompt alone and continues it.
 
     Keeps up to `context_length` + 1 tokens, since `context_length` inputs have as many targets, shifted by one.
     """
@@ -67,12 +70,13 @@ class Batch(NamedTuple):
 def batches(
     examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
 ) -> Iterator[Batch]:
-    """Yield all examples in batches of up to `size` rows, shuffled if there is a generator. Rows are padded on the
-    right to the longest. Targets in the padding are IGNORED, and with `answers_only` targets in the prompts, too.
+    """Yield all examples in batches of up to `size` rows. The examples are shuffled by `generator`, or in order if it
+    is None. Rows are padded on the right, with the token `padding`, to the longest row of the batch. Targets in the
+    padding are IGNORED, and so are targets in the prompts if `answers_only` is set.
 
-    The end-of-text after an answer is learned, even if the padding is the same token. A row without targets to learn
-    has no effect, because `batch_loss` is a mean over tokens, not over rows. A batch of such rows is left out, because
-    its mean loss would be 0 / 0.
+    The end-of-text token after an answer is learned, even if the padding is the same token. A row without targets to
+    learn has no effect, because `batch_loss` is a mean over tokens, not over rows. A batch in which no row has targets
+    to learn is left out, because its mean loss would be 0 / 0.
     """
     count = len(examples)
     order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
@@ -105,8 +109,8 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """Losses of a fine-tuning by epoch (None: not finite), and the epoch whose weights the model has at the end. Epoch
-    0 is the model before fine-tuning."""
+    """Result of a fine-tuning: its losses by epoch (None: not finite), and the epoch whose weights the model has at the
+    end. Epoch 0 is the model before fine-tuning."""
 
     validation_losses: list[float | None]  # from epoch 0 on
     train_losses: list[float | None] = field(default_factory=list)  # from epoch 1 on
@@ -117,11 +121,12 @@ class FineTuning:
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train on the training part until the loss on the validation part rises from one epoch to the next or is not a
-    number, or until `max_epochs`. Afterwards the model has the weights from before the rise, and is in evaluation mode.
+    """Train on the training part until the loss on the validation part is higher than after the epoch before, or is not
+    a number, or until `max_epochs`. Afterwards the model has the weights from before the rise, or the last ones if
+    there was no rise, and is in evaluation mode.
 
-    The result depends on the settings' seed only. Prints a line after each epoch, and why it stopped. Raises UserError
-    if a part has no example with an answer, or RunError if the model's loss is not finite before training.
+    All randomness comes from the settings' seed. Prints a line after each epoch, and the reason for stopping. Raises
+    UserError if a part has no example with an answer, or RunError if the model's loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -186,8 +191,8 @@ def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
-    """Return the mean cross-entropy over the targets of all batches that are not IGNORED. It does not depend on how
-    they are batched."""
+    """Return the mean cross-entropy over the targets of all batches that are not IGNORED. The mean does not depend on
+    how the examples are divided into batches."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():
         for batch in held_out:
@@ -198,8 +203,8 @@ def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) 
 
 
 def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
-    """Return an answer to each entry, in order, of at most `longest` tokens. Each token is the likeliest one, so that
-    the answers are the same every time.
+    """Return an answer of at most `longest` tokens to each entry, in the order of the entries. Each token is the
+    likeliest one, so that the answers are the same every time.
 
     If a prompt is longer than the context length, the model sees only its end.
     """

@@ -1,4 +1,5 @@
-"""Instruction data in Alpaca's form, and responses files with the answers of fine-tuned models, one for each model."""
+"""Instruction data in Alpaca's form, and responses files. Each responses file has the answers of one fine-tuned
+model."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ BOOK_DATA = (
 TRAIN_PART, TEST_PART = 0.85, 0.1
 FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
 NOTEBOOK_SUFFIX = "-ift-test-results"
-# With a length to check, pydantic also refuses half of a surrogate pair, which cannot be written to a file.
+# Because of min_length, pydantic also refuses texts with half of a surrogate pair, which cannot be written to a file.
 Text = Annotated[str, Field(min_length=0)]
 
 
 class _Part(BaseModel):
-    """Base class of the parts of an instruction file or a responses file. Unknown keys are ignored."""
+    """Base class for the parts of an instruction file or a responses file. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -43,7 +44,7 @@ class Instruction(_Part):
     output: Text
 
     def request(self, input_heading: str = "### Input:") -> str:
-        """Return instruction and input in the words of Stanford Alpaca (Taori et al. 2023)."""
+        """Return instruction and input in the prompt format of Stanford Alpaca (Taori et al. 2023)."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
@@ -52,7 +53,7 @@ class Instruction(_Part):
 
     @property
     def prompt(self) -> str:
-        """The text before the answer."""
+        """Text that the model is given, and continues with its answer."""
         return f"{self.request()}\n\n### Response:\n"
 
     @property
@@ -71,8 +72,8 @@ class InstructionSplits(NamedTuple):
     def load(cls, path: Path) -> InstructionSplits:
         """Read an instruction file, a JSON list of objects with instruction, input and output, and split it.
 
-        Raises UserError, naming the file and the number (from 1) of the first invalid entry, or if there are too few
-        entries.
+        Raises UserError if the file cannot be read, if an entry is invalid (with the entry's number, from 1), or if
+        there are too few entries.
         """
         wanted = 'a list of objects with instruction, input ("" where there is none) and output'
         values, entries = read_json(path), []
@@ -87,7 +88,7 @@ class InstructionSplits(NamedTuple):
             if not entries[-1].instruction.strip():
                 raise UserError(f'{place}: key "instruction": empty')
         if len(entries) < FEWEST_ENTRIES:
-            raise UserError(f"{path}: {len(entries)} entries; to train, validate and test takes {FEWEST_ENTRIES}")
+            raise UserError(f"{path}: {len(entries)} entries; training, validation and test need {FEWEST_ENTRIES}")
         train, test = int(len(entries) * TRAIN_PART), int(len(entries) * TEST_PART)
         return cls(entries[:train], entries[train + test :], entries[train : train + test])
 
@@ -99,7 +100,7 @@ class Response(Instruction):
 
 
 class InstructionData(_Part):
-    """Instruction file from which the questions are."""
+    """Instruction file that the questions come from."""
 
     file: Text
     sha256: str
@@ -108,7 +109,8 @@ class InstructionData(_Part):
 
 
 class AnsweringModel(_Part):
-    """Checkpoint of a run that was fine-tuned and then answered, with the device and the version of torch used."""
+    """Checkpoint of a run that was fine-tuned and then answered the questions, with the device and the version of
+    torch."""
 
     checkpoint: Text  # the name of its folder
     sha256: str  # of its model.safetensors, before fine-tuning
@@ -120,7 +122,7 @@ class Responses(_Part):
     """Contents of a responses file. `model` is the model's name in tables."""
 
     model: str = Field(min_length=1)
-    weights: AnsweringModel | None = None  # None if the model is of no run, or if an earlier version wrote the file
+    weights: AnsweringModel | None = None  # None if not from a run, or in files of earlier versions
     data: InstructionData | None = None
     fine_tuning: dict[str, Any] = {}
     responses: list[Response] = Field(min_length=1)
@@ -139,8 +141,8 @@ class Responses(_Part):
 
 
 def read_responses(path: Path) -> Responses:
-    """Read a responses file, or a list in the format of the book's chapter 7 and of the lab notebook. A model in a list
-    gets the name of the file.
+    """Read a responses file, or a list in the format of the book's chapter 7 and of the lab notebook. A list has no
+    name of the model, so the model is named after the file.
 
     Raises UserError, naming the key, if a value is invalid.
     """
@@ -159,15 +161,15 @@ def read_responses(path: Path) -> Responses:
 
 
 def write_responses(path: Path, responses: Responses) -> None:
-    """Write a responses file. It appears in one rename, so that no partial file is ever visible."""
+    """Write a responses file. The finished file is renamed to `path`, so that no partial file is ever visible."""
     replace_text(path, json.dumps(responses.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_comparable(paths: Sequence[Path]) -> list[Responses]:
-    """Return the contents of responses files that answer the same questions. If models have the same name, the path of
-    the file is added to it.
+    """Return the contents of responses files that answer the same questions. If several models have the same name, the
+    path of the responses file is appended to each of these names.
 
-    Raises UserError if a file is given twice, if two files differ in their questions, or if names are still equal.
+    Raises UserError if a file is given twice, if two files differ in their questions, or if two names are still equal.
     """
     again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if again:

@@ -15,12 +15,13 @@ from harness.common.errors import RunError, UserError
 from harness.common.json_files import RecordedCount
 from harness.evaluation.judge.prompts import Score
 
-LINE_START = b'{"key":'  # every line begins with this; a file with other lines is no cache, and is not written to
+LINE_START = b'{"key":'  # every line of a cache begins with this; a file with other lines is not written to
 
 
 class Record(BaseModel):
-    """One answer of the judge. `scores` are by the names in the prompt; an invalid answer has a `reason` instead.
-    `prompt` is the wording of the prompt ("book" or "notebook"), or None for our own wording.
+    """One answer of the judge. `scores` maps the names of the answers in the prompt to their scores; an invalid answer
+    has a `reason` instead. `prompt` is the wording of the prompt ("book" or "notebook"), or None for this program's own
+    wording.
 
     The numbers of tokens are None if the endpoint does not count them. `question` and `repeat`, from 1, and `time`, in
     seconds since 1970, are only for people who read the file.
@@ -40,10 +41,10 @@ class Record(BaseModel):
 
 
 class JudgeCache:
-    """Open cache file, locked for this process until it is closed. A context manager.
+    """Context manager for the open cache file, which is locked for this process until it is closed.
 
-    The lock is on the file itself. A lock by the package filelock would leave a second file, and would not notice a
-    judging by an earlier version of this program.
+    The lock is on the file itself. A lock by the package filelock would leave a second file, and would not exclude an
+    earlier version of this program, which locks the cache file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +67,7 @@ class JudgeCache:
         self._on_fresh_line = content[-1:] in (b"", b"\n")
 
     def append(self, record: Record) -> None:
-        """Append a record, which is on the disk when this returns. Raises RunError if it cannot be written."""
+        """Append a record and flush it to the disk. Raises RunError if it cannot be written."""
         line = record.model_dump_json(exclude_none=True).encode() + b"\n"
         with self._thread_lock:
             if self._file.closed:  # the judging has ended without waiting for this answer
@@ -95,7 +96,8 @@ class JudgeCache:
 
 def _lock(descriptor: int) -> bool:
     """Lock a file until its descriptor is closed or the process ends. Return False if another process has locked the
-    file, or has just deleted it. Without support for locks in the file system, return True."""
+    file, or has just deleted it. Return True if this process now has the lock, or if the file system does not support
+    locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

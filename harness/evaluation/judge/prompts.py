@@ -1,4 +1,5 @@
-"""The judge's prompts, about all models' answers to a question or about each alone, and the check of its replies."""
+"""Prompts for the judge, about the answers of all models to a question or about a single answer, and the check of the
+judge's replies."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TOGETHER = "together"
 JUDGE_PROMPT = click.Choice([TOGETHER, "book", "notebook"])
 JUDGE_PROMPT_HELP = "Ours, of all answers together; or the book's or the notebook's own words, of each alone."
 
-# All texts are strings in a JSON object. JSON's quoting keeps an answer from posing as another answer or as the task.
+# The question and all answers are inserted as strings in a JSON object. JSON's quoting keeps an answer from posing as
+# another answer or as the task.
 TASK = """\
 You compare how well several assistants answered one question. The question is the JSON object below: "instruction",
 "input" (what the instruction is about, perhaps empty), "reference" (an answer known to be right) and "answers", the
@@ -79,12 +81,12 @@ class Prompt:
     wording: str | None = None
 
     def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
-        """Return scores by the models' indices, given scores by the answers' names."""
+        """Return the scores by the models' indices. `scores` has them by the answers' names."""
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """Return the scores by name, each from 0 to 100, from a judge's reply. Raises InvalidAnswerError unless the
-        reply has exactly one valid score for each name."""
+        """Return the scores in a judge's reply by the answers' names, each score from 0 to 100. Raises
+        InvalidAnswerError unless the reply has exactly one valid score for each name."""
         text = text.strip()
         if not text:
             raise InvalidAnswerError("an empty answer")
@@ -112,11 +114,11 @@ class Prompt:
 
 
 def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: int, seed: int) -> Prompt:
-    """Return a prompt about the answers of all models, given by label, to one question.
+    """Return a prompt about the answers of all models to one question. `answers` has the answers by the models' labels.
 
-    The answers are called A, B, …, Z, AA, AB, … in a pseudo-random order; all orders are equally likely. They are
-    sorted by hashes of their texts, so that the prompt depends neither on the order of the models nor on their labels.
-    The same answers therefore give the same prompt, and are paid for once. Equal texts are sorted by label.
+    In the prompt, the answers are called A, B, …, Z, AA, AB, … in a pseudo-random order; all orders are equally likely.
+    They are sorted by hashes of their texts, so that the prompt depends neither on the order of the models nor on their
+    labels. The same answers therefore give the same prompt, and are paid for once. Equal texts are sorted by label.
     """
     labels = list(answers)
     texts = [answers[label].response for label in labels]

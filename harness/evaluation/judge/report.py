@@ -27,7 +27,7 @@ from harness.runs.trained_model import find_measured, warned_if_not_kept
 COLUMNS = 80
 LABEL_INDENT = 32
 MOST_FOR_ALL_PAIRS = 8  # with more models, only pairs of neighbors in the ranking are printed
-TIE = 1e-9  # two means over repeats that differ by no more than this are equal but for rounding
+TIE = 1e-9  # a difference of means up to this is a rounding error, and the means are equal
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """Report of a judgement. `prices` are the dollars for a million tokens of prompts, and of answers."""
+    """Report of a judgement. `prices` are dollars per million prompt tokens, and per million answer tokens."""
 
     judgement: Judgement
     settings: JudgeSettings
@@ -140,7 +140,8 @@ class JudgeReport:
         return result
 
     def shortfall(self) -> str | None:
-        """Return a one-line error message if the judge gave no valid answer to some prompt, or None."""
+        """Return a one-line error message if the judge gave no valid answer to some prompt, or None if every prompt has
+        a valid answer."""
         missing = self.judgement.unanswered
         if not missing:
             return None
@@ -206,8 +207,9 @@ def judge_and_report(
     prices: tuple[float, float] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Have the answers of the models judged, print the report, and write each model's scores to the run in whose folder
-    its responses file is. `paths` are the responses files of `models`, in the same order.
+    """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run.
+    This is the run whose folder contains the model's responses file. `paths` are the responses files of `models`, in
+    the same order.
 
     Raises UserError and RunError as `judge` does, and RunError if the judge gave no valid answer to some prompt.
     """
@@ -219,19 +221,19 @@ def judge_and_report(
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
-    """Write each model's scores to the run in whose folder its responses file is. `paths` are the responses files of
+    """Write each model's scores to the run whose folder contains its responses file. `paths` are the responses files of
     `models`, in the same order as in the judgement.
 
-    Nothing is written for a file outside a run, or for a model without a valid answer. If a file does not say which
-    weights answered, or if they are no longer a checkpoint of the run, a line on standard error says so instead. A
-    failed write is only a warning.
+    Nothing is written if a file is in no run's folder, or if a model has no valid score. If a file does not say which
+    weights answered, or if these weights are no longer a checkpoint of the run, a line on standard error says so, and
+    the scores are not written. If writing fails, there is only a warning.
     """
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)
         # Compare this model alone, so that no question is left out because another model's score is missing.
         alone = compare(report.judgement.scores[:, :, [number]], settings.seed)
-        if alone is None or not run.model_json.is_file():  # no valid answer, or no run
+        if alone is None or not run.model_json.is_file():  # no valid score, or the file is in no run's folder
             continue
         with warned_if_not_kept():
             measured = find_measured(run, own.weights.checkpoint, own.weights.sha256) if own.weights else None
@@ -242,7 +244,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
                 print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)
                 continue
             together = models if settings.judges_together else [own]
-            # Equal if the same answers were judged together, whatever the order of the files was.
+            # The text is the same whenever the same answers are judged together, in any order of the files.
             judging = json.dumps(sorted(each.answers_sha256 for each in together))
             scores_by_question = [row[~np.isnan(row)] for row in report.judgement.scores[:, :, number]]
             result = InstructionResult(

@@ -1,6 +1,5 @@
-"""Judging by a model behind an OpenAI-compatible endpoint: settings, requests in threads, and the resulting scores. The
-openai package retries failed requests. The cache keeps all answers, so that none is paid for twice.
-"""
+"""Requests to a judge, a model behind an OpenAI-compatible endpoint: settings, requests in threads, and the resulting
+scores. The openai package retries failed requests. The cache keeps all answers, so that none is paid for twice."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 SHORTEST_SECRET = 8  # shorter keys, like a local server's "none", are not secret and may be part of other words
 # Error codes by which the judge refuses this question, but not necessarily others.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
-IN_FLIGHT_SECONDS = 10.0  # if the judging fails, wait so long for running requests, which may have been paid for
+IN_FLIGHT_SECONDS = 10.0  # after a failure, wait at most this long for running requests, which may be paid for
 HOPELESS_QUESTIONS = 8  # stop if the first 8 questions have no valid answer, since more requests would cost money
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Settings of a judging.
+    """Settings for judging answers.
 
     `timeout` is in seconds, for a single try of a request. `attempts` is both the number of times to ask for a valid
     answer, and the number of tries for a request. `seed` decides the order in which the judge sees the models' answers,
@@ -73,7 +72,7 @@ class JudgeSettings:
         with suppress(ValueError):
             parts = urlsplit(url)
             if parts.username or parts.password:
-                fault = f"no name or password belongs in it, the key is taken from {KEY_VARIABLE}"
+                fault = f"must not contain a user name or password; the key is taken from {KEY_VARIABLE}"
             elif parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and url.isprintable():
                 return cls(model, url.rstrip("/"), **others)
         raise UserError(f"--base-url: {fault}; give one like {OPENAI_URL}")
@@ -121,16 +120,16 @@ class JudgeClient:
             raise UserError(f"no connection can be set up ({reason}); {remedy}") from None
 
     def without_key(self, text: str) -> str:
-        """Return a text that others wrote as one line of at most 300 characters, without the key, for messages and
-        files."""
+        """Return a text from outside, such as a server's error message, as one line of at most 300 characters without
+        the key. The line is safe for messages and files."""
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, key: str, prompt: Prompt) -> Record:
-        """Send a prompt once, and return the record of the answer, valid or not. The request is retried until a reply
-        begins.
+        """Send a prompt, and return the record of the judge's answer, valid or not. A failed request is retried until a
+        reply begins; a request that brought an invalid answer is not.
 
-        Raises UnavailableError if the judge does not answer, or UserError if other prompts would fail, too.
+        Raises UnavailableError if the judge does not answer, or UserError if other prompts would fail in the same way.
         """
         scores = reason = None
         counts: dict[str, int] = {}
@@ -168,8 +167,8 @@ class JudgeClient:
         )
 
     def _reply(self, prompt: str) -> bytes:
-        """Return the body of the reply. Raises InvalidAnswerError if it breaks off or takes too long, or if the judge
-        refuses the question."""
+        """Return the body of the reply to a prompt. Raises InvalidAnswerError if the reply breaks off or takes too
+        long, or if the judge refuses the question. Raises UnavailableError and UserError as `ask` does."""
         body: bytes | None = None
         create = self._client.chat.completions.with_streaming_response.create
         try:
@@ -229,7 +228,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Question and repeat, both from 1, without a valid answer, and what was wrong with the last answer."""
+    """One question in one repeat (both numbered from 1) to which there is no valid answer. `reason` says what was wrong
+    with the last answer."""
 
     question: int
     repeat: int
@@ -244,7 +244,7 @@ class Judgement:
     labels: tuple[str, ...]
     scores: np.ndarray
     unanswered: tuple[Unanswered, ...]
-    spent: Tokens  # for all answers to these questions, including those from earlier judgings
+    spent: Tokens  # for all answers to these questions, including answers that were already in the cache
     spent_now: Tokens  # in this judging
 
 
@@ -285,8 +285,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
 
 
 def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[tuple[str, Prompt]]:
-    """Yield the prompts, each with the key of its answer in the cache: for each question and repeat, one about the
-    answers of all models, or one about each answer."""
+    """Yield the prompts, each as (key of its answer in the cache, prompt). For each question and repeat, there is one
+    prompt about the answers of all models, or one prompt about each answer."""
     for question in range(len(models[0].responses)):
         answers = {model.model: model.responses[question] for model in models}
         for repeat in range(settings.repeats):
@@ -303,12 +303,13 @@ def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[t
 
 
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
-    """Send all prompts, given by their cache keys, each until there is a valid answer or there were `attempts`. Add all
-    answers to the cache, which already has `kept` valid answers to other prompts.
+    """Send all prompts, in parallel threads. `prompts` maps the key of an answer in the cache to its prompt. Each
+    prompt is sent until there is a valid answer, at most `attempts` times. All answers are added to the cache, which
+    already has `kept` valid answers to other prompts.
 
-    Returns, by key, what was wrong with the last answer to each prompt without a valid answer. Raises UserError if the
-    judge cannot be asked with these settings, RunError if it does not answer or gives no valid answers, and RunStopped
-    after Ctrl-C.
+    Returns what was wrong with the last answer to each prompt without a valid answer, by the prompt's key. Raises
+    UserError if the judge cannot be asked with these settings, RunError if it does not answer or gives no valid
+    answers, and RunStopped after Ctrl-C.
     """
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
@@ -319,7 +320,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         reason = None
         try:
             for _ in range(settings.attempts):
-                if stop.is_set():  # the judging has failed, and nobody reads this result
+                if stop.is_set():  # another thread has failed, and nobody reads this result
                     break
                 record = client.ask(key, prompts[key])
                 cache.append(record)
@@ -327,7 +328,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
                 if reason is None:
                     break
         except BaseException:
-            stop.set()  # here, so that this thread begins no other request before the main thread sees the error
+            stop.set()  # set here, since this thread might begin another request before the main thread sees the error
             raise
         return reason
 
