@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import UserError
 from harness.common.options import Command
 
 PATH = click.Path(path_type=Path)
@@ -49,84 +49,81 @@ def main(
     Prints a table with a row for each run: results, speed, time and cost. Below the table are the settings that differ.
     Numbers share a column only if they were measured on the same text or task.
     """
-    with one_line_errors():
-        from harness.common.files import check_writable, replace_text
-        from harness.common.messages import abbreviated
-        from harness.comparison.against_baseline import compare_with
-        from harness.comparison.arms import find_arms
-        from harness.comparison.charts import chart_note, charts_of, write_png
-        from harness.comparison.fits import fits
-        from harness.comparison.machines import machine_lines
-        from harness.comparison.records import RunRecord, find_runs
-        from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
-        from harness.planning.machines import PRICES
-        from harness.runs.directory import RunDirectory
+    from harness.common.files import check_writable, replace_text
+    from harness.common.messages import abbreviated
+    from harness.comparison.against_baseline import compare_with
+    from harness.comparison.arms import find_arms
+    from harness.comparison.charts import chart_note, charts_of, write_png
+    from harness.comparison.fits import fits
+    from harness.comparison.machines import machine_lines
+    from harness.comparison.records import RunRecord, find_runs
+    from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
+    from harness.planning.machines import PRICES
+    from harness.runs.directory import RunDirectory
 
-        if prices is not None and not machines:
-            raise UserError("--prices belongs with --machines")
-        if machines and as_json:
-            raise UserError("--machines and --json: give one of them")
-        if machines and not runs:
-            raise UserError("--machines: name the runs to estimate; measured speeds of other runs are used anyway")
-        if reference and not (html or chart):
-            raise UserError("--reference belongs with --html or --chart")
-        if chart is not None and chart.suffix.lower() != ".png":
-            raise UserError(f"--chart {chart}: must end in .png")
-        for path in filter(None, [chart, html]):
-            check_writable(path.absolute().parent)
-            if path.is_dir():
-                raise UserError(f"{path}: is a folder; name a file")
-        references = _read_references(reference)
-        members: tuple[str, ...] = ()
-        if baseline is not None:
-            try:
-                members = (RunDirectory.find(runs_dir, baseline).path.name,)
-            except UserError:
-                for those in (runs, ()):  # the baseline may be an arm of the named runs, or of all runs
-                    arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, those)]).runs
-                    members = members or arms.get(baseline, ())
-                if not members:
-                    raise
-            baseline = members[0]
-        records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *members) if runs else ())]
-        # Runs that ship with the repository and were never trained here would fill the table.
-        trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
-        left_out = [] if runs or not trained else [record for record in records if record not in trained]
-        table = RunsTable.of([record for record in records if record not in left_out]).sorted(sort)
-        everything = [*table.records, *left_out]
-        comparison = compare_with(baseline, everything) if baseline is not None else None
+    if prices is not None and not machines:
+        raise UserError("--prices belongs with --machines")
+    if machines and as_json:
+        raise UserError("--machines and --json: give one of them")
+    if machines and not runs:
+        raise UserError("--machines: name the runs to estimate; measured speeds of other runs are used anyway")
+    if reference and not (html or chart):
+        raise UserError("--reference belongs with --html or --chart")
+    if chart is not None and chart.suffix.lower() != ".png":
+        raise UserError(f"--chart {chart}: must end in .png")
+    for path in filter(None, [chart, html]):
+        check_writable(path.absolute().parent)
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; name a file")
+    references = _read_references(reference)
+    members: tuple[str, ...] = ()
+    if baseline is not None:
+        try:
+            members = (RunDirectory.find(runs_dir, baseline).path.name,)
+        except UserError:
+            for those in (runs, ()):  # the baseline may be an arm of the named runs, or of all runs
+                arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, those)]).runs
+                members = members or arms.get(baseline, ())
+            if not members:
+                raise
+        baseline = members[0]
+    records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *members) if runs else ())]
+    # Runs that ship with the repository and were never trained here would fill the table.
+    trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
+    left_out = [] if runs or not trained else [record for record in records if record not in trained]
+    table = RunsTable.of([record for record in records if record not in left_out]).sorted(sort)
+    everything = [*table.records, *left_out]
+    comparison = compare_with(baseline, everything) if baseline is not None else None
 
-        if as_json:
-            verdicts = comparison.as_json() if comparison else None
-            text = json.dumps(
-                table_json(table) | {"comparison": verdicts}, indent=2, ensure_ascii=False, allow_nan=False
-            )
-            click.echo(text)
-        else:
-            texts = [*fits(table), *(["", *comparison.lines()] if comparison else [])]
-            click.echo("\n".join([*table_lines(table), *(line for text in texts for line in paragraph(text) or [""])]))
-        for run in find_runs(runs_dir, runs) if machines else []:
-            click.echo("\n".join(["", *machine_lines(run, find_runs(runs_dir, ()), prices or PRICES)]))
-        if left_out:
-            names = abbreviated([record.name for record in left_out])
-            line = f"never trained, and not shown unless they are named: {names}"
-            click.echo("\n".join(paragraph(line)), err=as_json)
-        if html is not None:
-            from harness.comparison.page import render
+    if as_json:
+        verdicts = comparison.as_json() if comparison else None
+        text = json.dumps(table_json(table) | {"comparison": verdicts}, indent=2, ensure_ascii=False, allow_nan=False)
+        click.echo(text)
+    else:
+        texts = [*fits(table), *(["", *comparison.lines()] if comparison else [])]
+        click.echo("\n".join([*table_lines(table), *(line for text in texts for line in paragraph(text) or [""])]))
+    for run in find_runs(runs_dir, runs) if machines else []:
+        click.echo("\n".join(["", *machine_lines(run, find_runs(runs_dir, ()), prices or PRICES)]))
+    if left_out:
+        names = abbreviated([record.name for record in left_out])
+        line = f"never trained, and not shown unless they are named: {names}"
+        click.echo("\n".join(paragraph(line)), err=as_json)
+    if html is not None:
+        from harness.comparison.page import render
 
-            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-            made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
-            replace_text(html, render(table, comparison, references, baseline, made))
-            click.echo(f"Wrote {html}", err=True)
-        if chart is not None:
-            [drawn] = charts_of(everything, [over], baseline)
-            if not drawn.curves:
-                problems = abbreviated(drawn.problems, most=3, separator="; ")
-                raise UserError(f"--chart: nothing to draw: {problems}")
-            write_png(drawn, chart, references, chart_note(comparison, drawn))
-            for problem in drawn.problems:
-                click.echo("\n".join(paragraph(f"not drawn: {problem}")), err=True)
-            click.echo(f"Drew {chart}", err=True)
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
+        replace_text(html, render(table, comparison, references, baseline, made))
+        click.echo(f"Wrote {html}", err=True)
+    if chart is not None:
+        [drawn] = charts_of(everything, [over], baseline)
+        if not drawn.curves:
+            problems = abbreviated(drawn.problems, most=3, separator="; ")
+            raise UserError(f"--chart: nothing to draw: {problems}")
+        write_png(drawn, chart, references, chart_note(comparison, drawn))
+        for problem in drawn.problems:
+            click.echo("\n".join(paragraph(f"not drawn: {problem}")), err=True)
+        click.echo(f"Drew {chart}", err=True)
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:

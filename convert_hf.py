@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import UserError
 from harness.common.libraries import configure_libraries
 from harness.common.messages import is_hub_name
 from harness.common.options import RUNS_DIR, Group
 
 if TYPE_CHECKING:
-    from gpt import GPTModel
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
@@ -21,7 +20,7 @@ MODEL_JSON = click.option("--model-json", help="For a folder of weights.  [defau
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
-@click.group(cls=Group)
+@click.group(cls=Group, no_args_is_help=False)
 def main() -> None:
     """Export models for transformers or for the lab notebook's scripts, import models, and publish models on the
     Hugging Face Hub. If a native class of transformers computes a model, it is exported as that class."""
@@ -44,21 +43,24 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
     load_state_dict requires attention masks and a separate output head, so these are written, too.
     """
     configure_libraries()
-    with one_line_errors():
-        from harness.hf.export import export_for_notebook, export_model
+    files = find_files(checkpoint, model_json, runs_dir)
+    import torch
 
-        files, model = open_model(checkpoint, model_json, runs_dir)
-        if format_ == "notebook":
-            notes = export_for_notebook(model, files, out, dtype)
-        else:
-            notes = []
-            export_model(model, files, out, dtype)
-        reader = READERS[format_]
-        if format_ == "transformers" and (out / "gpt.py").exists():
-            reader += ", with code of its own (trust_remote_code=True)"
-        click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for {reader}")
-        for note in notes:
-            click.echo(note, err=True)
+    from gpt import load_model
+    from harness.hf.export import export_for_notebook, export_model
+
+    model = load_model(files.config, files.weights, torch.device("cpu"))
+    if format_ == "notebook":
+        notes = export_for_notebook(model, files, out, dtype)
+    else:
+        notes = []
+        export_model(model, files, out, dtype)
+    reader = READERS[format_]
+    if format_ == "transformers" and (out / "gpt.py").exists():
+        reader += ", with code of its own (trust_remote_code=True)"
+    click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for {reader}")
+    for note in notes:
+        click.echo(note, err=True)
 
 
 @main.command("import", short_help="A GPT-2 of transformers as a run.")
@@ -74,18 +76,17 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     downloaded nor run.
     """
     configure_libraries()
-    with one_line_errors():
-        from harness.common.files import check_name
-        from harness.hf.import_model import fetch_model, import_model
+    from harness.common.files import check_name
+    from harness.hf.import_model import fetch_model, import_model
 
-        folder = runs_dir / check_name(run, "run")
-        if folder.exists():
-            raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
-        is_folder = Path(source).is_dir()
-        where = Path(source) if is_folder else fetch_model(source)
-        # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
-        said = import_model(where, None if is_folder else source, folder)
-        click.echo(f"{folder}: model.json and model.safetensors; {said}")
+    folder = runs_dir / check_name(run, "run")
+    if folder.exists():
+        raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
+    is_folder = Path(source).is_dir()
+    where = Path(source) if is_folder else fetch_model(source)
+    # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
+    said = import_model(where, None if is_folder else source, folder)
+    click.echo(f"{folder}: model.json and model.safetensors; {said}")
 
 
 @main.command("publish", short_help="To the Hugging Face Hub, with a model card.")
@@ -102,37 +103,40 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
     """Export a model (RUN[:CHECKPOINT] as in the command export), write its model card from the files of the run that
     made it, and upload both to the Hugging Face Hub."""
     configure_libraries()
-    with one_line_errors():
-        if not is_hub_name(name):
-            raise UserError(f"{name}: give owner/name")
-        from tempfile import TemporaryDirectory
+    if not is_hub_name(name):
+        raise UserError(f"{name}: give owner/name")
+    files = find_files(checkpoint, options["model_json"], options["runs_dir"])
+    from tempfile import TemporaryDirectory
 
-        from harness.common.device import only_device
-        from harness.evaluation.loss import HeldOutText
-        from harness.hf.export import export_model
-        from harness.hf.model_card import ModelFacts, model_card
-        from harness.hf.upload import upload_model
+    import torch
 
-        files, model = open_model(checkpoint, options["model_json"], options["runs_dir"])
-        test = None
-        if options["datasets_dir"]:
-            text = HeldOutText.choose(model.config, files.weights, options["datasets_dir"])
-            test = text.measure(model.to(only_device()), "auto")
-        facts = ModelFacts(name, files, test, options["license_"])
-        if options["card"]:
-            click.echo(model_card(facts), nl=False)
-            return
-        with TemporaryDirectory() as folder:
-            exported = Path(folder) / "model"
-            export_model(model, files, exported, options["dtype"])
-            click.echo(f"Uploaded to {upload_model(exported, facts, public=options['public'])}")
-        if test is None:
-            click.echo("The card has no test loss; --datasets-dir DIR measures it")
+    from gpt import load_model
+    from harness.common.device import only_device
+    from harness.evaluation.loss import HeldOutText
+    from harness.hf.export import export_model
+    from harness.hf.model_card import ModelFacts, model_card
+    from harness.hf.upload import upload_model
+
+    model = load_model(files.config, files.weights, torch.device("cpu"))
+    test = None
+    if options["datasets_dir"]:
+        text = HeldOutText.choose(model.config, files.weights, options["datasets_dir"])
+        test = text.measure(model.to(only_device()), "auto")
+    facts = ModelFacts(name, files, test, options["license_"])
+    if options["card"]:
+        click.echo(model_card(facts), nl=False)
+        return
+    with TemporaryDirectory() as folder:
+        exported = Path(folder) / "model"
+        export_model(model, files, exported, options["dtype"])
+        click.echo(f"Uploaded to {upload_model(exported, facts, public=options['public'])}")
+    if test is None:
+        click.echo("The card has no test loss; --datasets-dir DIR measures it")
 
 
-def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple[TrainedModel, GPTModel]:
-    """Load a model on the CPU in evaluation mode. Returns its files and the model. Raises UserError if there is no such
-    model."""
+def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> TrainedModel:
+    """Find the files of the model that the arguments name. Raises UserError, without waiting for torch, if there is no
+    such model."""
     from harness.runs.trained_model import find_model
 
     place = checkpoint.partition(":")[0]
@@ -141,12 +145,7 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
             f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "
             "checkpoint, or any folder with model.safetensors"
         )
-    files = find_model([*([model_json] if model_json else []), checkpoint], runs_dir)
-    import torch
-
-    from gpt import load_model
-
-    return files, load_model(files.config, files.weights, torch.device("cpu"))
+    return find_model([*([model_json] if model_json else []), checkpoint], runs_dir)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from harness.common.errors import (
     RunError,
     RunStopped,
     UserError,
-    one_line_errors,
     survive_closed_output,
 )
 from harness.common.libraries import configure_libraries, load
@@ -200,52 +199,51 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """
     exit_when_launcher_dies()
-    with one_line_errors():
-        if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:
-            raise UserError(
-                f"{run}, {datasets_dir}, …: one run at a time, and one CHECKPOINT; sweep_runs.py trains several runs"
-            )
-        checkpoint = checkpoints[0] if checkpoints else None
-        options = TrainOptions(**given)
-        options.check(checkpoint)
-        from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
-        from harness.planning.experiment import Experiment
-        from harness.runs.directory import RunDirectory
+    if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:
+        raise UserError(
+            f"{run}, {datasets_dir}, …: one run at a time, and one CHECKPOINT; sweep_runs.py trains several runs"
+        )
+    checkpoint = checkpoints[0] if checkpoints else None
+    options = TrainOptions(**given)
+    options.check(checkpoint)
+    from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
+    from harness.planning.experiment import Experiment
+    from harness.runs.directory import RunDirectory
 
-        unblock_stopping_signals()
-        here = read_ranking()  # before all else, since stale RANK variables would change the job
-        to_start = ranks_to_start(options.processes)
-        found = RunDirectory.find(options.runs_dir, run)
-        experiment = Experiment.load(found, datasets_dir)
-        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
-        if options.plan:
-            from harness.planning.plan import print_plan
+    unblock_stopping_signals()
+    here = read_ranking()  # before all else, since stale RANK variables would change the job
+    to_start = ranks_to_start(options.processes)
+    found = RunDirectory.find(options.runs_dir, run)
+    experiment = Experiment.load(found, datasets_dir)
+    experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
+    if options.plan:
+        from harness.planning.plan import print_plan
 
-            if here.rank == 0:
-                print_plan(experiment, checkpoint, options.processes or here.world_size, options)
-            return
-        if here.world_size == 1 and not options.find:
-            from harness.planning.plan import checked_plan
+        if here.rank == 0:
+            print_plan(experiment, checkpoint, options.processes or here.world_size, options)
+        return
+    if here.world_size == 1 and not options.find:
+        from harness.planning.plan import checked_plan
 
-            # find errors before torch is imported and other ranks are started
-            checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
-        if to_start:
-            run_ranks(to_start)
-        configure_libraries()
-        if here.rank == 0:  # printed before torch is imported and the ranks connect, which takes seconds
-            count = here.world_size
-            print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
-        load("torch")
-        if experiment.config.deterministic:
-            from harness.model.kernels import compute_deterministically
+        # find errors before torch is imported and other ranks are started
+        checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
+    if to_start:
+        run_ranks(to_start)
+    configure_libraries()
+    if here.rank == 0:  # printed before torch is imported and the ranks connect, which takes seconds
+        count = here.world_size
+        print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
+    load("torch")
+    if experiment.config.deterministic:
+        from harness.model.kernels import compute_deterministically
 
-            compute_deterministically()  # before anything uses CUDA
-        if options.find:
-            from harness.training.batch_size_finder import report_max_microbatch
+        compute_deterministically()  # before anything uses CUDA
+    if options.find:
+        from harness.training.batch_size_finder import report_max_microbatch
 
-            report_max_microbatch(experiment, options.memory_limit_gib, write=options.write)
-        else:
-            train(experiment, checkpoint, options)
+        report_max_microbatch(experiment, options.memory_limit_gib, write=options.write)
+    else:
+        train(experiment, checkpoint, options)
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:

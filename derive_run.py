@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import UserError
 from harness.common.json_files import strict_json
 from harness.common.messages import quoted
 from harness.common.options import RUNS_DIR, Command
@@ -51,29 +51,28 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         uv run derive_run.py quickstart mine --set dataset=me/my-texts
         uv run derive_run.py quickstart-gpt2 faster --set learning_rate=0.003
     """
-    with one_line_errors():
-        from harness.common.files import check_name
-        from harness.data.dataset import is_present, neighbour_remark
-        from harness.sweeps.derived_runs import derive_for_dataset, load_base, write_runs
+    from harness.common.files import check_name
+    from harness.data.dataset import is_present, neighbour_remark
+    from harness.sweeps.derived_runs import derive_for_dataset, load_base, write_runs
 
-        folder = runs_dir / check_name(new, "run")
-        changes = parse_settings(settings)
-        parent = load_base(runs_dir, base)
-        if folder.exists():
-            raise UserError(f"{folder}: is there already; choose another name, or move it away")
-        run = derive_for_dataset(parent, new, changes, datasets_dir)
-        run.check_startable()
-        write_runs([run])
-        with_what = "with" if run.differs else "without a difference; --set KEY=VALUE makes one"
-        click.echo(f"{folder}: {parent.name} {with_what}")
-        for key, values in run.differs.items():
-            click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
-        dataset = run.train_config.dataset
-        if "dataset" in changes and not is_present(datasets_dir, dataset, []):
-            absent = f'"{dataset}" is not in {datasets_dir}; {new} is not fitted to it, and training will ask the Hub'
-            click.echo(f"note: {neighbour_remark(datasets_dir, dataset) or absent}")
-        if "microbatch_size" in run.differs and "microbatch_size" not in changes:
-            click.echo(f"note: microbatch_size is what the validation split of {dataset} can fill")
+    folder = runs_dir / check_name(new, "run")
+    changes = parse_settings(settings)
+    parent = load_base(runs_dir, base)
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; choose another name, or move it away")
+    run = derive_for_dataset(parent, new, changes, datasets_dir)
+    run.check_startable()
+    write_runs([run])
+    with_what = "with" if run.differs else "without a difference; --set KEY=VALUE makes one"
+    click.echo(f"{folder}: {parent.name} {with_what}")
+    for key, values in run.differs.items():
+        click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
+    dataset = run.train_config.dataset
+    if "dataset" in changes and not is_present(datasets_dir, dataset, []):
+        absent = f'"{dataset}" is not in {datasets_dir}; {new} is not fitted to it, and training will ask the Hub'
+        click.echo(f"note: {neighbour_remark(datasets_dir, dataset) or absent}")
+    if "microbatch_size" in run.differs and "microbatch_size" not in changes:
+        click.echo(f"note: microbatch_size is what the validation split of {dataset} can fill")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import RunError, UserError, one_line_errors
+from harness.common.errors import RunError, UserError
 from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.options import MODEL, RUNS_DIR, Command
@@ -22,12 +22,11 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
     if pattern is None:
         return
     configure_libraries()
-    with one_line_errors():
-        from harness.evaluation.benchmarks.run import check_installed, known_names
+    from harness.evaluation.benchmarks.run import check_installed, known_names
 
-        check_installed()
-        for name in known_names(pattern):
-            click.echo(name)
+    check_installed()
+    for name in known_names(pattern):
+        click.echo(name)
     context.exit()
 
 
@@ -69,48 +68,47 @@ def main(
     run's folder results/.
     """
     configure_libraries()
-    with one_line_errors():
-        specs = [name for each in tasks for name in each.split(",") if name]
-        if not specs:
-            raise UserError("--tasks: give at least one name; --list '*' shows all")
-        from harness.runs.trained_model import find_model
+    specs = [name for each in tasks for name in each.split(",") if name]
+    if not specs:
+        raise UserError("--tasks: give at least one name; --list '*' shows all")
+    from harness.runs.trained_model import find_model
 
-        named = find_model(model, runs_dir)
-        from gpt import load_model
-        from harness.common.device import device_name, only_device
-        from harness.common.memory import is_out_of_memory
-        from harness.evaluation.benchmarks import run as benchmarks
-        from harness.evaluation.likelihood import Scorer
-        from harness.model.precision import Precision
-        from harness.runs.trained_model import check_tokenizer_fits, tokenizer_of
+    named = find_model(model, runs_dir)
+    from gpt import load_model
+    from harness.common.device import device_name, only_device
+    from harness.common.memory import is_out_of_memory
+    from harness.evaluation.benchmarks import run as benchmarks
+    from harness.evaluation.likelihood import Scorer
+    from harness.model.precision import Precision
+    from harness.runs.trained_model import check_tokenizer_fits, tokenizer_of
 
-        benchmarks.check_installed()
-        if output:
-            check_writable(output.absolute().parent)
-        device = only_device()
-        loaded, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
-        check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
-        chosen = Precision.resolve(precision, device)
-        scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)
-        asked = benchmarks.load(specs, num_fewshot)
-        try:
-            results = benchmarks.run(asked, scorer, tokenizer, limit=limit)
-        except (UserError, RunError):
-            raise
-        except Exception as error:  # a task's functions can raise anything, and lm-eval has asserts
-            if is_out_of_memory(error):
-                raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RunError(f"lm-eval failed: {reason[: benchmarks.REASON_CHARACTERS]}") from None
-        for line in benchmarks.table(results, asked.asked):
-            click.echo(line)
-        settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}
-        keep_result(named.weights, results, settings, device_name(device))
-        if output:
-            config = loaded.config.model_dump(mode="json")
-            provenance = {"weights": str(named.weights), "sha256": sha256(named.weights), "config": config}
-            about = {"model": provenance, "settings": {**settings, "batch_size": batch_size}}
-            benchmarks.write_results(output, results, about)
+    benchmarks.check_installed()
+    if output:
+        check_writable(output.absolute().parent)
+    device = only_device()
+    loaded, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
+    check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
+    chosen = Precision.resolve(precision, device)
+    scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)
+    asked = benchmarks.load(specs, num_fewshot)
+    try:
+        results = benchmarks.run(asked, scorer, tokenizer, limit=limit)
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # a task's functions can raise anything, and lm-eval has asserts
+        if is_out_of_memory(error):
+            raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RunError(f"lm-eval failed: {reason[: benchmarks.REASON_CHARACTERS]}") from None
+    for line in benchmarks.table(results, asked.asked):
+        click.echo(line)
+    settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}
+    keep_result(named.weights, results, settings, device_name(device))
+    if output:
+        config = loaded.config.model_dump(mode="json")
+        provenance = {"weights": str(named.weights), "sha256": sha256(named.weights), "config": config}
+        about = {"model": provenance, "settings": {**settings, "batch_size": batch_size}}
+        benchmarks.write_results(output, results, about)
 
 
 def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import UserError
 from harness.common.options import Command, FiniteNumber
 
 if TYPE_CHECKING:
@@ -51,38 +51,37 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     Prints isoFLOP profiles (the best size at each compute), power laws of the best size and tokens, and the law
     L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have not finished are named and left out.
     """
-    with one_line_errors():
-        from harness.common.files import check_writable
-        from harness.scaling.data import CostLaw
-        from harness.scaling.isoflop import fit_isoflop
-        from harness.scaling.laws import LawFit, best_split, fit_law, predict
-        from harness.scaling.report import Analysis, as_json, describe
+    from harness.common.files import check_writable
+    from harness.scaling.data import CostLaw
+    from harness.scaling.isoflop import fit_isoflop
+    from harness.scaling.laws import LawFit, best_split, fit_law, predict
+    from harness.scaling.report import Analysis, as_json, describe
 
-        if chart := options["chart"]:
-            if chart.suffix.lower() not in FORMATS:
-                raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
-            check_writable(chart.parent)  # before the fits, which take long
-        given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
-        cost = CostLaw.of(given)
-        plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
-        drawn = {"resamples": options["resamples"], "seed": options["seed"]}
-        tolerance, least_sizes = options["tolerance"], options["least_sizes"]
-        isoflop = fit_isoflop(given, cost, tolerance=tolerance, least_sizes=least_sizes, **drawn)
-        law = fit_law(given, **drawn)
-        predictions, splits = [], []
-        if isinstance(law, LawFit):
-            predictions = [predict(law, given, plan) for plan in plans]
-            splits = [best_split(law, given, cost, flops) for flops in options["budget"]]
-        asked = bool(plans or options["budget"])
-        analysis = Analysis(given, cost, isoflop, law, predictions, splits, asked)
-        if chart:
-            from harness.scaling.charts import draw_scaling_chart
+    if chart := options["chart"]:
+        if chart.suffix.lower() not in FORMATS:
+            raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
+        check_writable(chart.parent)  # before the fits, which take long
+    given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
+    cost = CostLaw.of(given)
+    plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
+    drawn = {"resamples": options["resamples"], "seed": options["seed"]}
+    tolerance, least_sizes = options["tolerance"], options["least_sizes"]
+    isoflop = fit_isoflop(given, cost, tolerance=tolerance, least_sizes=least_sizes, **drawn)
+    law = fit_law(given, **drawn)
+    predictions, splits = [], []
+    if isinstance(law, LawFit):
+        predictions = [predict(law, given, plan) for plan in plans]
+        splits = [best_split(law, given, cost, flops) for flops in options["budget"]]
+    asked = bool(plans or options["budget"])
+    analysis = Analysis(given, cost, isoflop, law, predictions, splits, asked)
+    if chart:
+        from harness.scaling.charts import draw_scaling_chart
 
-            draw_scaling_chart(analysis, chart)
-        if options["json"]:
-            click.echo(json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
-        else:
-            click.echo(describe(analysis))
+        draw_scaling_chart(analysis, chart)
+    if options["json"]:
+        click.echo(json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo(describe(analysis))
 
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:

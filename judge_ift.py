@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import RunStopped, UserError, one_line_errors
+from harness.common.errors import RunStopped, UserError
 from harness.common.options import Command, FiniteNumber
 from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
@@ -57,22 +57,21 @@ def main(
 
     If test_ift.py wrote the responses to a run's folder, the scores are also written to the run's folder results/.
     """
-    with one_line_errors():
-        from harness.evaluation.instruct.responses import read_comparable
-        from harness.evaluation.judge.report import judge_and_report
-        from harness.evaluation.judge.requests import JudgeSettings
+    from harness.evaluation.instruct.responses import read_comparable
+    from harness.evaluation.judge.report import judge_and_report
+    from harness.evaluation.judge.requests import JudgeSettings
 
-        if (price_in is None) != (price_out is None):
-            raise UserError("--price-in and --price-out: give both, or none")
-        prices = None if price_in is None or price_out is None else (price_in, price_out)
-        settings = JudgeSettings.choose(model, base_url, **options)
-        models = read_comparable(responses)
-        cache = cache or min(path.absolute() for path in responses).parent / "judgements.jsonl"
-        try:
-            judge_and_report(responses, models, settings, cache, prices=prices, as_json=as_json)
-        except RunStopped:
-            click.echo("stopped by SIGINT; to continue, run the same command again", err=True)
-            raise
+    if (price_in is None) != (price_out is None):
+        raise UserError("--price-in and --price-out: give both, or none")
+    prices = None if price_in is None or price_out is None else (price_in, price_out)
+    settings = JudgeSettings.choose(model, base_url, **options)
+    models = read_comparable(responses)
+    cache = cache or min(path.absolute() for path in responses).parent / "judgements.jsonl"
+    try:
+        judge_and_report(responses, models, settings, cache, prices=prices, as_json=as_json)
+    except RunStopped:
+        click.echo("stopped by SIGINT; to continue, run the same command again", err=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from harness.common.errors import UserError, interrupt_on_stopping_signals, one_line_errors, printable
+from harness.common.errors import UserError, interrupt_on_stopping_signals, printable
 from harness.common.messages import abbreviated, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
@@ -85,25 +85,24 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
 
     Each document ends with the token <|endoftext|>. Inside a document, <|endoftext|> is ordinary text.
     """
-    with one_line_errors():
-        interrupt_on_stopping_signals()
-        check_options(inputs, output_dir, options)
-        if output_dir:
-            for line in make(inputs, output_dir, options):
-                click.echo(line)
-        from harness.data.dataset import Dataset
+    interrupt_on_stopping_signals()
+    check_options(inputs, output_dir, options)
+    if output_dir:
+        for line in make(inputs, output_dir, options):
+            click.echo(line)
+    from harness.data.dataset import Dataset
 
-        folder = output_dir or options["verify"] or options["describe"]
-        if not output_dir:
-            from harness.data.report import describe, verify
+    folder = output_dir or options["verify"] or options["describe"]
+    if not output_dir:
+        from harness.data.report import describe, verify
 
-            for line in (verify if options["verify"] else describe)(Dataset.at(folder)):
-                click.echo(line)
-        if options["push_to_hub"]:
-            from harness.data.hub import upload_dataset
+        for line in (verify if options["verify"] else describe)(Dataset.at(folder)):
+            click.echo(line)
+    if options["push_to_hub"]:
+        from harness.data.hub import upload_dataset
 
-            address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
-            click.echo(f"Uploaded to {address}")
+        address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
+        click.echo(f"Uploaded to {address}")
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:

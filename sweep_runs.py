@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import UserError
 from harness.common.options import POSITIVE, RUNS_DIR, Group
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
@@ -22,7 +22,7 @@ PROCESSES = click.option(
 TRAIN = Path(__file__).with_name("ddp_train.py")
 
 
-@click.group(cls=Group)
+@click.group(cls=Group, no_args_is_help=False)
 def main() -> None:
     """Derive many runs from one, and train them.
 
@@ -42,18 +42,17 @@ def make(sweep: Path, runs_dir: Path) -> None:
 
     Runs that exist already are not changed. It is an error if a folder of the same name holds another run.
     """
-    with one_line_errors():
-        from harness.sweeps.derived_runs import write_runs
-        from harness.sweeps.file import load_sweep
+    from harness.sweeps.derived_runs import write_runs
+    from harness.sweeps.file import load_sweep
 
-        found = load_sweep(sweep, runs_dir)
-        missing = found.missing()
-        write_runs(missing)
-        there = len(found.runs) - len(missing)
-        made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
-        click.echo(f"{made} made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
-        for run in missing:
-            click.echo(f"  {run.name}")
+    found = load_sweep(sweep, runs_dir)
+    missing = found.missing()
+    write_runs(missing)
+    there = len(found.runs) - len(missing)
+    made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
+    click.echo(f"{made} made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
+    for run in missing:
+        click.echo(f"  {run.name}")
 
 
 @main.command("plan", short_help="Add up hours, dollars and disk.")
@@ -68,12 +67,11 @@ def make(sweep: Path, runs_dir: Path) -> None:
 def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> None:
     """Print which runs of SWEEP.json are left to train, and their time, cost and disk space. Nothing is trained. The
     run folders need not exist yet."""
-    with one_line_errors():
-        from harness.sweeps.file import load_sweep
-        from harness.sweeps.plan import Planner, describe_sweep_plan, plan_sweep
+    from harness.sweeps.file import load_sweep
+    from harness.sweeps.plan import Planner, describe_sweep_plan, plan_sweep
 
-        planner = Planner(datasets_dir, runs_dir, **machine)
-        click.echo(describe_sweep_plan(plan_sweep(load_sweep(sweep, runs_dir), planner), runs_dir))
+    planner = Planner(datasets_dir, runs_dir, **machine)
+    click.echo(describe_sweep_plan(plan_sweep(load_sweep(sweep, runs_dir), planner), runs_dir))
 
 
 @main.command("run", short_help="Make missing runs, and train unfinished ones.")
@@ -90,35 +88,34 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     If the sweep ends early, run the same command again to resume it. A run that fails does not stop the others. Ctrl-C
     stops all runs, each with a checkpoint. The output of a run is written to sweep.log in its folder.
     """
-    with one_line_errors():
-        from harness.common.errors import survive_closed_output
-        from harness.common.lock import RunLock
-        from harness.sweeps.derived_runs import write_runs
-        from harness.sweeps.file import load_sweep
-        from harness.sweeps.plan import Planner, plan_sweep
-        from harness.sweeps.run import SweepRunner, say
+    from harness.common.errors import survive_closed_output
+    from harness.common.lock import RunLock
+    from harness.sweeps.derived_runs import write_runs
+    from harness.sweeps.file import load_sweep
+    from harness.sweeps.plan import Planner, plan_sweep
+    from harness.sweeps.run import SweepRunner, say
 
-        found = load_sweep(sweep, runs_dir)
-        missing = found.missing()
-        RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
-        planner = Planner(datasets_dir, runs_dir, **machine)
-        runner = SweepRunner(found.runs, planner, TRAIN, max_dollars)
-        if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
-            raise UserError(f"{runs_dir}: {shortage}")
-        write_runs(missing)
-        say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
-        survive_closed_output(runner.hang_up)
-        if runner.waiting:
-            say("The output of each run is written to sweep.log in its folder.")
-        runner.run()
-        runner.leave()
-        names = [run.name for run in found.runs]
-        pattern = f"{found.name}-*"
-        if {path.name for path in runs_dir.glob(pattern)} == {*names}:
-            names = [shlex.quote(pattern)]
-        place = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
-        say(f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {' '.join(names)}{place}")
-        say(f"  uv run compare_runs.py {' '.join(names)} --baseline {found.runs[0].name}{place}")
+    found = load_sweep(sweep, runs_dir)
+    missing = found.missing()
+    RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
+    planner = Planner(datasets_dir, runs_dir, **machine)
+    runner = SweepRunner(found.runs, planner, TRAIN, max_dollars)
+    if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
+        raise UserError(f"{runs_dir}: {shortage}")
+    write_runs(missing)
+    say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
+    survive_closed_output(runner.hang_up)
+    if runner.waiting:
+        say("The output of each run is written to sweep.log in its folder.")
+    runner.run()
+    runner.leave()
+    names = [run.name for run in found.runs]
+    pattern = f"{found.name}-*"
+    if {path.name for path in runs_dir.glob(pattern)} == {*names}:
+        names = [shlex.quote(pattern)]
+    place = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
+    say(f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {' '.join(names)}{place}")
+    say(f"  uv run compare_runs.py {' '.join(names)} --baseline {found.runs[0].name}{place}")
 
 
 @main.command("status", short_help="Print the state of each run.")
@@ -126,14 +123,13 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
 @RUNS_DIR
 def status(sweep: Path, runs_dir: Path) -> None:
     """Print the state and the progress of each run of SWEEP.json."""
-    with one_line_errors():
-        from harness.sweeps.file import load_sweep
-        from harness.sweeps.plan import count_states, status_lines, status_of
+    from harness.sweeps.file import load_sweep
+    from harness.sweeps.plan import count_states, status_lines, status_of
 
-        found = load_sweep(sweep, runs_dir)
-        statuses = [status_of(run) for run in found.runs]
-        click.echo(f"Sweep {found.name} in {runs_dir}: {count_states(statuses)}\n")
-        click.echo("\n".join(status_lines(statuses)))
+    found = load_sweep(sweep, runs_dir)
+    statuses = [status_of(run) for run in found.runs]
+    click.echo(f"Sweep {found.name} in {runs_dir}: {count_states(statuses)}\n")
+    click.echo("\n".join(status_lines(statuses)))
 
 
 if __name__ == "__main__":

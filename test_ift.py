@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunError, RunStopped, UserError, one_line_errors
+from harness.common.errors import RunError, RunStopped, UserError
 from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
@@ -50,64 +50,61 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     results/, but only if the responses file is in the run's folder.
     """
     configure_libraries()
-    with one_line_errors():
-        from harness.runs.trained_model import find_model
+    from harness.runs.trained_model import find_model
 
-        named = find_model(model, runs_dir)
-        path = options["responses"] or named.folder / RESPONSES
-        judge = None if options["responses_only"] else choose_judge(options)
-        check_places(path, options)
-        import torch
+    named = find_model(model, runs_dir)
+    path = options["responses"] or named.folder / RESPONSES
+    judge = None if options["responses_only"] else choose_judge(options)
+    check_places(path, options)
+    import torch
 
-        from gpt import load_model
-        from harness.common.device import device_name, only_device
-        from harness.common.download import local_copy
-        from harness.evaluation.instruct import finetune, responses
-        from harness.runs.trained_model import (
-            check_tokenizer_fits,
-            model_in_run,
-            tokenizer_file_of,
-            tokenizer_of,
-            write_model,
-        )
+    from gpt import load_model
+    from harness.common.device import device_name, only_device
+    from harness.common.download import local_copy
+    from harness.evaluation.instruct import finetune, responses
+    from harness.runs.trained_model import (
+        check_tokenizer_fits,
+        model_in_run,
+        tokenizer_file_of,
+        tokenizer_of,
+        write_model,
+    )
 
-        data = local_copy(options["data"], responses.InstructionSplits.load)
-        splits, device = responses.InstructionSplits.load(data), only_device()
-        weights = None
-        if measured := model_in_run(named.weights):
-            checkpoint, digest = measured.weights.checkpoint, measured.weights.sha256
-            weights = responses.AnsweringModel(
-                checkpoint=checkpoint, sha256=digest, device=device_name(device), torch=torch.__version__
-            )
-        tuned, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
-        check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
-        rate = options["learning_rate"] or finetune.RATE_TIMES_WIDTH / named.config.emb_dim
-        settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
-        tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
-        # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
-        run, folder = named.folder.absolute(), named.weights.absolute().parent
-        own_name = run.name if folder == run else f"{run.name}/{folder.resolve().name}"
-        name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]
-        about_data = responses.InstructionData(
-            file=as_unicode(data.name),
-            sha256=sha256(data),
-            entries=sum(map(len, splits)),
-            test_entries=len(splits.test),
+    data = local_copy(options["data"], responses.InstructionSplits.load)
+    splits, device = responses.InstructionSplits.load(data), only_device()
+    weights = None
+    if measured := model_in_run(named.weights):
+        checkpoint, digest = measured.weights.checkpoint, measured.weights.sha256
+        weights = responses.AnsweringModel(
+            checkpoint=checkpoint, sha256=digest, device=device_name(device), torch=torch.__version__
         )
-        course = {**asdict(settings), "max_new_tokens": longest, **asdict(tuning)}
-        if options["save"]:
-            facts = {"fine_tuned_from": name, "data": about_data.model_dump(), "fine_tuning": course}
-            shape, kept_tokenizer = tuned.config.model_dump(mode="json"), tokenizer_file_of(named.weights)
-            write_model(options["save"], shape, tuned.to_checkpoint_names(), tokenizer=kept_tokenizer, facts=facts)
-            click.echo(f"{options['save']}: the fine-tuned model")
-        answers = finetune.answer(tuned, tokenizer, splits.test, longest)
-        answered = responses.Responses(
-            model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers
-        )
-        responses.write_responses(path, answered)
-        click.echo(f"{path}: {len(answers):,} answers")
-        if judge is not None:
-            score(answered, judge, path)
+    tuned, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
+    check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
+    rate = options["learning_rate"] or finetune.RATE_TIMES_WIDTH / named.config.emb_dim
+    settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
+    tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
+    # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
+    run, folder = named.folder.absolute(), named.weights.absolute().parent
+    own_name = run.name if folder == run else f"{run.name}/{folder.resolve().name}"
+    name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]
+    about_data = responses.InstructionData(
+        file=as_unicode(data.name),
+        sha256=sha256(data),
+        entries=sum(map(len, splits)),
+        test_entries=len(splits.test),
+    )
+    course = {**asdict(settings), "max_new_tokens": longest, **asdict(tuning)}
+    if options["save"]:
+        facts = {"fine_tuned_from": name, "data": about_data.model_dump(), "fine_tuning": course}
+        shape, kept_tokenizer = tuned.config.model_dump(mode="json"), tokenizer_file_of(named.weights)
+        write_model(options["save"], shape, tuned.to_checkpoint_names(), tokenizer=kept_tokenizer, facts=facts)
+        click.echo(f"{options['save']}: the fine-tuned model")
+    answers = finetune.answer(tuned, tokenizer, splits.test, longest)
+    answered = responses.Responses(model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers)
+    responses.write_responses(path, answered)
+    click.echo(f"{path}: {len(answers):,} answers")
+    if judge is not None:
+        score(answered, judge, path)
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import UserError, one_line_errors
+from harness.common.errors import UserError
 from harness.common.libraries import configure_libraries
 from harness.common.options import RUNS_DIR, Command
 
@@ -42,29 +42,28 @@ def main(
     run's folder results/.
     """
     configure_libraries()
-    with one_line_errors():
-        from harness.runs.trained_model import each_once, find_models
+    from harness.runs.trained_model import each_once, find_models
 
-        named = each_once([*find_models(models, runs_dir), *find_models(runs, runs_dir)])
-        if not named:
-            raise UserError("no model: give RUN[:CHECKPOINT], or MODEL_JSON WEIGHTS")
-        from gpt import load_model
-        from harness.common.device import only_device
-        from harness.evaluation.loss import HeldOutText, TestLoss, loss_lines
-        from harness.model.precision import Precision
-        from harness.model.tensor_names import check_weights_file
+    named = each_once([*find_models(models, runs_dir), *find_models(runs, runs_dir)])
+    if not named:
+        raise UserError("no model: give RUN[:CHECKPOINT], or MODEL_JSON WEIGHTS")
+    from gpt import load_model
+    from harness.common.device import only_device
+    from harness.evaluation.loss import HeldOutText, TestLoss, loss_lines
+    from harness.model.precision import Precision
+    from harness.model.tensor_names import check_weights_file
 
-        device = only_device()
-        Precision.resolve(precision, device)
-        for model in named:
-            check_weights_file(model.weights, model.config)
-        texts = [HeldOutText.choose(model.config, model.weights, datasets_dir, **options) for model in named]
-        measured: dict[tuple[str, str], TestLoss] = {}  # a model that was named in two ways is measured once
-        for model, text in zip(named, texts, strict=True):
-            if model.identity not in measured:
-                measured[model.identity] = text.measure(load_model(model.config, model.weights, device), precision)
-        for line in loss_lines([(model, measured[model.identity]) for model in named]):
-            click.echo(line)
+    device = only_device()
+    Precision.resolve(precision, device)
+    for model in named:
+        check_weights_file(model.weights, model.config)
+    texts = [HeldOutText.choose(model.config, model.weights, datasets_dir, **options) for model in named]
+    measured: dict[tuple[str, str], TestLoss] = {}  # a model that was named in two ways is measured once
+    for model, text in zip(named, texts, strict=True):
+        if model.identity not in measured:
+            measured[model.identity] = text.measure(load_model(model.config, model.weights, device), precision)
+    for line in loss_lines([(model, measured[model.identity]) for model in named]):
+        click.echo(line)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from harness.common.errors import one_line_errors
 from harness.common.libraries import configure_libraries
 from harness.common.options import MODEL, RUNS_DIR, Command, FiniteNumber
 
@@ -41,19 +40,18 @@ def main(
     the folder of the weights, or GPT-2's if that folder has none.
     """
     configure_libraries()
-    with one_line_errors():
-        from harness.runs.trained_model import find_model
+    from harness.runs.trained_model import find_model
 
-        named = find_model(model, runs_dir)
-        from gpt import load_model
-        from harness.common.device import only_device
-        from harness.evaluation.generation import Sampling, print_samples, prompts_of
-        from harness.runs.trained_model import tokenizer_of
+    named = find_model(model, runs_dir)
+    from gpt import load_model
+    from harness.common.device import only_device
+    from harness.evaluation.generation import Sampling, print_samples, prompts_of
+    from harness.runs.trained_model import tokenizer_of
 
-        texts = prompts_of(prompts, prompt, DEFAULT_PROMPT)
-        loaded = load_model(named.config, named.weights, only_device())
-        sampling = Sampling(temperature, top_k, seed)
-        print_samples(loaded, tokenizer_of(named.weights), texts, sampling, samples=samples, count=num_tokens)
+    texts = prompts_of(prompts, prompt, DEFAULT_PROMPT)
+    loaded = load_model(named.config, named.weights, only_device())
+    sampling = Sampling(temperature, top_k, seed)
+    print_samples(loaded, tokenizer_of(named.weights), texts, sampling, samples=samples, count=num_tokens)
 
 
 if __name__ == "__main__":

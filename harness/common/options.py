@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,21 @@ from harness.common.errors import UserError, one_line_errors
 
 
 class Command(click.Command):
-    """Click command that prints every error in one line, even if click itself fails before the command's body runs,
-    such as when --help is written to a full disk. The body still needs its own `one_line_errors`, because click would
-    report a Ctrl-C in the body as "Aborted!"."""
+    """Click command that prints every error in one line. click's own `main` prints four lines for a wrong argument, and
+    "Aborted!" after Ctrl-C."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
+    def main(self, *args: Any, **_: Any) -> Any:
         with one_line_errors():
-            return super().main(*args, **kwargs)
+            try:
+                words = list(args[0] if args else sys.argv[1:])
+                with self.make_context(Path(sys.argv[0]).name, words) as context:
+                    self.invoke(context)
+            except click.exceptions.Exit as end:  # after --help
+                sys.exit(end.exit_code)
+            except click.UsageError as error:
+                program = error.ctx.command_path if error.ctx else self.name
+                raise UserError(f"{error.format_message().rstrip('.')} (see {program} --help)") from None
+        sys.exit()
 
 
 class Group(Command, click.Group):
