@@ -231,7 +231,7 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
 
 def take_turns(answers: TextIO) -> Iterator[None]:
     """Yield once for each line on standard input, to let the caller take a step. When the caller asks for the next
-    turn, write the seconds and the processor seconds of its last step to `answers`. At the end of standard input, exit
+    turn, write the elapsed and the processor seconds of its last step to `answers`. At the end of standard input, exit
     the process."""
     while sys.stdin.readline():
         wall, processor = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""Other implementations of the same model, for comparison with ours. Each is written as its authors train it.
+"""Other implementations of the same model, in the form in which their authors train them, for comparison with ours.
 
 The models written here share no code with gpt.py. The notebook's model has the tensor names of the notebook's author.
 """

@@ -110,9 +110,9 @@ def measure_attention(bench: Workbench) -> None:
 
 
 def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
-    """Return the share of attention weights that dropout actually drops. With 2 million weights, its standard deviation
-    is 0.0002. All weights are equal and the values are an identity matrix, so the output is zero where a weight was
-    dropped."""
+    """Return the share of attention weights that dropout actually drops. It is counted on 2 million weights, so its
+    standard deviation is 0.0002. All weights are equal and the values are an identity matrix, so the output is zero
+    where a weight was dropped."""
     zeros = torch.zeros(1, heads, size, size, device=DEVICE, dtype=torch.bfloat16)
     identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()

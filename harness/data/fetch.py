@@ -33,7 +33,7 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
                     download_dataset(name, folder)
         finally:
             with suppress(OSError):
-                folder.parent.rmdir()  # removes the owner's folder only if it is empty, because no dataset was written
+                folder.parent.rmdir()  # removes the owner's folder only if it is empty, as no dataset was written to it
     if not is_present(datasets_dir, name, splits):
         raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
     Dataset.open(datasets_dir, name)

@@ -1,5 +1,5 @@
-"""Dataset repositories on the Hugging Face Hub: download and verify one, or upload a dataset folder with a card that
-describes it.
+"""Dataset repositories on the Hugging Face Hub: download and verify a repository, or upload a dataset folder with a
+card that describes it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 
 def reading(name: str, folder: Path) -> HubWork:
-    """Return the HubWork of downloading the Hub's dataset `name` to `folder`, which is DATASETS_DIR/<name>. It holds
-    the words for error messages."""
+    """Return a HubWork for downloading the Hub's dataset `name` to `folder`, which is DATASETS_DIR/<name>. Error
+    messages are made of its fields."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 

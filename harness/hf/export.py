@@ -34,7 +34,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
     """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. If a native
-    class computes this model, the folder is in that class's format. Otherwise it contains the model's own code.
+    class of transformers computes this model, the folder is in that class's format. Otherwise the folder also contains
+    the model's own code.
 
     Raises UserError if the folder exists and is not empty, or RunError if it cannot be written; no partial folder
     remains.

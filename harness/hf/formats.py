@@ -95,7 +95,7 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
     """Return the model's tensors under their names in transformers' class `kind`; some of the tensors are views. If the
     class has biases or norm gains that the model lacks, return zeros or ones for them. If `kind` is OWN_TYPE, return
-    the tensors under their names in our own class."""
+    the tensors under their names in DdpPretrainForCausalLM."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
         return {f"model.{name}": tensor for name, tensor in ours.items() if not (shape.tie_weights and name == HEAD)}

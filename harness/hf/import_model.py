@@ -228,4 +228,4 @@ def fetch_model(name: str) -> Path:
     try:
         return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
     except UserError as error:
-        raise UserError(f"{name}: no such folder here; as the name of a model: {error}") from None
+        raise UserError(f"{name}: no such folder; tried as a model on the Hub: {error}") from None

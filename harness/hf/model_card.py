@@ -124,8 +124,8 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
 
 
 def _count(value: Any) -> int | None:
-    """Return `value` if it is a number of tokens or batches, or None if it is not. It is from a file that another
-    program may have written."""
+    """Return `value` if it is a number of tokens or batches, or None if it is not. The value is from a file that
+    another program may have written."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

@@ -92,8 +92,8 @@ class Sweep(BaseModel):
         for key, values in self.vary.items():
             if not values:
                 raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
-        # A key is given in one place only. As an exception, some entries of `together`, but not all, may change a key
-        # of `set`.
+        # A key must be given in one place only, with one exception: some entries of `together`, but not all, may
+        # override a key of `set`.
         in_all = [key for key in together if all(key in entry for entry in self.together)]
         twice = [key for key in self.vary if key in together]
         twice += [key for key in self.set if key in [*self.vary, *in_all]]
@@ -161,8 +161,9 @@ class SweepRuns:
     runs: list[DerivedRun]
 
     def missing(self) -> list[DerivedRun]:
-        """Return the runs whose folders do not exist yet. Raises UserError if the folder of a run holds another run, or
-        if training would refuse a run of those returned. This is checked for all runs before any of them is written."""
+        """Return the runs whose folders do not exist yet, after checking that training would accept all of them, so
+        that all or none are written. Raises UserError if training would refuse one of them, or if the folder of a run
+        holds something else."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):

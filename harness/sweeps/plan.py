@@ -52,7 +52,7 @@ class Status:
 
 def status_of(run: DerivedRun) -> Status:
     """Return the status of a run, with one of the states that compare_runs.py prints. The state is also `damaged` if
-    the run's folder holds anything else than this run of the sweep."""
+    the run's folder holds something other than this run of the sweep."""
     try:
         if not run.is_made():
             return Status(run, "not made")
@@ -83,8 +83,8 @@ def count_states(statuses: Sequence[Status]) -> str:
 
 
 def status_lines(statuses: Sequence[Status]) -> list[str]:
-    """Return a line for each run, or several lines if the text is wider than a terminal. The last lines of its log
-    follow a failed run."""
+    """Return a line for each run, or several lines if the text is wider than a terminal. A failed run is followed by
+    the last lines of its log."""
     lines = []
     width = max((len(each.run.name) for each in statuses), default=0)
     for each in statuses:
@@ -139,15 +139,15 @@ class Planner:
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
-        """Set `processes` to the number of GPUs of this machine divided by `groups`, and at least 1, if it is not
-        given. `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two of them
-        exclude each other."""
+        """If `processes` is None, divide the GPUs of this machine among the groups, or use one process for a run if
+        there are no GPUs. `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two
+        of them exclude each other."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
         self.options = TrainOptions(plan=True, runs_dir=runs_dir, **assumed)
         self.options.check(None)
-        self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared when a run ends, since it may have measured one
+        self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared after each run, which may measure a speed
 
     def plan(self, run: DerivedRun) -> RunPlan:
         """Plan the remaining work of a run, which may be partly done. Raises UserError if training would refuse the
@@ -198,8 +198,8 @@ class SweepPlan:
         )
 
     def seconds(self) -> float:
-        """Return the wall-clock seconds until all runs have ended. A group takes the next run as soon as its last run
-        has ended. Runs of unknown duration are left out."""
+        """Return the wall-clock seconds until all runs have ended. A group of devices takes the next run as soon as its
+        last run has ended. Runs of unknown duration are left out."""
         ends = [0.0] * self.planner.groups
         for each in self.left:
             heapq.heapreplace(ends, ends[0] + (each.seconds or 0.0))
@@ -237,8 +237,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return the lines of a table with a row for each run. The groups share the machine, so a run's cost is the
-    machine's cost for the run's time divided by the number of groups. A long name gets a line of its own."""
+    """Return the lines of a table with a row for each run. A run's cost is the machine's cost for the run's time,
+    divided by the number of groups, because the groups share the machine. A long name gets a line of its own."""
     rows = []
     for each in plan.left:
         time = "unknown" if each.seconds is None else _duration(each.seconds)

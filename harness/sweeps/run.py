@@ -60,9 +60,9 @@ def show(text: str) -> None:
 
 
 def device_groups(groups: int, processes: int) -> list[Group]:
-    """Divide the machine's GPUs, or its cores if it has no GPUs, among the groups, and return the groups. A single
-    group gets the whole machine, like a run outside a sweep. Raises UserError if the groups need more GPUs than there
-    are."""
+    """Divide the machine's GPUs, or its cores if it has no GPUs, into groups, each of which trains one run at a time. A
+    single group gets the whole machine, like a run outside a sweep. Raises UserError if the groups need more GPUs than
+    there are."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -78,9 +78,9 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 
 
 def groups_before(run: DerivedRun) -> int:
-    """Return the number of groups that shared the machine when earlier sweeps trained the run, as recorded in its
-    sweep.log. Return the smallest number if there are several, or 1 if the log has none. Also return 1 if the run was
-    trained without a sweep since."""
+    """Return the number of groups into which the machine was divided when earlier sweeps trained the run, as recorded
+    in the run's sweep.log. Return the smallest number if there are several, or 1 if the log has none. Also return 1 if
+    the run was trained without a sweep since."""
     log, metrics = run.run.sweep_log, run.run.metrics
     if not log.is_file() or (metrics.is_file() and metrics.stat().st_mtime > log.stat().st_mtime):
         return 1
@@ -307,9 +307,9 @@ class SweepRunner:
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
     def _count(self, attempt: Attempt, status: Status) -> None:
-        """Add to `spent` what a run has cost since the last call. The run's cost is taken from its records or from the
-        clock, whichever is larger. It is divided by the number of runs under way instead of groups, because the machine
-        costs as much while some groups have no run."""
+        """Add to `spent` what a run has cost since the last call for this run. The cost is taken from the run's records
+        or from the clock, whichever is larger. It is divided by the number of runs under way instead of groups, because
+        the machine costs as much while some groups have no run."""
         dollars = max(status.dollars, attempt.dollars())
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars

@@ -48,7 +48,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 
 COMMIT_TOKENS = 2**24  # tokens between two saves of the journal; encoding them takes some seconds
 SECONDS_BETWEEN_LINES = 10.0
-BYTES_PER_WORKER = 2**22  # of input; one process encodes fewer bytes before a second process has started
+BYTES_PER_WORKER = 2**22  # of input; a process that has fewer bytes to encode takes longer to start
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
 # The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
@@ -251,7 +251,7 @@ def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
     if not is_terminal:
         shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
     with tqdm(total=before[-1], **shape) as bar:
-        shown, first_tokens = began, -1  # the first call sets first_tokens; the speed is that since then
+        shown, first_tokens = began, -1  # the first call sets first_tokens, from which the speed is counted
 
         def show(encoded: Encoded, size: StreamSize) -> None:
             nonlocal shown, first_tokens

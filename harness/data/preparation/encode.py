@@ -34,7 +34,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096
 LONGEST_PIECE = 2**20  # characters; longer texts are cut
-CUT_SEARCH = 2**16  # characters before a piece's longest end in which a place between words is searched
+CUT_SEARCH = 2**16  # characters before the end of a longest piece that are searched for a place between words to cut at
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Batch:
 
     pieces: list[Piece]
     file: int  # number of the file that is read next
-    documents: int  # documents of that file that have been read at the batch's end, including those without text
+    documents: int  # documents of `file` that have been read at the batch's end, including those without text
     empty: int  # documents without text in this batch
-    position: int  # bytes of that file that have been read at the batch's end
+    position: int  # bytes of `file` that have been read at the batch's end
 
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
@@ -59,7 +59,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     is_open = False  # True if text of the current document has been gathered
     for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
-        if piece.file != file:  # end the batch here, to resume from here, unless it is small
+        if piece.file != file:  # a file begins: end the batch, to resume from here, unless it is small
             file, documents, room = piece.file, 0, BATCH_CHARACTERS // 16
         position = piece.position
         documents += piece.ends
@@ -231,12 +231,13 @@ def _begin() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block the stopping signals, except SIGTERM, in the processes that the body starts. Delay all stopping signals in
-    this process until the end of the body. SIGTERM is not blocked, because the pool ends its processes with it.
+    """Block STOPPING_SIGNALS, except SIGTERM, in the processes that the body starts. Delay all STOPPING_SIGNALS in this
+    process until the end of the body. SIGTERM is not blocked, because the pool ends its processes with it.
 
     A terminal sends its signals to all of its processes, but only this process should handle them. The started
     processes inherit the blocked signals. In this process, a handler records each signal, whichever thread receives it.
-    The first recorded signal is raised after the body, because it would make a half-started process print an error.
+    The first recorded signal is raised after the body. If it were raised earlier, a half-started process would print an
+    error.
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}

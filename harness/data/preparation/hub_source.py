@@ -37,7 +37,7 @@ class HubText(TextSource):
     work: HubWork
     commit: str
     described: list[RepoSibling]  # the Hub's descriptions of `files`, in the same order
-    downloads: Path | None  # each file is deleted after reading; None: keep it in huggingface_hub's cache
+    downloads: Path | None  # files are deleted after reading; None: use huggingface_hub's cache, which keeps them
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
         """Download the file, and yield its documents. At the end, delete the file if `downloads` is a folder."""
@@ -49,7 +49,7 @@ class HubText(TextSource):
                 path.unlink(missing_ok=True)
 
     def sampled(self, most: int) -> list[TextFile]:
-        return self.files[:1]  # more files would have to be downloaded before their turn
+        return self.files[:1]  # a larger sample would download more files in advance
 
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
@@ -78,7 +78,7 @@ def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloa
     try:
         commit, there = list_files(work, revision)
     except UserError as error:
-        raise UserError(f"{name}: no such file or folder here; and as a dataset of the Hub: {error}") from None
+        raise UserError(f"{name}: no such file or folder; tried as a dataset on the Hub: {error}") from None
     wanted = []
     for file in sorted(there, key=lambda file: file.rfilename):
         is_included = any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in include)

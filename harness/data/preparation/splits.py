@@ -42,7 +42,7 @@ SPLITS = ("train", "test", "validation")  # in the order of their documents in a
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
 DRAWING_KEY = 0
-POOL_DOCUMENTS = 2**14  # a text of at most this many documents is completely in the pool, to meet the shares
+POOL_DOCUMENTS = 2**14  # so many documents at a text's beginning are in the pool, so that small texts meet their shares
 POOL_SHARE = 4  # pool's share of the documents / held-out share; above 1, since a few documents may be most of a text
 
 

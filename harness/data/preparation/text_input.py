@@ -74,8 +74,8 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Return True if the name of a file in an input folder or Hub dataset shows that it is text. A .json file is read
-    only if the user names it, because it may hold something other than lines of JSON."""
+    """Return True if the name of a file in an input folder or Hub dataset shows that the file is text. A .json file is
+    read only if the user names it, because it may hold something other than lines of JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 
@@ -146,7 +146,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
             if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
                 seen += "; import files of tokens with --from-bin"
             where = f"{quoted(pattern)}: no input files here"
-            raise UserError(f"{where} (a folder with {kinds}, or a glob in quotes){seen}")
+            raise UserError(f"{where}; give a folder with {kinds}, or a glob in quotes{seen}")
         is_root = len(patterns) == 1 and folder.is_dir()
         found |= {(path.relative_to(folder) if is_root else path).as_posix(): path for path in paths}
         ignored += others
@@ -250,8 +250,8 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
     try:
-        # Faster than json, with a third of the memory: json would turn a line of 100 MB that contains one emoji into a
-        # string of 4 bytes per character, and do so twice.
+        # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
+        # emoji, json would make a string of 4 bytes per character, and do so twice.
         text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
         if isinstance(text, str):
             return text

@@ -43,7 +43,7 @@ class TokenShard:
     is_told: bool = True  # True if the file itself states the dtype
 
 
-FEWEST_NUMBERS = 16  # fewer do not show whether a file's numbers are wider than uint16
+FEWEST_NUMBERS = 16  # fewer numbers do not show whether they are wider than uint16
 
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
@@ -73,7 +73,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
                 f"{path}: has no known header, and {size:,} bytes are no whole number of {dtype.name} tokens; it is "
                 "damaged, or not a file of tokens"
             )
-        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # upper 16 bits of each, if they have 32
+        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # of each number, if it has 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
             raise UserError(
                 f"{path}: read as uint16, every second token is 0: the tokens have 32 bits; give --token-dtype uint32"
@@ -108,7 +108,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         if Path(pattern).is_dir():
             paths = [path for path in Path(pattern).iterdir() if path.suffix.lower() in TOKEN_SUFFIXES]
         if not paths:
-            raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
+            raise UserError(f"{pattern}: no .bin or .npy files here; give a folder, or a glob in quotes")
         found |= set(paths)
     shards: dict[str, list[TokenShard]] = {}
     for path in sorted(found):

@@ -54,7 +54,7 @@ def is_dataset_file(name: str) -> bool:
 
 
 def _not_of_a_dataset(folder: Path) -> list[str]:
-    """Return the names in a folder that are not files of a dataset."""
+    """Return the names of the files and folders in `folder` that are not part of a dataset."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() or not is_dataset_file(path.name))
 
 
@@ -63,10 +63,10 @@ class Mark:
     """Position in the input at the end of a document, and the sizes of the streams at that position."""
 
     file: int = 0  # number of the file that is read next
-    documents: int = 0  # documents of that file that have been read, including those without text
+    documents: int = 0  # documents of `file` that have been read, including those without text
     empty: int = 0  # documents without text so far, in all files
     size: StreamSize = field(default_factory=StreamSize)
-    pool: StreamSize = field(default_factory=StreamSize)  # stream of documents that may be held out
+    pool: StreamSize = field(default_factory=StreamSize)  # of the pool: documents that may be held out
 
     @property
     def total(self) -> StreamSize:
@@ -135,7 +135,7 @@ class WorkFolder:
         RunLock.take(self.lock, "made")
         # Repair the state that a kill during `put_in_place` can leave.
         if self.journal_path.exists() and self.replaced.exists() and not self.target.exists():
-            self.replaced.rename(self.target)  # the older dataset, until the new one is complete
+            self.replaced.rename(self.target)  # put the older dataset back until the new one replaces it
         elif self.journal_path.exists() and not self.dataset.exists():
             self._delete_replaced()
             self._clear()
