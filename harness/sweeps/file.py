@@ -21,7 +21,7 @@ from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, explained, load_base, unknown_key
 
-LARGEST_POINTS = 1000  # more runs are probably a typing error
+LARGEST_POINTS = 1000  # more runs are probably a typing error, or need another program
 LONGEST_NAME = 60  # characters of a sweep's name
 LONGEST_LABEL = 60  # characters of a label, the part of a run's name that follows the sweep's name
 # Short forms of the keys that are varied most, for the names of runs. Other keys appear in full.

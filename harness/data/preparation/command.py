@@ -48,7 +48,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 
 COMMIT_TOKENS = 2**24  # tokens between two saves of the journal; encoding them takes some seconds
 SECONDS_BETWEEN_LINES = 10.0
-BYTES_PER_WORKER = 2**22  # of input; a process that has fewer bytes to encode takes longer to start
+BYTES_PER_WORKER = 2**22  # of input; starting a process takes longer than encoding fewer bytes
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
 # The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.

@@ -34,7 +34,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096
 LONGEST_PIECE = 2**20  # characters; longer texts are cut
-CUT_SEARCH = 2**16  # characters before the end of a longest piece that are searched for a place between words to cut at
+CUT_SEARCH = 2**16  # characters before LONGEST_PIECE that are searched for a place between words to cut at
 
 
 @dataclass(frozen=True)

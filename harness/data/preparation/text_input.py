@@ -256,7 +256,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
         if isinstance(text, str):
             return text
     except (ValueError, LookupError, TypeError):
-        pass  # the slower code below finds the fault
+        pass  # the line is unusual or wrong; the slower code below handles both
     where, key = f"{path}: line {number:,}", form.text_column
     try:
         value = json.loads(line.decode("utf-8-sig", errors=form.errors))
