@@ -3,10 +3,10 @@
     uv run bench/compare_steps.py --threads 2 --json steps.json
 
 Each program runs in its own processes and takes one step at a time, so that other work on the machine slows all
-programs alike. For this project the real command runs, with its whole training loop. Its output head is tied to the
-token embedding or not, as in the program that it is compared with. Results are medians of all steps but the first
-three. The exit status is 1 if our command takes more processor seconds per step than the peer in any row (--at-least),
-so that a loss of speed is noticed.
+programs alike. For this project, ddp_train.py itself runs, with its whole training loop. The output head of its model
+is tied to the token embedding if the other program's is. Results are medians of all steps but the first three. The exit
+status is 1 if our command takes more processor seconds per step than the other program in any row (--at-least), so that
+a loss of speed is noticed.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Case:
 
 
 SHAPES = (
-    Case(2, 128, 4, 128, 4096, 8),  # as in quickstart-gpt2
+    Case(2, 128, 4, 128, 4096, 8),  # the model of quickstart-gpt2
     Case(4, 256, 4, 256, 8192, 8),
     Case(4, 256, 4, 256, 50257, 8),
     Case(12, 768, 12, 512, 8192, 1),
     Case(12, 768, 12, 512, 50257, 1),
 )
 PEERS = ("nanogpt", "upstream", "transformers")
-PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # our precision, and the suffix of the peer's name
+PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # our precision, suffix of the other program's name
 WARM_UP = 3
 STEPS = 3000  # length of our run; its process is killed when the comparison ends
 CONTESTANT = "from bench.compare_steps import contend; contend()"
@@ -91,13 +91,13 @@ Row = dict[str, Any]
 
 
 class Player:
-    """Processes of one program, one for each rank, that take steps on request."""
+    """Processes of one program, one process for each rank. They take one training step per request."""
 
     def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
-        # Idle OpenMP threads must sleep, or they would take processor time from the other programs. The other variables
-        # in SETTINGS are set by our command alone, and count as its advantage.
+        # Idle OpenMP threads must sleep instead of spinning, or they would take processor time from the other programs.
+        # Only our command sets the other variables in SETTINGS, so their effect counts as its advantage.
         shared = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"]}
         if ranks > 1:
             with socket.socket() as found:
@@ -120,7 +120,8 @@ class Player:
         ]
 
     def step(self) -> None:
-        """Take one step on all ranks, and record the slowest rank's time and the sum of the ranks' processor time."""
+        """Take one step on all ranks, and record the time of the slowest rank and the sum of the ranks' processor
+        time."""
         for process in self.processes:
             print("step", file=process.stdin, flush=True)
         answers = []
@@ -164,10 +165,10 @@ def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int
 def compare(
     case: Case, precision: str, peer: str, *, ranks: int, threads: int, seconds: float, steps: int
 ) -> dict[str, Any]:
-    """Return a row of the table: our command in `precision` against a peer.
+    """Return a row of the table that compares our command in `precision` with the program `peer`.
 
-    The programs take steps in turns until `seconds` are over, and at least `steps` after WARM_UP. The program that goes
-    first in a round alternates.
+    The programs take steps in turns until `seconds` are over and each has taken at least `steps` steps after the
+    WARM_UP steps. The program that goes first in a round alternates.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -225,12 +226,13 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
     sys.exit(1 if slower else 0)
 
 
-# Processes of the compared programs, one for each rank; each takes a step for each line on its standard input ---------
+# Processes of the compared programs, one for each rank. A process takes one step for each line on its standard input --
 
 
 def take_turns(answers: TextIO) -> Iterator[None]:
-    """Yield for each request on standard input to take a step. When the caller comes back, the step has ended, and its
-    elapsed and processor seconds are written to `answers`. The process exits after the last request."""
+    """Yield once for each line on standard input, to let the caller take a step. When the caller asks for the next
+    turn, write the elapsed and the processor seconds of its last step to `answers`. At the end of standard input, exit
+    the process."""
     while sys.stdin.readline():
         wall, processor = time.perf_counter(), time.process_time()
         yield
@@ -240,7 +242,8 @@ def take_turns(answers: TextIO) -> Iterator[None]:
 
 
 def run_ours(case: Case, turns: Iterator[None]) -> None:
-    """Run ddp_train.py as a user does. A turn is everything that its loop does between the starts of two steps."""
+    """Run ddp_train.py as a user does. A turn lasts from the beginning of one optimizer step to the beginning of the
+    next."""
     from harness.training.step import OptimizerStep
 
     run_step: Callable[..., Any] = OptimizerStep.run
@@ -257,9 +260,9 @@ def run_ours(case: Case, turns: Iterator[None]) -> None:
 
 
 def run_peer(name: str, case: Case, turns: Iterator[None]) -> None:
-    """Train like the peers' programs on random tokens: bf16 autocast if `name` says so, clipping to norm 1.0, AdamW,
-    and DDP if there is more than one rank. "upstream" (the notebook) uses torch's AdamW without `fused` and reads the
-    loss at each step. The others use the fused AdamW."""
+    """Train the model of another program on random tokens, as that program does: bf16 autocast if `name` ends in bf16,
+    clipping to norm 1.0, AdamW, and DDP if there is more than one rank. "upstream" (the notebook) uses torch's AdamW
+    without `fused` and reads the loss at each step. The other programs use the fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -288,7 +291,7 @@ def run_peer(name: str, case: Case, turns: Iterator[None]) -> None:
 
 
 def peers_loss(program: str, case: Case) -> Any:
-    """Return a module that computes the mean loss of a peer's model from (inputs, targets)."""
+    """Return a module that computes the mean loss of another program's model from (inputs, targets)."""
     import torch.nn.functional as F
     from torch import Tensor, nn
 
@@ -308,8 +311,8 @@ def peers_loss(program: str, case: Case) -> Any:
 
         def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
             if program == "transformers":
-                # With `labels` alone the model would shift them, and the last position of a sequence would have no
-                # loss.
+                # If only `labels` were given, the model would shift them, and the last position of a sequence would
+                # have no loss.
                 return self.model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
             return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 

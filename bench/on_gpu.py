@@ -29,7 +29,8 @@ from bench.gpu import kernels, training
 from bench.gpu.workbench import Workbench
 
 LEAST_SECONDS = 15.0  # with less time left, no further stage is started
-# Each stage with its options, and its time limit in seconds. The most decisive come first, since time may run out.
+# Time limits of the stages in seconds. A key is a stage with its options. The most decisive stages come first, because
+# time may run out.
 LIMIT_SECONDS = {
     "machine": 60,
     "ceilings": 90,
@@ -59,8 +60,7 @@ STAGES = {
 
 
 def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
-    """Run the stages that are not done yet, each in its own process, until `seconds` are over; then write the
-    tables."""
+    """Run each stage that is not done yet in its own process, until `seconds` are over. Then write the tables."""
     deadline = time.monotonic() + seconds
     done = {row["what"] for row in bench.rows() if row["stage"] == "stages" and row["status"] == 0}
     for stage, limit in LIMIT_SECONDS.items():
@@ -71,7 +71,7 @@ def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
             bench.add("stages", what=stage, status="no time left")
             continue
         began = time.monotonic()
-        # A process group of its own, so that training processes that the stage has started are killed with it.
+        # The stage gets its own process group, so that training processes that it has started are killed with it.
         process = subprocess.Popen([sys.executable, __file__, *stage.split(), *passed_on], start_new_session=True)
         try:
             status: int | str = process.wait(min(limit, left))

@@ -65,8 +65,8 @@ save_file({"tokens": tokens}, target)
 
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """Wait for a process to end, and return the peak memory of it and its children together in MiB. It is the sum of
-    their proportional set sizes (Pss), which divides shared pages among the processes that share them."""
+    """Wait for a process to end. Return the peak memory in MiB of the process and its children together, as the sum of
+    their proportional set sizes (Pss), in which a shared page is divided among the processes that share it."""
     peak = 0.0
     while process.poll() is None:
         pids, total = [process.pid], 0.0
@@ -105,7 +105,7 @@ def main(text: Path, rounds: int) -> None:
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
-    """Tokenize the text once, without leftovers of earlier rounds, and return the seconds, the peak memory in MiB, and
+    """Delete the output of earlier rounds, and tokenize the text once. Return the seconds, the peak memory in MiB, and
     the number of tokens written."""
     for left in ("out", "tokens.cache"):
         shutil.rmtree(work / left, ignore_errors=True)

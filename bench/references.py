@@ -1,6 +1,6 @@
-"""Other implementations of the same model, written as their authors train them, to compare ours with.
+"""Other implementations of the same model, in the form in which their authors train them, for comparison with ours.
 
-The models written out here share no code with gpt.py. The tensors of the lab notebook's have its author's names.
+The models written here share no code with gpt.py. The notebook's model has the tensor names of the notebook's author.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT of the lab notebook: separate query, key and value projections, norms and attention written out, and all
-    logits stored."""
+    """GPT of the lab notebook: separate query, key and value projections, norms and attention in elementary operations,
+    and all logits stored."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm
@@ -120,7 +120,7 @@ def nano_gpt(config: ModelConfig) -> NotebookModel:
     """Return a GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
     torch's norms and attention, a tied head, and all logits stored."""
     model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoBlock, nn.LayerNorm)
-    model.tok_emb.weight = model.out_head.weight  # in this direction, since the head's initial weights are small
+    model.tok_emb.weight = model.out_head.weight  # keep the head's weights, whose initial values are small
     return model
 
 

@@ -1,1 +1,1 @@
-"""The stages of bench/on_gpu.py, each a process of its own."""
+"""The stages of bench/on_gpu.py. Each stage runs in its own process."""

@@ -22,7 +22,7 @@ from harness.model.cross_entropy import linear_cross_entropy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {
-    "default": [*SDPBackend.__members__.values()][1:],  # without the first, ERROR
+    "default": [*SDPBackend.__members__.values()][1:],  # all but the first one, ERROR
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
@@ -30,7 +30,8 @@ BACKENDS = {
 
 
 def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20) -> float:
-    """Return the median time of `work` in milliseconds, after three calls for compilation and the choice of kernels."""
+    """Return the median time of `work` in milliseconds. The first three calls, in which kernels are compiled and
+    chosen, are not counted."""
 
     def timed() -> float:
         began = time.perf_counter()
@@ -60,8 +61,9 @@ def measure_machine(bench: Workbench) -> None:
 
 
 def measure_ceilings(bench: Workbench) -> None:
-    """Record the memory bandwidth and the rate of each of the model's matrix products, the upper limits for a step. The
-    output head is measured with the vocabulary as it is, and padded to a multiple of 128 ("whole tiles")."""
+    """Record the memory bandwidth and the speed of each matrix product of the model, which are upper limits for a
+    training step. The output head is measured with the real vocabulary size, and with the size padded to a multiple of
+    128 ("whole tiles")."""
     source = torch.empty(2**16 if bench.tiny else 2**28, device=DEVICE)
     copy = torch.empty_like(source)
     bench.add("copy", tb_per_s=8e-9 * source.numel() / milliseconds(lambda: copy.copy_(source), bench))
@@ -83,8 +85,8 @@ def measure_ceilings(bench: Workbench) -> None:
 
 
 def measure_attention(bench: Workbench) -> None:
-    """Record, for each kernel and dropout rate, the milliseconds of forward and backward, and the share of weights that
-    the kernel really drops."""
+    """Record, for each kernel and dropout rate, the milliseconds of forward and backward, and the share of attention
+    weights that the kernel actually drops."""
     how: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     heads, length = bench.shape["n_heads"], bench.shape["context_length"]
     batch, dim = (2 if bench.tiny else 64), bench.shape["emb_dim"] // heads
@@ -108,22 +110,22 @@ def measure_attention(bench: Workbench) -> None:
 
 
 def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
-    """Return the share of attention weights that is really dropped, with a standard deviation of 0.0002 (2 million
-    weights). All weights are equal and the values are an identity matrix, so the output is zero where a weight was
-    dropped."""
+    """Return the share of attention weights that dropout actually drops. It is counted on 2 million weights, so its
+    standard deviation is 0.0002. All weights are equal and the values are an identity matrix, so the output is zero
+    where a weight was dropped."""
     zeros = torch.zeros(1, heads, size, size, device=DEVICE, dtype=torch.bfloat16)
     identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16).expand(1, heads, size, size).contiguous()
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
 def plain_loss(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss in torch's own formulation, which stores all logits."""
+    """Return the loss as computed by torch functions, which store all logits."""
     return F.cross_entropy(F.linear(features, weight).float(), targets)
 
 
 def measure_loss(bench: Workbench) -> None:
-    """Record time, rate and memory of the output head and the loss alone, forward and backward under bf16 autocast: our
-    function and torch's, compiled and not compiled."""
+    """Record time, speed and memory of the output head and the loss alone, forward and backward under bf16 autocast.
+    Our function and torch's are measured, each compiled and not compiled."""
     vocab, width, on_gpu = bench.shape["vocab_size"], bench.shape["emb_dim"], DEVICE.type == "cuda"
     losses: dict[str, Callable[..., Tensor]] = {"ours": linear_cross_entropy, "torch": plain_loss}
     sizes, ways = ((64,), (False,)) if bench.tiny else ((13312, 65536), (False, True))

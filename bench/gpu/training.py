@@ -8,8 +8,8 @@ import re
 from bench.gpu.workbench import Row, Workbench
 from harness.common.files import sha256
 
-# nccl refuses two ranks on one GPU, but gloo allows them. Speeds then mean nothing; everything else is as on several
-# GPUs.
+# nccl refuses two ranks on one GPU, but gloo allows them. The speeds of such a run mean nothing, but everything else is
+# as on several GPUs.
 TWO_ON_ONE_GPU = """
 import torch, torch.distributed as dist
 import harness.distributed.world as world
@@ -20,7 +20,7 @@ dist.init_process_group = lambda backend, **given: start("gloo", **{**given, "de
 
 
 def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate: float) -> None:
-    """Record speed, MFU and memory of a short training run with the keys `settings` in train.json."""
+    """Record speed, MFU and memory of a short training run. `settings` are keys of its train.json."""
     if bench.tiny:
         microbatch = min(microbatch, 4)
     name = f"step-{os.getpid()}"
@@ -33,8 +33,8 @@ def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate:
 
 
 def measure_search(bench: Workbench) -> None:
-    """Record a search (-f) on the whole device, then training with the microbatch that it found, and training with one
-    that is larger by a tenth and 8, which must fail."""
+    """Record three runs: the search for the largest microbatch that fits the device (-f), training with the size that
+    it found, and training with a size larger by a tenth plus 8, which must fail."""
     bench.add_run("find", {}, {"microbatch_size": 2, "min_train_tokens": 1})
     ended, output = bench.train("find", "-f")
     said = [line for line in output.splitlines() if line.startswith(("Max micro", "Memory:")) or "compiled" in line]
@@ -50,8 +50,8 @@ def measure_search(bench: Workbench) -> None:
 
 
 def measure_stop_and_continue(bench: Workbench) -> None:
-    """Record whether a run of two ranks that SIGTERM stops and that is then resumed ends with the same weights, bit for
-    bit, as a run without a stop."""
+    """Record whether a run of two ranks that is stopped by SIGTERM and then resumed ends with the same weights, bit for
+    bit, as a run that is not stopped."""
     # Enough steps for the signal to arrive before the last one.
     microbatch, steps = (1, 150) if bench.tiny else (4, 60)
     train: Row = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2, "train_steps": steps}
@@ -74,8 +74,8 @@ def measure_stop_and_continue(bench: Workbench) -> None:
 
 
 def measure_saving(bench: Workbench) -> None:
-    """Record two runs with validation and checkpoints, one that saves in the training loop and one in the
-    background."""
+    """Record two runs with validation and checkpoints. The first run saves checkpoints in the training loop, the second
+    in the background."""
     steps, interval = (12, 4) if bench.tiny else (120, 40)
     for in_background in (False, True):
         name = "saving-behind" if in_background else "saving-in-front"

@@ -1,5 +1,6 @@
-"""Parts shared by the benchmarks: the file of results, a dataset, run directories, and running ddp_train.py. Does not
-import torch."""
+"""Parts shared by the benchmarks: the results file, a dataset, run directories, and running ddp_train.py. Does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workbench:
-    """Folder `work` for runs and data, and the JSON file `out` with the rows of results. If `tiny`, shapes are
-    small enough to rehearse on a CPU."""
+    """Folder `work` for runs and data, and the JSON file `out` for the rows of results. If `tiny` is true, the model
+    and the data are small enough for a rehearsal on a CPU."""
 
     work: Path
     out: Path
@@ -49,7 +50,8 @@ class Workbench:
         return json.loads(self.out.read_text(encoding="utf-8"))["rows"] if self.out.exists() else []
 
     def add(self, stage: str, **values: Any) -> None:
-        """Print a row and add it to the file of results in one rename. Only one process at a time may add rows."""
+        """Print a row and add it to the results file, which is replaced by one rename. Only one process at a time may
+        add rows."""
         rounded = {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in values.items()}
         row = {"stage": stage, **rounded}
         print(json.dumps(row), flush=True)
@@ -70,8 +72,8 @@ class Workbench:
         return path
 
     def make_data(self) -> Path:
-        """Make the dataset if it is missing, and return DATASETS_DIR. Its tokens follow Zipf's law like those of text,
-        so that a few rows of the embedding get most of the gradients."""
+        """Make the dataset if it is missing, and return DATASETS_DIR. As in text, the frequencies of tokens follow
+        Zipf's law, so that a few rows of the embedding get most of the gradients."""
         folder = self.work / "datasets" / DATASET
         if not (folder / "meta.json").exists():
             generator, largest = np.random.default_rng(0), self.shape["vocab_size"] - 1
@@ -81,22 +83,22 @@ class Workbench:
         return self.work / "datasets"
 
     def add_run(self, name: str, model: Row, train: Row) -> None:
-        """Write a run directory. `model` and `train` hold further keys of model.json and train.json, which override
-        this bench's own."""
+        """Write a run directory. `model` and `train` hold keys of model.json and train.json that are added to the
+        benchmark's own keys or override them."""
         base = {"dataset": DATASET, "start_train_token": 0, "checkpoint_interval": 1000, "clipping_max_norm": 1.0}
         write_run(self.runs / name, {**self.shape, "drop_rate": 0.1, "qkv_bias": False, **model}, base | train)
 
     def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> tuple[Row, str]:
-        """Run `ddp_train.py NAME` to its end. Return its exit status, its seconds and the first line of its output that
-        begins with "error:", and its whole output.
+        """Run `ddp_train.py NAME` to its end. Return a row and the whole output. The row has the exit status, the
+        seconds, and the first line of the output that begins with "error:".
 
-        `prelude` is Python source that its process runs first. At the first line of output that begins with `stop_at`,
-        the process gets SIGTERM.
+        `prelude` is Python source that the process runs before ddp_train.py. At the first line of output that begins
+        with `stop_at`, the process gets SIGTERM.
         """
         script = ROOT / "ddp_train.py"
         if prelude:
-            # Not by runpy, which would set sys.argv[0] to ddp_train.py: --processes starts the command in sys.argv[0]
-            # again, and so would start the ranks without the prelude.
+            # runpy is not used, because it would set sys.argv[0] to ddp_train.py. --processes starts the ranks with the
+            # command in sys.argv[0], so the ranks would run without the prelude.
             run = f"exec(compile(open({str(script)!r}).read(), 'ddp_train.py', 'exec'))\n"
             script = self.work / "with_prelude.py"
             script.write_text(f"{prelude}\n{run}")
@@ -125,7 +127,7 @@ class Workbench:
 
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray]) -> None:
-    """Write a dataset with the tokens of each split."""
+    """Write a dataset folder with the tokens of each split."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, tokens in splits.items():
         save_file({"tokens": tokens.astype(np.uint16)}, folder / f"{split}.safetensors")
@@ -133,7 +135,7 @@ def write_dataset(folder: Path, splits: dict[str, np.ndarray]) -> None:
 
 
 def write_run(folder: Path, model: Row, train: Row) -> None:
-    """Write a run directory with these two files."""
+    """Write a run directory with this model.json and train.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.json").write_text(json.dumps(model))
     (folder / "train.json").write_text(json.dumps(train))

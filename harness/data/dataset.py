@@ -1,5 +1,5 @@
-"""Dataset folders as training reads them: their path, meta.json and token files, and the check that a model has an
-embedding for every token id. loader.py reads microbatches from the token files.
+"""Dataset folders: their paths, meta.json and token files, and a check that a model has an embedding for every token
+id. loader.py reads microbatches from the token files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.common.messages import nearest, quoted
 SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_NAME = 96  # the Hub's limit; the hidden folder of a download has a longer name, and file systems allow 255
+LONGEST_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -58,8 +58,8 @@ class TokenFile:
     """Safetensors file of one split: a 1-D tensor `tokens`, memory-mapped read-only. `read` copies only the requested
     tokens.
 
-    The file is opened with safetensors' numpy framework, because its torch framework maps the file writable, which
-    counts a 20 GiB dataset against the memory limit of every rank.
+    The file is opened with safetensors' numpy framework. The torch framework would map the file writable, and a 20 GiB
+    dataset would count against the memory limit of every rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,8 +96,8 @@ class TokenFile:
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the dtype, the length and samples spread over the whole file. It changes with the
-        tokenization, the order and the selection of documents, and takes milliseconds for 20 GiB."""
+        """Return the SHA-256 of the dtype, the length and samples from all parts of the file. It differs if the
+        tokenization, the order or the selection of documents differs, and takes milliseconds for 20 GiB."""
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
             digest.update(self.read(int(at), FINGERPRINT_SAMPLE_TOKENS).tobytes())
@@ -120,8 +120,8 @@ class Dataset:
 
     @classmethod
     def at(cls, folder: Path, name: str | None = None) -> Dataset:
-        """Open the dataset in any folder; `name` defaults to the last two parts of its path. Raises UserError if the
-        folder is missing or incomplete, or if meta.json is invalid."""
+        """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
+        folder's path. Raises UserError if the folder is missing or incomplete, or if meta.json is invalid."""
         if not folder.is_dir():
             raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
         meta_path = folder / "meta.json"
@@ -162,8 +162,8 @@ class Dataset:
         return counts.bytes / counts.tokens if counts.bytes and counts.tokens else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells this dataset from others of the same name: the number of tokens and a sampled hash of the
-        train and the validation split."""
+        """Return the number of tokens and a sampled hash of the train and validation splits, as far as they exist. They
+        distinguish this dataset from others of the same name."""
         files = {split: self.split(split) for split in ("train", "validation") if self.has_split(split)}
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
 
@@ -203,21 +203,22 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
 
 
 def neighbour(datasets_dir: Path, name: str) -> str | None:
-    """Return the name of the dataset on this machine that `name` was probably meant for, or None. Its name is
-    similar to `name`, or is `name` with an owner before it."""
+    """Return the name of the dataset on this machine that the user probably meant by `name`: a similar name, or `name`
+    with an owner in front. Return None if there is no such dataset."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
 
 
 def neighbour_remark(datasets_dir: Path, name: str) -> str | None:
-    """Return a "did you mean" remark if the dataset is not on this machine and one with a similar name is, or None."""
+    """Return a "did you mean" remark if the dataset is not on this machine, but a dataset with a similar name is.
+    Return None otherwise."""
     near = neighbour(datasets_dir, name)
     return None if near in (None, name) else f'"{name}" is not in {datasets_dir}; did you mean "{near}"?'
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
-    """Return True if the dataset's folder holds the files of `splits`, False if it is missing or empty.
+    """Return True if the dataset's folder holds the files of `splits`, or False if the folder is missing or empty.
 
     Raises UserError if the folder holds other files but lacks one of the splits, because the dataset must not be
     downloaded into a folder with the user's own files.
@@ -235,10 +236,10 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
 
 
 def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
-    """Raise UserError if the split holds a token id for which the model has no embedding, on which training would fail.
+    """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
 
     The message names the file, the token id, and the vocab_size that the whole dataset needs. The result of scanning
-    the file is kept in DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
+    the file is saved in DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:
@@ -257,24 +258,24 @@ def needed_vocabulary(dataset: Dataset) -> int:
     found = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
     for split in SPLITS:
         if dataset.has_split(split):
-            with suppress(UserError):  # an unreadable file is reported where training opens it
+            with suppress(UserError):  # training reports an unreadable file when it opens the file
                 found.append(_remembered_largest(dataset, dataset.split(split)) + 1)
     return max(found)
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """Return the largest token id in the file: from the saved result of an earlier scan if the file has not changed
-    since, otherwise from a new scan, whose result is saved."""
+    """Return the largest token id in the file. If the file has not changed since an earlier scan, read the saved result
+    of that scan. Otherwise scan the file and save the result."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or not by this tool
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a foreign file
         known = json.loads(memory.read_text())
         largest = known["largest_token"]
         if known["file"] == key and isinstance(largest, int) and -1 <= largest <= np.iinfo(tokens.dtype).max:
             return largest
     largest = tokens.largest_token()
-    with suppress(OSError):  # DATASETS_DIR is read-only: the next run scans again
+    with suppress(OSError):  # if DATASETS_DIR is read-only, the next run scans again
         memory.parent.mkdir(exist_ok=True)
         with atomic_file(memory) as draft:
             draft.write_text(json.dumps({"file": key, "largest_token": largest}))

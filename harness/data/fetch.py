@@ -33,7 +33,7 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
                     download_dataset(name, folder)
         finally:
             with suppress(OSError):
-                folder.parent.rmdir()  # fails unless the folder is empty because no dataset was written
+                folder.parent.rmdir()  # removes the owner's folder only if it is empty, as no dataset was written to it
     if not is_present(datasets_dir, name, splits):
         raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
     Dataset.open(datasets_dir, name)
@@ -56,8 +56,8 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
 
 @contextmanager
 def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
-    """Prefix a UserError of the body with the name of the dataset on this machine that was probably meant, if there is
-    one, because the Hub's or the network's error does not point to a typing error."""
+    """Add a "did you mean" hint to a UserError of the body if a dataset on this machine has a similar name. The error
+    of the Hub or of the network does not suggest a typing error."""
     try:
         yield
     except UserError as error:

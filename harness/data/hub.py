@@ -1,5 +1,5 @@
-"""Dataset repositories on the Hugging Face Hub: download and verify one, or upload a dataset folder with a card that
-describes it.
+"""Dataset repositories on the Hugging Face Hub: download and verify a repository, or upload a dataset folder with a
+card that describes it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 
 def reading(name: str, folder: Path) -> HubWork:
-    """Return the description of the download of the Hub's dataset `name` to `folder`, DATASETS_DIR/<name>, from which
-    error messages are worded."""
+    """Return a HubWork for downloading the Hub's dataset `name` to `folder`, which is DATASETS_DIR/<name>. Error
+    messages are made of its fields."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 
@@ -40,10 +40,10 @@ def reading(name: str, folder: Path) -> HubWork:
 def download_dataset(name: str, folder: Path) -> None:
     """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
-    `folder` must not exist yet, or be empty. Until all files are verified they are kept in a hidden folder beside
-    `folder`, from which the next call resumes. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply as everywhere
-    in huggingface_hub. SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
-    cannot be downloaded or written.
+    `folder` must be missing or empty. Until all files are verified, they are kept in a hidden folder beside `folder`,
+    from which the next call resumes. The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply,
+    as always in huggingface_hub. SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if
+    the dataset cannot be downloaded or written.
     """
     work = reading(name, folder)
     partial = folder.parent / f".{folder.name}.partial"
@@ -61,9 +61,9 @@ def _fetch(work: HubWork, partial: Path) -> None:
     hide_bars_from_files()
     revision, files = list_files(work)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}
-    # Delete what an interrupted download left and this one cannot use. huggingface_hub writes each file under a new
-    # temporary name until it is complete, and never reuses such a file. No download makes links, and writing or
-    # deleting through a link would change other folders.
+    # Delete the files of an interrupted download that this download cannot use. huggingface_hub writes each file under
+    # a new temporary name until it is complete, and never reuses a temporary file. Links are deleted, too: no download
+    # makes them, and writing or deleting through a link would change other folders.
     for path in [path for path in partial.rglob("*") if path.is_symlink() or not path.is_dir()]:
         is_other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
         if path.is_symlink() or path.suffix == ".incomplete" or is_other_version:
@@ -100,8 +100,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            partial.rmdir()  # fails unless the folder is empty; the next call resumes from its files
-        Path(lock.lock_file).unlink(missing_ok=True)  # while the lock is held; a waiting process creates a new file
+            partial.rmdir()  # only if the folder is empty; otherwise the next call resumes from its files
+        Path(lock.lock_file).unlink(missing_ok=True)  # deleted while it is locked; a waiting process creates a new file
         lock.release()
 
 
@@ -110,7 +110,7 @@ def _leaving_at_once(name: str) -> Iterator[None]:
     """End the process immediately on SIGINT and SIGTERM, because huggingface_hub would first finish its current files,
     which can be gigabytes.
 
-    A kill at any moment is safe in the body, because the final folder does not exist until it is complete.
+    The body can be killed at any moment, because the final folder does not exist until it is complete.
     """
 
     def leave(number: int, _frame: object) -> NoReturn:
@@ -132,9 +132,9 @@ def _leaving_at_once(name: str) -> Iterator[None]:
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     """Upload the dataset's files as one commit to the dataset repository `name`, and return the repository's address.
 
-    A missing repository is created, public if `public` is true; an existing one stays private or public as it is.
-    Other files in the folder are the user's own and are not uploaded. Files that the Hub already has are not sent
-    again. Raises UserError if the upload fails.
+    If the repository does not exist, it is created, as a public one if `public` is true. An existing repository keeps
+    its visibility. Other files in the folder are the user's own and are not uploaded. Files that the Hub already has
+    are not sent again. Raises UserError if the upload fails.
     """
     again = f"prepare_datasets.py --verify {dataset.folder} --push-to-hub {name} sends what is missing"
     work = HubWork(
@@ -145,8 +145,8 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     paths = [dataset.folder / "meta.json", *map(dataset.split_path, splits), *tokenizer]
     files: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
     files[CARD] = card(dataset, name).encode()
-    # Dataset files of an earlier upload are removed if the new dataset lacks them: a test split whose documents are
-    # now trained on, or another tokenizer.
+    # Dataset files of an earlier upload are removed if the new dataset lacks them, such as a test split whose documents
+    # are now in the train split, or the file of another tokenizer.
     return upload(work, files, f"{dataset.name}: {', '.join(splits)}", public=public, is_replaced=is_dataset_file)
 
 

@@ -1,7 +1,7 @@
 """Microbatches of a split for each rank. From a starting token on, a split is a sequence of microbatches, and one
 formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a global step. The data loader keeps no
-state between steps, so a run can resume at any step. Where the size of the global batch changes during a run, it
-depends only on the number of tokens before the step (`BatchSchedule`).
+state between steps, so a run can resume at any step. If the global batch size changes during a run, the size at a step
+depends only on the number of tokens before that step (`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Layout of one optimizer step's tokens over ranks and accumulation steps."""
+    """Division of one optimizer step's tokens among ranks, accumulation steps and sequences."""
 
     world_size: int
     accumulation_steps: int
@@ -53,7 +53,7 @@ class Stage:
 class BatchSchedule:
     """Batch layout of every step from a starting token on. Steps and tokens are counted from that starting token."""
 
-    stages: tuple[Stage, ...]  # in order; the last one does not end
+    stages: tuple[Stage, ...]  # in order of their steps; the last stage has no end
 
     @classmethod
     def constant(cls, layout: BatchLayout) -> BatchSchedule:
@@ -67,8 +67,8 @@ class BatchSchedule:
         stages = [Stage(0, 0, layouts[current][1])]
         for seen, layout in layouts[current + 1 :]:
             last = stages[-1]
-            # Steps of the previous stage until the run has seen `seen` tokens. The number is 0 if the run has already
-            # seen them when that stage begins; this stage then replaces it.
+            # Number of steps of the previous stage until the run has seen `seen` tokens. If the run has already seen
+            # them when the previous stage begins, the number is 0, and the new stage replaces the previous one.
             steps = max(0, -(-(seen - tokens_seen - last.tokens_before) // last.layout.global_tokens))
             here = Stage(last.first_step + steps, last.tokens_before + steps * last.layout.global_tokens, layout)
             stages = [*(stages if steps else stages[:-1]), here]
@@ -98,8 +98,9 @@ class BatchSchedule:
         """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
         number of steps for which there are enough tokens.
 
-        `available` is the number of tokens in the file from the starting token on. One token more than the steps read
-        is needed, as the last target. Raises UserError with the wanted and the available number if there are too few.
+        `available` is the number of tokens in the file from the starting token on. The steps need one token more than
+        they read as inputs, because the last input's target is the token after it. Raises UserError with the wanted and
+        the available number if there are too few tokens.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -129,8 +130,8 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Data loader of a split: consecutive microbatches of one size from a starting token on. `batches` gives each
-    step's batch layout if the number of microbatches per step changes."""
+    """Data loader of a split: consecutive microbatches of one size from a starting token on. If the number of
+    microbatches per step changes during the run, `batches` gives each step's batch layout."""
 
     def __init__(
         self, tokens: TokenFile, start_token: int, layout: BatchLayout, batches: BatchSchedule | None = None
@@ -141,7 +142,7 @@ class TokenLoader:
         self.batches = batches or BatchSchedule.constant(layout)
 
     def microbatch(self, index: int) -> Microbatch:
-        """Return microbatch number `index`, counted from the starting token."""
+        """Return microbatch number `index`; microbatch 0 begins at the starting token."""
         size = self.layout.microbatch_tokens
         return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 

@@ -34,8 +34,8 @@ class SplitFacts:
 
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
-    """Count a split's tokens, documents and bytes of text. The bytes are incomplete if a token id is beyond the
-    vocabulary."""
+    """Count a split's tokens, documents and bytes of text. If a token id is beyond the vocabulary, the count of bytes
+    is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -48,12 +48,13 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
         facts.documents += len(ends)
         facts.longest = max(facts.longest, int(np.diff(ends, prepend=-1 - unfinished).max(initial=0)))
         unfinished = len(block) - 1 - int(ends[-1]) if len(ends) else unfinished + len(block)
-    facts.longest = max(facts.longest, unfinished)  # a document without its end, which `documents` does not count
+    facts.longest = max(facts.longest, unfinished)  # a last document without end-of-text, not counted before
     return facts
 
 
 def _check_is_dataset(dataset: Dataset) -> None:
-    """Raise UserError if the folder lacks meta.json or all splits. Its tokenizer would be GPT-2's by default."""
+    """Raise UserError if the folder lacks meta.json or has no split. Without meta.json, the tokenizer would be assumed
+    to be GPT-2's."""
     has_meta = (dataset.folder / "meta.json").exists()
     if not (has_meta and any(map(dataset.has_split, SPLITS))):
         missing = "train.safetensors" if has_meta else "meta.json"
@@ -64,9 +65,9 @@ def _check_is_dataset(dataset: Dataset) -> None:
 
 def verify(dataset: Dataset) -> list[str]:
     """Compare the tokenizer and every split with meta.json: hash, dtype, range of token ids, and counts. Return a line
-    for each split, and one for the whole.
+    of text for each split, and a line for the whole dataset.
 
-    Raises RunError with everything that is wrong, UserError if there is no dataset or a file cannot be read at all.
+    Raises RunError with a list of all differences, or UserError if there is no dataset or a file cannot be read.
     """
     _check_is_dataset(dataset)
     meta, tokenizer = dataset.meta, load_tokenizer(dataset.tokenizer)

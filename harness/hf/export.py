@@ -33,8 +33,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
-    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers: as a native
-    class if one computes this model, or with its own code.
+    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. If a native
+    class of transformers computes this model, the folder is in that class's format. Otherwise the folder also contains
+    the model's own code.
 
     Raises UserError if the folder exists and is not empty, or RunError if it cannot be written; no partial folder
     remains.
@@ -59,12 +60,13 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model`, which was loaded from `files`, to a new folder that the lab notebook's scripts can load.
+    """Write `model`, which was loaded from `files`, to a new folder that the lab notebook's scripts can load. Return
+    remarks for the user.
 
     The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
-    the tokenizer, and the tokenizer's file if it has one. Returns remarks for the user.
+    the tokenizer, and the tokenizer's file if there is one.
 
-    Raises UserError if the notebook's program does not compute such a model, or if the folder exists and is not empty.
+    Raises UserError if the notebook's program cannot compute the model, or if the folder exists and is not empty.
     Raises RunError if the folder cannot be written; no partial folder remains.
     """
     shape, tokenizer, notes = model.config, tokenizer_file_of(files.weights), []
@@ -74,15 +76,15 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     if isinstance(tokenizer, Path):  # GPT-2's tokenizer is not written, since the scripts use it anyway
         check_tokenizer_fits(load_tokenizer(tokenizer), shape.vocab_size, files.weights)
         notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
-    # Never the key "tie_weights". For a tied model, the program's `load_state_dict` requires the head in the file, but
-    # safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices. Without the
-    # key, both functions load the two matrices as those of an untied model, and so do the first versions of the
-    # program, which did not know the key. Without experts no "moe" at all, because the program takes "moe": null for
-    # experts, too.
+    # The key "tie_weights" is never written. For a tied model, the program's `load_state_dict` requires the head in the
+    # file. But safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices of
+    # a tied model. Without the key, both functions load the two matrices as those of an untied model. The first
+    # versions of the program, which did not know the key, do so, too. For a model without experts, the key "moe" is not
+    # written either, because the program builds experts even for "moe": null.
     experts = {"moe": shape.moe.model_dump(exclude_none=True)} if shape.moe else {}
     model_json = {key: getattr(shape, key) for key in NOTEBOOK_KEYS} | experts
-    # `load_state_dict` also requires each block's causal mask (T, T), with ones above the diagonal, as the book's
-    # MultiHeadAttention registers it.
+    # `load_state_dict` also requires the causal mask of each block, (T, T) with ones above the diagonal, which the
+    # book's MultiHeadAttention registers as a buffer.
     mask = torch.ones(shape.context_length, shape.context_length).triu(diagonal=1)
     tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
     tensors |= {f"trf_blocks.{layer}.att.mask": mask for layer in range(shape.n_layers)}
@@ -93,7 +95,7 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write the tokenizer that `load_tokenizer(name_or_file)` loads to `folder`, in the format of transformers.
 
-    Raises UserError if the tokenizer cannot be loaded, or if the written one would split text differently.
+    Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer would split text differently.
     """
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(SUFFIX):
@@ -122,15 +124,16 @@ def _from_tiktoken(encoding: Any) -> Any:
     import tokenizers
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-    # Private, like _special_tokens and _pat_str below, because tiktoken has no public access to an encoding's parts.
+    # This attribute, _special_tokens and _pat_str are private, but tiktoken has no public access to an encoding's
+    # parts.
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     character = character_of_byte()
 
     def spelt(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
-    # The merges in the order of their ranks, one for each token of several bytes: the two parts into which byte pair
-    # encoding with all tokens of lower rank splits the token.
+    # One merge for each token of several bytes, in the order of ranks. A merge is the pair of parts into which byte
+    # pair encoding splits the token if it may use only tokens of lower rank.
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[at : at + 1] for at in range(len(token))]
@@ -141,10 +144,10 @@ def _from_tiktoken(encoding: Any) -> Any:
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
             merges.append((spelt(parts[0]), spelt(parts[1])))
-    # The vocabulary includes the special tokens, so that they keep their ids even if the ids of all tokens have a gap.
+    # The vocabulary includes the special tokens, so that they keep their ids even if some ids are unused.
     vocabulary = {spelt(token): rank for token, rank in ranks.items()} | encoding._special_tokens
-    # With ignore_merges, a word that is a token becomes this token even if the merges would not produce it, as tiktoken
-    # does.
+    # With ignore_merges, a word that is in the vocabulary becomes a single token even if the merges would not produce
+    # that token, as in tiktoken.
     backend: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
     by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

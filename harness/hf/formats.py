@@ -1,9 +1,9 @@
-"""Weights and configuration of a model in the formats of transformers, which need not be installed, and in the lab
-notebook's format.
+"""Weights and configuration of a model in the formats of transformers and of the lab notebook. The library transformers
+need not be installed.
 
 Native classes of transformers are GPT-2 (GPT2Config, GPT2LMHeadModel), Llama (LlamaConfig, LlamaForCausalLM) and Qwen 3
 (Qwen3Config, Qwen3ForCausalLM); harness/model/export_formats.py decides which of them computes a model. Any other model
-is exported with its own code. The files for transformers do not contain a tied head.
+is exported with its own code. If the head is tied, the files for transformers do not contain it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ WRAPPER = Path(__file__).with_name("modeling_ddp_pretrain.py")
 CLASSES = {"AutoConfig": "DdpPretrainConfig", "AutoModelForCausalLM": "DdpPretrainForCausalLM"}
 DERIVED = ("head_width", "query_width", "kv_width", "mlp_width")
 
-# The lab notebook's program. Its published models were saved inside a wrapper, hence the prefix of their tensor names.
+# Names in the files of the lab notebook's program. Its author's published models were saved inside a wrapper, hence the
+# prefix of their tensor names.
 NOTEBOOK_TYPE, NOTEBOOK_PREFIX = "gpjtgpt2", "model."
 NOTEBOOK_KEYS = ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias")
 
-# Our name of each module, by its name in the native class; * stands for the number of the block. GPT-2's c_attn fuses
-# query, key and value as our qkv does.
+# For each native class: our name of each module, by the module's name in that class. * is the number of the block.
+# GPT-2's c_attn fuses query, key and value as our qkv does.
 LLAMA_MODULES = {
     "model.embed_tokens": "tok_emb",
     "model.layers.*.input_layernorm": "trf_blocks.*.norm1",
@@ -75,8 +76,8 @@ TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
-    """Return our name of each tensor of a native class, by its name there. Our model may lack some of the biases and
-    gains."""
+    """Return our name of each tensor of the native class `kind`, in a dict by the tensor's name in that class. Our
+    model may lack some of the class's biases and norm gains."""
     names = {}
     for module, own_module in MODULES[kind].items():
         if own_module == "out_head" and shape.tie_weights:
@@ -92,9 +93,9 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 
 
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
-    """Return the model's tensors under the names that transformers' class `kind` gives them, some of them as views. If
-    the class has biases or gains that the model lacks, zeros or ones are returned for them. If `kind` is OWN_TYPE,
-    return the tensors under the names of our own class."""
+    """Return the model's tensors under their names in transformers' class `kind`; some of the tensors are views. If the
+    class has biases or norm gains that the model lacks, return zeros or ones for them. If `kind` is OWN_TYPE, return
+    the tensors under their names in DdpPretrainForCausalLM."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
         return {f"model.{name}": tensor for name, tensor in ours.items() if not (shape.tie_weights and name == HEAD)}
@@ -111,10 +112,11 @@ def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
 
 
 def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json, but for the dtype and the tokens that begin and end a text.
+    """Return the contents of config.json, except for the dtype and for the ids of the tokens at the beginning and the
+    end of a text.
 
-    Llama's `attention_bias` adds biases to all four projections. With our own code, sizes are there twice: in "shape"
-    for gpt.py, and under the names that programs built on transformers look for.
+    Llama's `attention_bias` adds biases to all four projections. If `kind` is OWN_TYPE, config.json has the model's
+    sizes twice: in "shape" for gpt.py, and under the names that programs for transformers models look for.
     """
     rates = shape.drop_rates
     config: dict[str, Any] = {"model_type": kind}
@@ -128,7 +130,7 @@ def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
             "n_inner": None if shape.mlp_width == 4 * shape.emb_dim else shape.mlp_width,
             "activation_function": {"gelu": "gelu_new", "relu2": "relu2"}[shape.mlp],
             "layer_norm_epsilon": EPSILON,
-            "resid_pdrop": rates.attention_output,  # in GPT-2 also for the output of the feed-forward layer
+            "resid_pdrop": rates.attention_output,  # GPT-2 also applies it to the output of the feed-forward layer
             "embd_pdrop": rates.embedding,
             "attn_pdrop": rates.attention_weights,
             "initializer_range": INIT_STD,
@@ -149,7 +151,7 @@ def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
             "head_dim": shape.head_width,
             "hidden_act": "silu",
             "rms_norm_eps": EPSILON,
-            "rope_theta": shape.rope_base,  # transformers before version 5
+            "rope_theta": shape.rope_base,  # for transformers before version 5
             "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base},
             "attention_bias": shape.linear_bias,
             "attention_dropout": rates.attention_weights,
@@ -171,16 +173,16 @@ def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
     return config | {"vocab_size": shape.vocab_size, "use_cache": True, "tie_word_embeddings": shape.tie_weights}
 
 
-# Definitions of gpt.py that are not exported, because they are for training or for our own files, and use modules that
-# the folder does not have
+# Definitions of gpt.py that are not exported. They are for training or for our own files, and use modules that the
+# exported folder does not have.
 LEFT_OUT = {"load_model"}
 LEFT_OUT_OF_MODEL = {"forward", "to_checkpoint_names", "load_checkpoint_tensors"}
 
 
 def write_code(folder: Path) -> None:
-    """Write the code of a model into an exported folder: gpt.py without what only training needs, inference.py with the
-    key-value cache, and modeling_ddp_pretrain.py with the class of transformers around the model. These files import
-    nothing of this project from outside the folder."""
+    """Write the code of a model to an exported folder: gpt.py without the parts that only training needs, inference.py
+    with the key-value cache, and modeling_ddp_pretrain.py with a transformers class that wraps the model. These files
+    import no module of this project from outside the folder."""
     source = inspect.getsource(gpt)
     unwanted: list[ast.stmt] = []
     for node in ast.parse(source).body:

@@ -1,5 +1,6 @@
-"""Import of a GPT-2, or of a model published by github.com/gpjt/ddp-base-model-from-scratch (the "notebook"), from a
-Hugging Face folder or repository as a new run."""
+"""Import of a model from a Hugging Face folder or repository as a new run. The model is a GPT-2, or one that the author
+of github.com/gpjt/ddp-base-model-from-scratch (the "notebook") has published.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
     """Write model.json, model.safetensors, meta.json and the tokenizer (if there is one) to a new run directory `run`.
+    Return a line of text about the tokenizer.
 
     `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models.
-    `name` is the model's name on the Hub, or None for a local folder. Returns a line about the tokenizer.
-    Raises UserError if the folder holds anything else, or RunError if the run cannot be written; no partial run
-    directory remains.
+    `name` is the model's name on the Hub, or None for a local folder. Raises UserError if the folder holds anything
+    else, or RunError if the run cannot be written; no partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
@@ -47,7 +48,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     if is_gpt2:
         offered = _from_gpt2(offered, config, source)
         biases = {part: offered[part] for part in offered if part.endswith(QKV_BIASES)}
-        if not any(tensor.any() for tensor in biases.values()):  # an export adds such zeros to a model without biases
+        if not any(tensor.any() for tensor in biases.values()):  # the export of a model without biases adds zeros
             shape["qkv_bias"] = False
             offered = {part: tensor for part, tensor in offered.items() if part not in biases}
             config = parse_config(ModelConfig, shape, file)
@@ -55,7 +56,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
         offered = {part.removeprefix(NOTEBOOK_PREFIX): tensor for part, tensor in offered.items()}
     tensors = from_checkpoint_names(offered, config, source)
     tokenizer = source / TOKENIZER
-    if tokenizer.exists():  # fail early if it is broken: GPT-2's tokenizer in its place would be wrong
+    if tokenizer.exists():  # if it is broken, fail now instead of using GPT-2's
         load_tokenizer(tokenizer)
     with new_folder(run) as draft:
         own = TOKENIZER
@@ -87,7 +88,7 @@ class Gpt2Config(BaseModel):
     layer_norm_epsilon: float = Field(default=EPSILON, ge=EPSILON, le=EPSILON)
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
-    reorder_and_upcast_attn: Literal[False] = False  # True adds up in another order, in training only
+    reorder_and_upcast_attn: Literal[False] = False  # True only changes the order of sums, and only in training
     add_cross_attention: Literal[False] = False
     resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
     embd_pdrop: float = Field(default=0.1, ge=0, lt=1)
@@ -102,8 +103,9 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for a GPT-2's config.json, which was read from `source`. Of its three dropout
-    rates, which only matter if the model is trained further, the rate of the residuals is used everywhere.
+    """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from `source`. The config has three
+    dropout rates, which only matter if the model is trained further. The rate for residuals is used in place of all
+    three.
 
     Raises UserError, naming the key, if the model computes something that our models do not.
     """
@@ -124,8 +126,8 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Return a GPT-2's tensors under our public names. GPT-2's names may have the prefix `transformer.`, and its mask
-    buffers are dropped.
+    """Return a GPT-2's tensors under our public names. The tensor names in `offered` may have the prefix
+    `transformer.`. Mask buffers are left out.
 
     Raises UserError, naming the tensors, if they are not those of the model that `config` describes.
     """
@@ -145,12 +147,13 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for the config.json of a model that the lab notebook's author has published.
+    """Return the keys of model.json for `raw`, the config.json of a model that the lab notebook's author has published.
 
-    That model is the book's (Raschka, Build a Large Language Model (From Scratch), chapter 4) in a wrapper
-    (`GPJTGPT2Config`, `GPJTGPT2ModelForCausalLM` of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/):
-    config.json holds model.json's object under "cfg", and every tensor's name begins with `model.`. The wrapper's own
-    code is never run, since it only passes "cfg" to the model.
+    Such a model is the book's GPT (Raschka, Build a Large Language Model (From Scratch), chapter 4) in a wrapper
+    (`GPJTGPT2Config`, `GPJTGPT2ModelForCausalLM` of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/).
+    config.json holds the contents of model.json under "cfg", and every tensor's name begins with `model.`. The
+    wrapper's own code is never run, because it only passes "cfg" to the model.
+
     Raises UserError, naming the key, if the model computes something that our models do not.
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
@@ -164,9 +167,9 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
         shape = {key: value for key, value in shape.items() if key != "lore"}
     others = sorted(shape.keys() - {*NOTEBOOK_KEYS, "tie_weights", "moe"})
     if others:
-        raise UserError(f'{source}: key "cfg.{others[0]}": no model of the notebook\'s that can be imported has it')
+        raise UserError(f'{source}: key "cfg.{others[0]}": import does not support this key')
     if raw.get("tie_word_embeddings") is True and not shape.get("tie_weights"):
-        raise UserError(f'{source}: key "tie_word_embeddings": true, but key "cfg.tie_weights" does not say so')
+        raise UserError(f'{source}: key "tie_word_embeddings": true, but key "cfg.tie_weights" is not true')
     return shape
 
 
@@ -193,7 +196,8 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
 
 
 def _from_vocabulary(source: Path, path: Path) -> None:
-    """Convert vocab.json and merges.txt, in which GPT-2's tokenizer was published, to a tokenizer.json at `path`."""
+    """Convert vocab.json and merges.txt, the format in which GPT-2's tokenizer was published, to a tokenizer.json at
+    `path`."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     try:
@@ -205,8 +209,9 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """Return the local folder with a model repository's files, from huggingface_hub's cache or downloaded from the Hub.
-    Raises UserError if `name` is a path instead of a name, or if the model cannot be fetched."""
+    """Return the local folder with the files of a model repository. The files are in huggingface_hub's cache, or are
+    downloaded from the Hub. Raises UserError if `name` is a path instead of a name, or if the model cannot be
+    fetched."""
     if Path(name).exists():
         raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -223,4 +228,4 @@ def fetch_model(name: str) -> Path:
     try:
         return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
     except UserError as error:
-        raise UserError(f"{name}: no such folder here; as the name of a model: {error}") from None
+        raise UserError(f"{name}: no such folder; tried as a model on the Hub: {error}") from None

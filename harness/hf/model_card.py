@@ -27,7 +27,7 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts for the model card, most of which are missing for a notebook's checkpoint or an imported model."""
+    """Facts for the model card. Most of them are missing for an imported model or a checkpoint of the lab notebook."""
 
     name: str  # owner/name
     files: TrainedModel
@@ -40,8 +40,8 @@ class ModelFacts:
         return train if isinstance(train, dict) else {}
 
     def number(self, key: str) -> Any:
-        """Return a number from meta.json, or None if the value is missing or, since another program may have written
-        it, not a finite number."""
+        """Return the number under `key` in meta.json, or None if the value is missing or is not a finite number.
+        Another program may have written the file."""
         value = self.files.meta.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return value if is_number else None
@@ -101,8 +101,8 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
-    """Yield the name and value of each loss, and a description of the tokens that it was measured on. A checkpoint's
-    training loss is a mean over the steps before the checkpoint."""
+    """Yield the name and value of each loss, and a description of the tokens on which it was measured. The training
+    loss in a checkpoint is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.dataset:
         keys = ("start_train_token", "start_val_token", "validation_batches", "microbatch_size")
@@ -124,8 +124,8 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
 
 
 def _count(value: Any) -> int | None:
-    """Return a number of tokens or batches, or None if the value, which another program may have written, is not such a
-    number."""
+    """Return `value` if it is a number of tokens or batches, or None if it is not. The value is from a file that
+    another program may have written."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

@@ -1,7 +1,7 @@
-"""Class of transformers around the model of gpt.py.
+"""Model class of transformers that wraps the model of gpt.py.
 
-A model that no native class of transformers computes is exported with a copy of this file, which
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` then runs.
+If no native class of transformers computes a model, the model is exported with a copy of this file. The copy is run by
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.model.inference import KeyValueCache
 
 
 class DdpPretrainConfig(PretrainedConfig):
-    """Contents of config.json. `shape` has the keys of model.json, and values derived from them, such as widths."""
+    """Contents of config.json. `shape` has the keys of model.json, and values computed from them, such as widths."""
 
     model_type = "ddp_pretrain"
 
@@ -59,13 +59,13 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """Return False, because gpt.py has its own cache class. This method is private, but `generate` has no public
-        way to leave the cache to the model."""
+        """Return False, because gpt.py has its own cache class. This overrides a private method, because `generate` has
+        no public way to leave the cache to the model."""
         return False
 
     def _reorder_cache(self, past_key_values: KeyValueCache, beam_idx: Tensor) -> KeyValueCache:
-        """Keep the rows of the surviving beams. For a model with its own cache class, `generate` calls a method of this
-        name."""
+        """Keep the cache rows of the beams that survive. `generate` calls a method of this name if a model has its own
+        cache class."""
         past_key_values.keep(beam_idx.tolist())
         return past_key_values
 

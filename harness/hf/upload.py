@@ -8,7 +8,7 @@ from harness.common.hub import CARD, HubWork, upload
 from harness.hf.model_card import CHART, ModelFacts, model_card
 
 TRAINING = "training"  # the repository's folder for the files of the run
-# Files that transformers would load beside the weights, and that no export writes.
+# Files that transformers would load together with the weights, but that no export writes.
 COMPANIONS = {
     *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt"),
     *("special_tokens_map.json", "tokenizer.model", "vocab.json"),
@@ -38,7 +38,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
 
     def is_models(path: str) -> bool:
-        """Return True for the path of a file that an earlier upload may have left in the repository, and that readers
+        """Return True if `path` is a file that an earlier upload may have left in the repository, and that readers
         would take for a file of the new model."""
         weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
         is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)

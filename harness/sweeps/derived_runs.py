@@ -33,7 +33,8 @@ from harness.runs.upstream import translate_upstream
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
 SHOWN_DIFFERENCES = 6
-# Other keys that give the same setting as a key. If a key is changed, the base's other keys for it are removed.
+# For each key, other keys that determine the same setting. If a key is changed, these other keys of the base are
+# removed.
 ALTERNATIVES = {
     "depth": ("n_layers", "n_heads", "emb_dim"),
     "global_batch_size": ("gradient_accumulation_steps", "batch_ramp"),
@@ -44,16 +45,16 @@ ALTERNATIVES = {
     "warmup_period_percent": ("warmup_steps",),
 }
 
-# Changes for a dataset without a validation split.
+# Changes that turn validation off, for a dataset without a validation split.
 NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
-PADDING = 128  # a model's vocab_size may exceed the dataset's by fewer tokens than this, for speed
+PADDING = 128  # a model's vocab_size may be padded by fewer tokens than this, for speed
 
 Changes = Mapping[str, JsonValue]
 
 
 @contextmanager
 def explained(place: str) -> Iterator[None]:
-    """Put `place` in front of a UserError's message."""
+    """Put `place` in front of the message of a UserError that the body raises."""
     try:
         yield
     except UserError as error:
@@ -65,8 +66,8 @@ class DerivedRun:
     """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json.
 
     `parent` is the name of the run from which this run was derived. `differs` has each setting in which this run
-    differs from its parent, as {"base": value in the parent, "here": value in this run}, by the parent's files at the
-    time of deriving. `sweep` is the name of the sweep that the run is for.
+    differs from its parent, as {"base": value in the parent, "here": value in this run}. The parent's values are those
+    of its files when this run was derived. `sweep` is the name of the sweep that the run is for, or None.
     """
 
     run: RunDirectory
@@ -84,7 +85,7 @@ class DerivedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All keys of both files, with defaults."""
+        """All keys of model.json and train.json, with defaults for missing keys."""
         return _settings(self.model_config, self.train_config)
 
     def experiment(self, datasets_dir: Path) -> Experiment:
@@ -92,7 +93,7 @@ class DerivedRun:
 
     def is_made(self) -> bool:
         """Return True if the run's folder exists. Raises UserError if its path holds something else, such as another
-        run or a file, or if its two files are damaged."""
+        run or a file, or if model.json or train.json is damaged."""
         folder, files = self.run.path, (self.run.train_json, self.run.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -111,11 +112,11 @@ class DerivedRun:
         return True
 
     def check_startable(self, train_tokens: int | None = None) -> None:
-        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` is the number
-        of tokens in the train split; without it, only problems that do not depend on the data are found.
+        """Raise UserError if training would refuse the run, however many processes it has. `train_tokens` is the number
+        of tokens in the train split. If it is None, only problems that do not depend on the data are found.
 
-        The check assumes one process. If the files do not fix the number of steps, one process takes the most steps,
-        since its global batch is the smallest.
+        The check assumes one process, because one process has the smallest global batch. If the files do not fix the
+        number of steps, one process therefore takes the most steps.
         """
         experiment = self.experiment(self.run.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
@@ -132,8 +133,8 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def unknown_key(keys: Iterable[str]) -> str | None:
-    """Return a message about the first name that is not a key of model.json or train.json, with the nearest key. None
-    if all names are keys."""
+    """Return a message about the first of `keys` that is not a key of model.json or train.json. The message suggests a
+    similar key. Return None if all of `keys` are known."""
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None
@@ -143,8 +144,8 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run to derive others from. Keys of train.json that the notebook's program spells in another way are
-    translated. Raises UserError if the run does not exist or one of its files is wrong."""
+    """Load a run from which other runs can be derived. Keys of train.json that the notebook's program spells
+    differently are translated. Raises UserError if the run does not exist or one of its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None
@@ -154,10 +155,11 @@ def load_base(runs_dir: Path, name: str) -> DerivedRun:
 
 
 def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
-    """Return the run called `name` that has the settings of `base` with `changes`. A change to None removes a key, so
-    that its default holds. Writes nothing.
+    """Return a run called `name` with the settings of `base`, updated by `changes`. A change to None removes a key, so
+    that its default applies. Writes nothing.
 
-    Raises UserError, naming the file that would be wrong, if the run could not be trained.
+    Raises UserError if `name`, a key or a value is invalid; for a value, the message names the file that would be
+    wrong.
     """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
@@ -184,9 +186,10 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Derive a run, and fit it to its new dataset if `changes` name one that is in `datasets_dir`. The run then gets
-    the dataset's vocabulary size, and a microbatch and validation batches that the validation split can fill. If the
-    train split is too short for the base's budget, the run trains on the whole split. `changes` take precedence.
+    """Return the run that `derive` returns. If `changes` name another dataset that is in `datasets_dir`, also fit the
+    run to that dataset: set its vocabulary size, and a microbatch size and validation batches that the validation split
+    can fill. If the train split is too short for the base's budget, train on the whole split. `changes` take
+    precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.
     """
@@ -208,7 +211,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
     """Return the changes that fit a run to the dataset's vocabulary and validation split. Raises UserError if the
-    validation split does not hold one sequence."""
+    validation split is shorter than one sequence and its targets."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -232,11 +235,12 @@ def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
 
 
 def write_runs(runs: Sequence[DerivedRun]) -> None:
-    """Write the folders of these runs: all of them, or none. The folders have the same parent, and none of them exists
-    yet.
+    """Write the folders of all runs, or of none if one cannot be written. The folders must have the same parent, and
+    none of them may exist yet.
 
-    Raises RunError if one cannot be written. If the process is killed, some folders may be missing, but none is
-    incomplete. What it leaves behind is removed when runs of the same sweep, or this run, are written again.
+    Raises RunError if a folder cannot be written. If the process is killed, some folders may be missing, but none is
+    incomplete. The draft folder that a killed process leaves is removed when runs of the same sweep, or the same single
+    run, are written again.
     """
     if not runs:
         return

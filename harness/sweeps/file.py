@@ -21,10 +21,10 @@ from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, explained, load_base, unknown_key
 
-LARGEST_POINTS = 1000  # a larger sweep is a typing error, or needs another program
+LARGEST_POINTS = 1000  # more runs are probably a typing error, or need another program
 LONGEST_NAME = 60  # characters of a sweep's name
-LONGEST_LABEL = 60  # characters of the part of a run's name that says what differs
-# Short forms, in the names of runs, of the keys that are varied most. Other keys are written out.
+LONGEST_LABEL = 60  # characters of a label, the part of a run's name that follows the sweep's name
+# Short forms of the keys that are varied most, for the names of runs. Other keys appear in full.
 SHORT = {
     "learning_rate": "lr",
     "random_seed": "seed",
@@ -49,17 +49,18 @@ SHORT = {
     "lr_schedule": "schedule",
 }
 
-ENTRY_NAME = "name"  # in an entry of `together`: not a setting, but the name for its runs
+ENTRY_NAME = "name"  # key in an entry of `together` that is no setting, but names the entry's runs
 Settings = dict[str, JsonValue]
 
 
 class Sweep(BaseModel):
-    """The content of a SWEEP.json. Every combination of the values of `vary` and the entries of `together` is a run."""
+    """Contents of a SWEEP.json. Each combination of values of all keys of `vary` with an entry of `together` is a
+    run."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
     base: str = Field(min_length=1)  # the run to derive from
-    name: str | None = None  # the beginning of the runs' names; None: the file's name
+    name: str | None = None  # the runs' names begin with it; None: the name of the file
     set: Settings = {}  # for all runs; entries of `together` can change these
     vary: dict[str, list[JsonValue]] = {}
     together: list[Settings] = []
@@ -67,8 +68,8 @@ class Sweep(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _explain_settings(cls, raw: Any) -> Any:
-        """Reject settings at the top level, which belong in "set" or in "vary". Drop "$schema", which is for
-        editors."""
+        """Reject settings at the top level with a message that they belong in "set" or in "vary". Remove the key
+        "$schema", which only editors use."""
         if not isinstance(raw, dict):
             return raw
         if "search" in raw:
@@ -91,8 +92,8 @@ class Sweep(BaseModel):
         for key, values in self.vary.items():
             if not values:
                 raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
-        # A key is given in one place only. As an exception, some entries of `together`, but not all, may change a key
-        # of `set`.
+        # A key must be given in one place only, with one exception: some entries of `together`, but not all, may
+        # override a key of `set`.
         in_all = [key for key in together if all(key in entry for entry in self.together)]
         twice = [key for key in self.vary if key in together]
         twice += [key for key in self.set if key in [*self.vary, *in_all]]
@@ -113,9 +114,9 @@ class Sweep(BaseModel):
         return self
 
     def points(self) -> Iterator[tuple[Settings, Settings]]:
-        """Yield for each run the settings that its name tells, and all in which it differs from the base. The name of
-        an entry of `together`, if it has one, is told in place of the entry's settings. Runs are in the order of the
-        file, and the last key of `vary` changes fastest."""
+        """Yield two dicts for each run: the settings that appear in its name, and all settings that the sweep changes
+        in the base. If an entry of `together` has a name, that name appears in place of the entry's settings. Runs are
+        in the order of the file, and the last key of `vary` changes fastest."""
         for entry in self.together or [{}]:
             told = {ENTRY_NAME: entry[ENTRY_NAME]} if ENTRY_NAME in entry else entry
             changed = {key: value for key, value in {**self.set, **entry}.items() if key != ENTRY_NAME}
@@ -125,11 +126,11 @@ class Sweep(BaseModel):
 
 
 def labels(points: list[Settings]) -> list[str]:
-    """Return a label for each point, made of its settings. Labels are short and all different. A label does not change
-    when other points are added, unless one of these would get the same label.
+    """Return a label for each point (the settings that appear in a run's name). Labels are short and all different. If
+    points are added, the labels of the old points do not change, unless a new point would get the same label.
 
-    Labels have letters, digits and _ . + - only. A label that would be too long, or the same as another one, ends in a
-    hash.
+    Labels consist of letters, digits and _ . + -. A label ends in a hash if it would otherwise be too long, or the same
+    as another label.
     """
     written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
     often, found = Counter(written), []
@@ -160,8 +161,9 @@ class SweepRuns:
     runs: list[DerivedRun]
 
     def missing(self) -> list[DerivedRun]:
-        """Return the runs whose folders do not exist yet. Raises UserError if a folder holds another run, or if
-        training would refuse a missing run. The caller can therefore write all missing runs, or none."""
+        """Return the runs whose folders do not exist yet, after checking that training would accept all of them, so
+        that all or none are written. Raises UserError if training would refuse one of them, or if the folder of a run
+        holds something else."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):
@@ -172,11 +174,11 @@ class SweepRuns:
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
     """Read a SWEEP.json, derive its runs and check them. Writes nothing.
 
-    Raises UserError naming the file, the key and the remedy.
+    Raises UserError with the file, the key and the remedy.
     """
     sweep = parse_config(Sweep, read_json_object(path), path)
     name = path.stem if sweep.name is None else sweep.name
-    with explained(f'{path}: key "name" (or else the file\'s): '):
+    with explained(f'{path}: key "name" (by default the file\'s name): '):
         if len(name) > LONGEST_NAME:
             raise UserError(f"longer than {LONGEST_NAME} characters")
         check_name(name, "sweep")

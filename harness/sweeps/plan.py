@@ -1,5 +1,6 @@
-"""State of each run of a sweep, by the contents of its folder, and the plan of the runs that are not finished: hours,
-dollars and disk space."""
+"""State of each run of a sweep, read from the run's folder, and a plan of the unfinished runs: hours, dollars and disk
+space.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
 
 COLUMNS = 79
-TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error, which is the last line, and what led to it
+TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last line and its cause
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one run. `said` describes it: losses or progress, or the reason and the remedy. `dollars` is what the
-    run has cost so far."""
+    """Status of one run. `said` describes it: the losses, the progress, or the reason of a failure and its remedy.
+    `dollars` is what the run has cost so far."""
 
     run: DerivedRun
     state: StateWord
@@ -45,13 +46,13 @@ class Status:
 
     @property
     def is_done(self) -> bool:
-        """True if nothing of the run is left to train."""
+        """True if the run needs no more training."""
         return self.state in ("finished", "pruned")
 
 
 def status_of(run: DerivedRun) -> Status:
-    """Return the status of a run, in the words of compare_runs.py. It is `damaged` if the run's folder holds something
-    other than the sweep's run."""
+    """Return the status of a run, with one of the states that compare_runs.py prints. The state is also `damaged` if
+    the run's folder holds something other than this run of the sweep."""
     try:
         if not run.is_made():
             return Status(run, "not made")
@@ -76,14 +77,14 @@ def status_of(run: DerivedRun) -> Status:
 
 
 def count_states(statuses: Sequence[Status]) -> str:
-    """Return the number of runs in each state as text."""
+    """Return the number of runs in each state as text: "3 finished, 1 failed"."""
     counts = Counter(each.state for each in statuses)
     return ", ".join(f"{counts[state]:,} {state}" for state in get_args(StateWord) if counts[state])
 
 
 def status_lines(statuses: Sequence[Status]) -> list[str]:
-    """Return a line for each run, or a paragraph if the line is wider than a terminal. The lines of a failed run end
-    with the end of its log."""
+    """Return a line for each run, or several lines if the text is wider than a terminal. A failed run is followed by
+    the last lines of its log."""
     lines = []
     width = max((len(each.run.name) for each in statuses), default=0)
     for each in statuses:
@@ -101,14 +102,15 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 
 def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
-    """Wrap text to a terminal's width. Lines begin with `indent`, and those after the first also with `following`."""
+    """Wrap text to a terminal's width. All lines begin with `indent`. All but the first line are indented further by
+    `following`."""
     following = indent + following
     return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
 
 
 def visible_gpus() -> list[str]:
-    """Return one entry for CUDA_VISIBLE_DEVICES for each GPU of this machine that this variable makes visible. Empty
-    without a GPU driver."""
+    """Return one entry for CUDA_VISIBLE_DEVICES for each GPU that this process may use: the variable's own entries if
+    it is set, otherwise the indices of all GPUs. Return an empty list without a GPU driver."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
@@ -118,9 +120,9 @@ def visible_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Remaining work of one run. `seconds` and `dollars` are None if the speed, the run's length or the price is not
-    known. `dollars` is the cost of the whole machine for that time. `price` describes the price per hour and its
-    source, or says why there is none."""
+    """Remaining work of one run. `seconds` is None if the speed or the run's length is not known. `dollars`, the cost
+    of the whole machine for that time, is also None if the price is not known. `price` describes the price per hour and
+    its source, or says why there is no price."""
 
     run: DerivedRun
     plan: Plan
@@ -131,21 +133,21 @@ class RunPlan:
 
 
 class Planner:
-    """Planner of single runs, of which `groups` are trained at a time, each with `processes` ranks on a device of their
-    own. Runs of the same shape have the same speed, which is looked up once."""
+    """Planner of single runs. `groups` runs are trained at the same time, each with `processes` ranks on devices that
+    no other run uses. Runs of the same shape have the same speed, which is determined once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
-        """Divide this machine's GPUs among the groups if `processes` is not given; without GPUs, a run has one process.
-        `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two speeds are
-        assumed."""
+        """If `processes` is None, divide the GPUs of this machine among the groups, or use one process for a run if
+        there are no GPUs. `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two
+        of them exclude each other."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
         self.options = TrainOptions(plan=True, runs_dir=runs_dir, **assumed)
         self.options.check(None)
-        self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared when a run has ended
+        self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared after each run, which may measure a speed
 
     def plan(self, run: DerivedRun) -> RunPlan:
         """Plan the remaining work of a run, which may be partly done. Raises UserError if training would refuse the
@@ -173,18 +175,18 @@ class SweepPlan:
 
     name: str
     planner: Planner
-    count: int  # of all runs, done or left
-    done: str  # how many runs are finished or pruned, as text
+    count: int  # number of all runs, finished or not
+    done: str  # numbers of finished and pruned runs, as text
     left: list[RunPlan]  # in the order of training
     refused: list[str]  # why some runs cannot be trained, one message per run
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all checkpoints that are still to be written, without those of runs whose length is not known."""
+        """Bytes of all checkpoints that are still to be written. Runs of unknown length are left out."""
         return sum(each.plan.disk_bytes() for each in self.left if each.plan.position is not None)
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """Return the shortage and its remedy if the disk of `folder` cannot hold all checkpoints that are still to be
+        """Return a message with a remedy if the disk of `folder` cannot hold all checkpoints that are still to be
         written, or None if it can."""
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
@@ -196,7 +198,8 @@ class SweepPlan:
         )
 
     def seconds(self) -> float:
-        """Return wall-clock seconds if each free group takes the next run. Leaves out runs whose time is not known."""
+        """Return the wall-clock seconds until all runs have ended. A group of devices takes the next run as soon as its
+        last run has ended. Runs of unknown duration are left out."""
         ends = [0.0] * self.planner.groups
         for each in self.left:
             heapq.heapreplace(ends, ends[0] + (each.seconds or 0.0))
@@ -205,8 +208,8 @@ class SweepPlan:
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
     """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is done and
-    none can be trained, because training would refuse it or because its folder holds something else or damaged
-    files."""
+    no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else, or
+    if its files are damaged."""
     statuses = [status_of(run) for run in sweep.runs]
     done = [each for each in statuses if each.is_done]
     plans: list[RunPlan] = []
@@ -234,8 +237,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return a line for each run, with its share of the machine's cost, which the groups share. A long name gets a line
-    of its own."""
+    """Return the lines of a table with a row for each run. A run's cost is the machine's cost for the run's time,
+    divided by the number of groups, because the groups share the machine. A long name gets a line of its own."""
     rows = []
     for each in plan.left:
         time = "unknown" if each.seconds is None else _duration(each.seconds)
@@ -260,7 +263,7 @@ def _duration(seconds: float) -> str:
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
-    """Return lines with each speed, its source and the runs that have it. A speed may be unknown."""
+    """Return lines with each speed, or "unknown", its source and the names of the runs that have this speed."""
     sources: dict[str, list[str]] = {}
     for each in left:
         rate, said = each.speed.tokens_per_second, each.speed.source
@@ -279,7 +282,8 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     groups = "one after the other" if planner.groups == 1 else f"{planner.groups} at a time"
     ranks = f"{planner.processes} {'process' if planner.processes == 1 else 'processes'} each"
     place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
-    # Runs that are trained at a time share the machine, which costs as much while some groups have no run.
+    # Runs that are trained at the same time share the machine's cost. The machine costs as much while some groups have
+    # no run.
     seconds = sum(each.seconds or 0.0 for each in left)
     cost = sum(each.dollars or 0.0 for each in left) * (plan.seconds() / seconds if seconds else 1.0)
     said = []

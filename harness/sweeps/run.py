@@ -33,23 +33,24 @@ from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_l
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
 CLEAR_LINE = "\r\x1b[2K"
-REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is not a terminal
+REPORT_SECONDS = 60.0  # between two reports of progress, if the output is not a terminal
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
 NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
-Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
+Group = tuple[str, dict[str, str]]  # devices that train one run at a time: name, environment variables
 
 
 def is_on_terminal() -> bool:
-    """Return True if standard output is a terminal, and False also if it was closed before Python started."""
+    """Return True if standard output is a terminal. Return False if it is not, or if it was closed before Python
+    started."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def say(text: str) -> None:
-    """Print a line. On a terminal, it replaces the line that `show` has written."""
+    """Print a line. On a terminal, the line replaces the text that `show` has written."""
     print(f"{CLEAR_LINE}{text}" if is_on_terminal() else text, flush=True)
 
 
@@ -59,8 +60,9 @@ def show(text: str) -> None:
 
 
 def device_groups(groups: int, processes: int) -> list[Group]:
-    """Divide the machine's GPUs, or its cores if it has no GPUs, among the groups. A single group has the whole
-    machine, as a run outside a sweep has. Raises UserError if the groups need more GPUs than there are."""
+    """Divide the machine's GPUs, or its cores if it has no GPUs, into groups, each of which trains one run at a time. A
+    single group gets the whole machine, like a run outside a sweep. Raises UserError if the groups need more GPUs than
+    there are."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -76,8 +78,9 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 
 
 def groups_before(run: DerivedRun) -> int:
-    """Return the number of groups among which the machine was divided when earlier sweeps trained the run: the smallest
-    of them, or 1 if its sweep.log does not say, or if the run was trained without a sweep since."""
+    """Return the number of groups into which the machine was divided when earlier sweeps trained the run, as recorded
+    in the run's sweep.log. Return the smallest number if there are several, or 1 if the log has none. Also return 1 if
+    the run was trained without a sweep since."""
     log, metrics = run.run.sweep_log, run.run.metrics
     if not log.is_file() or (metrics.is_file() and metrics.stat().st_mtime > log.stat().st_mtime):
         return 1
@@ -88,8 +91,8 @@ def groups_before(run: DerivedRun) -> int:
 @dataclass
 class Attempt:
     """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
-    not known. Its dollars, those when the attempt began and those planned for its end, are at the price of the whole
-    machine."""
+    not known. `dollars_before` is what the run had cost when the attempt began, and `dollars_at_end` is its planned
+    cost at the end. Both are at the price of the whole machine."""
 
     run: DerivedRun
     group: Group
@@ -105,31 +108,31 @@ class Attempt:
         return time.monotonic() - self.began
 
     def dollars(self) -> float:
-        """Return what the run has cost by this process's clock: the machine is paid for from the attempt's beginning,
-        whether the run has reported anything or not."""
+        """Return what the run has cost so far, measured by this process's clock. The machine is paid for from the
+        beginning of the attempt, even before the run has reported anything."""
         return self.dollars_before + cost(self.seconds(), self.run.train_config.price_per_hour or 0.0)
 
 
 def _end_with_parent() -> None:
-    """Have Linux send SIGTERM to this process when its parent process is killed, so that this process stops with a
-    checkpoint. Other systems cannot do this. There the run continues, and a sweep that is started again waits for
-    it."""
+    """Make Linux send SIGTERM to this process when its parent process is killed, so that this process stops with a
+    checkpoint. On other systems this is impossible. There the run continues, and a sweep that is started again waits
+    for the run."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _note_failure(run: DerivedRun, exit_status: int, error: str = "") -> None:
     """Append to the run's sweep.log that the run has failed."""
-    with suppress(OSError), run.run.sweep_log.open("ab") as log:  # such as a full disk, which must not end other runs
+    with suppress(OSError), run.run.sweep_log.open("ab") as log:  # a full disk must not end other runs
         log.write(f"{error}\n# failed with exit status {exit_status}\n".encode())
 
 
 class SweepRunner:
-    """Runner that trains the runs that are not finished. Runs with a file that cannot be read are left unchanged.
+    """Runner that trains the unfinished runs. Damaged runs, which have a file that cannot be read, are left unchanged.
 
     `planner` plans the remaining work of a run. `max_dollars` limits the cost of all `runs` together, including what
-    they have cost before. `reason` says why the sweep ended before all runs were trained, and `signal` is the signal
-    that ended it, or 0.
+    they cost before this sweep began. `reason` says why the sweep ended before all runs were trained. `signal` is the
+    number of the signal that ended the sweep, or 0.
     """
 
     def __init__(
@@ -140,13 +143,14 @@ class SweepRunner:
         if max_dollars is not None and unpriced:
             raise UserError(
                 f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
-                'into the sweep\'s "set", and make the sweep anew under another name'
+                'into the sweep\'s "set", and start the sweep again under another name'
             )
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
         self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
-        # What each run has cost at the price of the whole machine, and what all have cost together, who share it.
+        # `dollars` has what each run has cost at the price of the whole machine. `spent` is what all runs have cost
+        # together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: each.dollars for each in statuses}
         self.spent = sum(each.dollars / groups_before(each.run) for each in statuses)
         self.attempts: list[Attempt] = []
@@ -157,8 +161,8 @@ class SweepRunner:
 
     def run(self) -> None:
         """Train the runs. Returns when all runs are finished or have failed, or when a signal or the budget has ended
-        the sweep and its processes have stopped. Shows progress in place of the last line on a terminal, and prints it
-        every REPORT_SECONDS elsewhere."""
+        the sweep and its processes have stopped. On a terminal, progress is shown in place of the last line; elsewhere
+        it is printed every REPORT_SECONDS."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
@@ -184,13 +188,13 @@ class SweepRunner:
         self.signal = self.signal or number
 
     def hang_up(self) -> None:
-        """Treat output that nobody reads any more as a SIGHUP, which ends the sweep, unless this process ignores
+        """End the sweep like SIGHUP, because nobody reads its output any more. Do nothing if this process ignores
         SIGHUP."""
         if not ignores_hangup():
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """Ask all processes to write a checkpoint and to end, after a signal or once the budget is spent."""
+        """Ask all processes to write a checkpoint and end, if a signal has arrived or the budget is spent."""
         if self.signal:
             self.reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
@@ -205,11 +209,11 @@ class SweepRunner:
             attempt.process.terminate()
 
     def _first_startable(self) -> tuple[DerivedRun, RunPlan | None] | None:
-        """Return the first waiting run that can be trained now, with its plan, which is None if the run will fail at
-        once. None if there is no such run.
+        """Return the first waiting run that can be trained now, and its plan. The plan is None if the run will fail at
+        once. Return None if no run can be trained now.
 
-        A run cannot be trained while another process trains it, such as one left by a killed sweep, or while another
-        run is downloading its dataset.
+        A run cannot be trained while another process trains it, such as a process that a killed sweep left behind, or
+        while another run is downloading the same dataset.
         """
         fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
         for run in self.waiting:
@@ -229,8 +233,8 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str:
-        """Return why the budget does not cover the machine until this run and those that are being trained have ended.
-        Empty if it does, or without a budget. A run of unknown cost counts as free."""
+        """Return a message if the budget cannot pay for the machine until `run` and the runs under way have ended.
+        Return an empty string if it can, or if there is no budget. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return ""
         wanted = (planned.dollars if planned else None) or 0.0
@@ -243,8 +247,8 @@ class SweepRunner:
         return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process, whose output is appended to the run's sweep.log. If the system refuses that, the run
-        has failed, and the next run gets the devices."""
+        """Start the run's process, whose output is appended to the run's sweep.log. If the operating system cannot
+        start the process, record that the run has failed, and leave its devices to the next run."""
         self.waiting.remove(run)
         name, variables = group = self.free.pop(0)
         try:
@@ -269,7 +273,8 @@ class SweepRunner:
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start ddp_train.py with these environment variables, after a line with the command in the run's sweep.log."""
+        """Append a line with the command to the run's sweep.log, and start ddp_train.py with these environment
+        variables."""
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
@@ -287,11 +292,12 @@ class SweepRunner:
                 preexec_fn=_end_with_parent,
             )
         finally:
-            with suppress(OSError):  # of a network disk; the process may have been started
+            with suppress(OSError):  # closing may fail on a network disk, though the process has started
                 log.close()
 
     def _look_at(self, attempt: Attempt) -> str:
-        """Return the progress of a run that is being trained, as text. If there is a budget, also count its cost."""
+        """Return the progress of a run that is being trained, as text. If there is a budget, also update what has been
+        spent."""
         progress = None
         with suppress(UserError):
             progress = read_progress(attempt.run.run.metrics)
@@ -301,14 +307,15 @@ class SweepRunner:
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
     def _count(self, attempt: Attempt, status: Status) -> None:
-        """Add to `spent` what a run has cost since this was last called, by its records or by the clock, whichever is
-        more. Only the runs under way share the machine's cost: it costs as much while some groups have no run."""
+        """Add to `spent` what a run has cost since the last call for this run. The cost is taken from the run's records
+        or from the clock, whichever is larger. It is divided by the number of runs under way instead of groups, because
+        the machine costs as much while some groups have no run."""
         dollars = max(status.dollars, attempt.dollars())
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars
 
     def _end(self, attempt: Attempt) -> None:
-        """Record how a run's process has ended. If it failed, its exit status is written to the run's log."""
+        """Record that a run's process has ended. If it failed, append its exit status to the run's sweep.log."""
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         self._count(attempt, status)
         self.attempts.remove(attempt)
@@ -320,14 +327,15 @@ class SweepRunner:
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:
-            say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
+            say(f"{name}: stopped after {seconds:,.0f} s; the same command resumes it")
         else:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
             _note_failure(attempt.run, code)
 
     def leave(self) -> None:
         """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
-        RunStopped if a signal ended the sweep, and RunError if runs failed, are left or are damaged."""
+        RunStopped if a signal ended the sweep. Raises RunError if runs have failed, have not been trained or are
+        damaged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if not each.is_done]
         said = count_states(statuses)

@@ -103,7 +103,7 @@ def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], me
     line = preparer.run(arguments[0], "out", *arguments[1:], *SMALL, status=2)
     assert message in line
     if "not found" in message:  # perhaps a path was mistyped
-        assert line.startswith(f"error: {arguments[0]}: no such file or folder here; and as a dataset of the Hub: ")
+        assert line.startswith(f"error: {arguments[0]}: no such file or folder; tried as a dataset on the Hub: ")
     assert TOKEN not in line
 
 

@@ -87,7 +87,7 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     preparer.run("--verify", target)
     line = preparer.run(folder, "out", "--train-tokenizer", "300", status=2)  # without --from-bin
-    assert "found: TRAIN.BIN, prepare.py, val.bin; files of tokens go in with --from-bin" in line
+    assert "found: TRAIN.BIN, prepare.py, val.bin; import files of tokens with --from-bin" in line
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, ">u2"])
@@ -148,19 +148,19 @@ def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> N
     [
         ("train.bin", shard([1], 20240801), r"version 1 of the format; only version 7 \(uint32 tokens\)"),
         ("train.bin", shard([1], version=7), "version 7 of the format"),
-        ("train.bin", shard([1, 2, 3], said=4), r"damaged: the header tells of 4 tokens, but there are 3\.0"),
+        ("train.bin", shard([1, 2, 3], said=4), r"damaged: the header states 4 tokens, but the file holds 3\.0"),
         ("train.bin", shard([]), "train would have no tokens"),
         ("train.bin", b"", "train would have no tokens"),
         ("train.bin", shard([300]), "token id 300 is beyond the tokenizer's 300"),
         ("train.bin", bytes(3), "3 bytes are no whole number of uint16"),
-        ("train.bin", np.arange(40, dtype="<u4").tobytes(), "every second token is 0: they are wider"),
+        ("train.bin", np.arange(40, dtype="<u4").tobytes(), "every second token is 0: the tokens have 32 bits"),
         ("train.bin", shard([1])[:8], "damaged: it ends within its header"),
         ("train.npy", np.array([5, -1], np.int32), "token id -1 is beyond the tokenizer's 300"),
         ("train.npy", np.zeros((3, 4), np.uint16), "uint16 in 2 dimensions"),
         ("train.npy", np.zeros(9, np.float32), "float32 in 1 dimensions"),
         ("train.npy", np.array(["a", None], object), "no NumPy array of tokens, or damaged"),
         ("train.npy", b"\x93NUMPY", "no NumPy array of tokens, or damaged"),
-        ("tokens.bin", shard([1]), "the name tells of no split"),
+        ("tokens.bin", shard([1]), "the name contains no split"),
         ("val.bin", shard([1]), "no shard for training"),
         ("train_\udce9.bin", shard([1]), "the name is not valid UTF-8; rename it"),  # meta.json cannot hold it
     ],

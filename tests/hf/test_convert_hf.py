@@ -338,8 +338,8 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
     for source, says in (
         ("./nothing", "./nothing: no such folder, and not the name of a model"),
         ("c/d/e", "c/d/e: no such folder, and not the name of a model"),
-        ("c/nothing", 'c/nothing: no such folder here; as the name of a model: model "c/nothing": '),
-        ("me/nothing", 'error: me/nothing: no such folder here; as the name of a model: model "me/nothing": '),
+        ("c/nothing", 'c/nothing: no such folder; tried as a model on the Hub: model "c/nothing": '),
+        ("me/nothing", 'error: me/nothing: no such folder; tried as a model on the Hub: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
         ("c", "c: no config.json, but a model.json: all commands can use this folder"),
     ):

@@ -191,7 +191,10 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"vary": {"n_heads": [2, 3]}}, 's-heads3/model.json: key "emb_dim": 16 is not a multiple of n_heads (3)'),
         ({"vary": {"dataset": ["a/b", "a"]}}, 'dataset "a": must be owner/name'),
         ({"base": "bas", "vary": {"random_seed": [1]}}, "no such run; did you mean base?"),
-        ({"name": "../x", "vary": {"random_seed": [1]}}, "key \"name\" (or else the file's): sweep '../x': must be a"),
+        (
+            {"name": "../x", "vary": {"random_seed": [1]}},
+            "key \"name\" (by default the file's name): sweep '../x': must be a",
+        ),
         ({"name": "x" * 61, "vary": {"random_seed": [1]}}, "longer than 60 characters"),
         ({"vary": {key: [*range(1000)] for key in ("random_seed", "eps")}}, "make 1,000,000 runs; a sweep can"),
         ({"set": {"train_steps": 1, "target_flops": 1e15}, "vary": {"eps": [1]}}, "each says how much to train; give"),

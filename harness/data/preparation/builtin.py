@@ -25,11 +25,12 @@ from harness.data.preparation.stream import token_file
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 
-# Measured with a model of 4 layers of width 256 after a minute of training on two CPU cores: 2.74 validation bits per
-# byte with a vocabulary of 2048, 2.53 with 4096. 8192 gave 2.39, but two fifths of the parameters are then embeddings.
+# Chosen by training a model of 4 layers of width 256 for a minute on two CPU cores: it reached 2.74 validation bits per
+# byte with a vocabulary of 2048 tokens, and 2.53 with 4096. It reached 2.39 with 8192, but two fifths of its parameters
+# were then embeddings.
 DEFAULT_VOCAB_SIZE = 4096
 # Installed packages and tests are not part of the library. The tables in encodings and the help texts in pydoc_data are
-# generated, would be over a fifth of all tokens, and a model should not learn to write them.
+# generated. They would be over a fifth of all tokens, and a model should not learn to write them.
 SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "__pycache__"),
     *("encodings", "pydoc_data"),
@@ -58,8 +59,8 @@ BUILTIN_DATASETS: dict[str, Callable[[Path], None]] = {"builtin/python-stdlib": 
 
 
 def read_documents() -> dict[str, str]:
-    """Return the text of each source file of the standard library by its relative path, sorted by path. Of files with
-    the same text only the first is kept.
+    """Return the texts of the standard library's source files by relative path, sorted by path. If files have the same
+    text, only the first one is returned.
 
     Raises UserError if this Python has no readable source files.
     """
@@ -67,7 +68,8 @@ def read_documents() -> dict[str, str]:
     path_of_text: dict[str, str] = {}
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):
         relative = path.relative_to(library)
-        # sys.stdlib_module_names lacks the modules that Linux distributions and builds add to the folder.
+        # Linux distributions and builds of Python add modules to the folder that are not part of the library. They are
+        # not in sys.stdlib_module_names.
         is_module = relative.parts[0].removesuffix(".py") in sys.stdlib_module_names
         if is_module and not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
             with suppress(OSError, UnicodeDecodeError):  # a few files are unreadable or not UTF-8

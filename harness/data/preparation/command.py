@@ -1,5 +1,5 @@
-"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py. The work on
-text has steps that can be interrupted at any point and resumed.
+"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py. A preparation
+from text can be interrupted at any point and resumed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
-COMMIT_TOKENS = 2**24  # between two saves of the journal; they take some seconds to encode
+COMMIT_TOKENS = 2**24  # tokens between two saves of the journal; encoding them takes some seconds
 SECONDS_BETWEEN_LINES = 10.0
-BYTES_PER_WORKER = 2**22  # of input; fewer bytes are encoded before another process has started
+BYTES_PER_WORKER = 2**22  # of input; starting a process takes longer than encoding fewer bytes
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
 # The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
@@ -57,7 +57,8 @@ DECIDING = (
     *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
 )
 
-# The splits, the tokenizer, and "source" in meta.json: where the text or the tokens came from.
+# Result of a preparation: the splits, the tokenizer, and the value of "source" in meta.json, which says where the text
+# or the tokens came from.
 Made = tuple[list[Split], Tokenizer, dict[str, Any]]
 Show = Callable[[Encoded, StreamSize], None]
 
@@ -66,8 +67,8 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
     """Make the dataset folder `target`, or resume its interrupted preparation. Return the splits and the vocabulary
     size.
 
-    `options` are the options of prepare_datasets.py by name. Raises UserError if an option or the input is wrong,
-    RunError or KeyboardInterrupt if the same command can resume the work later.
+    `options` are the options of prepare_datasets.py by name. Raises UserError if an option or the input is wrong.
+    Raises RunError or KeyboardInterrupt if running the same command again can resume the work.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
@@ -92,7 +93,7 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
 def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
     separator = options["document_separator"] or ""
     for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"), ("\0", "\\")):
-        separator = separator.replace(escape, character)  # most shells pass these unchanged
+        separator = separator.replace(escape, character)  # most shells do not replace these escapes
     form = TextFormat(options["text_column"], separator or None, "replace" if options["replace_invalid"] else "strict")
     shares = options["validation_fraction"], options["test_fraction"]
     rules = SplitRules(*shares, options["split_order"], options["shuffle_seed"])
@@ -102,7 +103,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"
     if options["split_order"] == "given":
-        del deciding["split_order"]  # earlier versions had only this order, and recorded no key for it
+        del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
@@ -136,8 +137,9 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) -> TextSource:
-    """Return the local files that `inputs` names, or the files of the Hub dataset of that name if there are no such
-    local files. Raises UserError if there is neither."""
+    """Return the local files that `inputs` names. If `inputs` is a single name that is no local path but can be a
+    dataset on the Hub, return the files of that dataset. Raises UserError if no files are found, or if an option for
+    Hub datasets is given with local files."""
     if len(inputs) == 1 and not Path(inputs[0]).exists() and is_hub_name(inputs[0]):
         from harness.data.preparation.hub_source import find_on_hub
 
@@ -153,8 +155,9 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) 
 def _tokenize(
     batches: Iterator[Encoded], text: TokenStream, pool: TokenStream, rules: SplitRules, work: WorkFolder, show: Show
 ) -> None:
-    """Write the documents that may be held out to `pool` and all others to `text`, and call `show` after each batch. If
-    that fails, the work done so far is kept."""
+    """Write the tokens of documents that may be held out to `pool`, and those of all other documents to `text`. Call
+    `show` after each batch. If an error or an interrupt ends this, save the journal, so that the work can be
+    resumed."""
     journal = work.journal
     text.open_at(journal.here.size)
     pool.open_at(journal.here.pool)
@@ -168,13 +171,13 @@ def _tokenize(
     try:
         for encoded in batches:
             batch = encoded.batch
-            numbers = np.cumsum(encoded.ends) - encoded.ends  # document number of each piece within the batch
+            numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch
             in_pool = rules.in_pool(total.documents, len(numbers))[numbers]
             text.append(encoded, ~in_pool)
             pool.append(encoded, in_pool)
             total = text.size + pool.size
             empty += batch.empty
-            if not batch.pieces or batch.pieces[-1].ends:  # interrupted work can resume where a document ends
+            if not batch.pieces or batch.pieces[-1].ends:  # work can be resumed only at the end of a document
                 journal.here = Mark(batch.file, batch.documents, empty, text.size, pool.size)
                 if not batch.documents:
                     journal.file_start = journal.here
@@ -193,8 +196,8 @@ def _tokenize(
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
-    """Write the files of the splits from all tokens, by those steps that the journal does not yet have, and set
-    `journal.splits`."""
+    """Write the files of the splits from the streams `text` and `pool`, and set `journal.splits`. Skips the steps that
+    are already done according to the journal."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool
@@ -205,7 +208,7 @@ def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer:
         text.close()
         journal.here = replace(journal.here, size=text.size, pool=StreamSize())
         work.save("held out")
-        pool.delete()  # `delete` accepts missing files: work that an earlier version began has no pool
+        pool.delete()  # its files are missing if an earlier version began the work
     text.size = journal.here.size
     if rules.shuffle_seed is not None:
         shuffled = TokenStream(work.path / "shuffled.tokens", text.dtype)
@@ -239,16 +242,16 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 
 @contextmanager
 def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
-    """Yield a function that is called with each encoded batch and the total size so far, and reports documents, tokens,
-    tokens/s and the time left. On a terminal it draws a bar of the input bytes that have been read; elsewhere it prints
-    a line every SECONDS_BETWEEN_LINES."""
+    """Yield a function that reports documents, tokens, tokens/s and the time left. Call it with each encoded batch and
+    the total size so far. On a terminal it draws a bar of the input bytes that have been read; elsewhere it prints a
+    line every SECONDS_BETWEEN_LINES."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
     if not is_terminal:
         shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
     with tqdm(total=before[-1], **shape) as bar:
-        shown, first_tokens = began, -1  # first_tokens: tokens of an earlier process, set by the first batch
+        shown, first_tokens = began, -1  # the first call sets first_tokens, from which the speed is counted
 
         def show(encoded: Encoded, size: StreamSize) -> None:
             nonlocal shown, first_tokens

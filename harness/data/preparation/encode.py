@@ -1,11 +1,11 @@
-"""Encode pieces of documents as tokens. The pieces are gathered into batches, one of several processes encodes each
-batch, and the results are in the order of the text.
+"""Encode pieces of documents as tokens. The pieces are gathered into batches, several processes encode the batches, and
+the results are returned in the order of the text.
 
 The batches, and so the tokens, depend only on the text, never on the number of workers.
 
 Threads could be used instead of processes, because tiktoken releases the GIL. But two threads reached only 0.6 of the
-speed of two processes (docs/LOG.md), because they wait for each other inside the library. A small text is encoded by
-one thread beside the thread that reads, because a thread starts faster than a process.
+speed of two processes (docs/LOG.md), because they wait for each other inside the library. For a small text, one thread
+encodes while the main thread reads, because a thread starts faster than a process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096
 LONGEST_PIECE = 2**20  # characters; longer texts are cut
-CUT_SEARCH = 2**16  # characters at a piece's end that are searched for a place between words to cut the text
+CUT_SEARCH = 2**16  # characters before LONGEST_PIECE that are searched for a place between words to cut at
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class Batch:
 
     pieces: list[Piece]
     file: int  # number of the file that is read next
-    documents: int  # documents of that file that have been read at the batch's end, including those without text
+    documents: int  # documents of `file` that have been read at the batch's end, including those without text
     empty: int  # documents without text in this batch
-    position: int  # bytes of that file that have been read at the batch's end
+    position: int  # bytes of `file` that have been read at the batch's end
 
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
     """Yield batches of about BATCH_CHARACTERS characters. Documents without any text are counted and left out.
 
-    The pieces begin in file number `file`, after its first `documents` documents. In `pieces`, the end of a file is
-    marked by a piece with the next file's number, no text and `ends` False.
+    The first piece belongs to file number `file` and follows the first `documents` documents of that file. A piece with
+    no text and with `ends` False marks the end of a file; it has the next file's number.
     """
     gathered: list[Piece] = []
     characters = empty = position = 0
-    is_open = False  # the current document has already had text
+    is_open = False  # True if text of the current document has been gathered
     for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
-        if piece.file != file:  # a good place to resume from, but many small files should share a batch
+        if piece.file != file:  # a file begins: end the batch, to resume from here, unless it is small
             file, documents, room = piece.file, 0, BATCH_CHARACTERS // 16
         position = piece.position
         documents += piece.ends
@@ -76,8 +76,8 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the text in pieces of at most LONGEST_PIECE characters, cut between words if possible, so that cutting does
-    not change the tokens."""
+    """Yield the text in pieces of at most LONGEST_PIECE characters. The text is cut between words if possible, because
+    such cuts do not change the tokens."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file
@@ -92,14 +92,15 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
         text = text[start:] if start else text
         if piece.ends:
             yield piece._replace(text=text)
-        else:  # a cut here could be inside a word, so the rest is joined with the next piece
+        else:  # the piece may end inside a word, so join its rest with the next piece
             rest = text
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
     """Return the last place up to `end` where cutting the text does not change its tokens, or `end` if there is none
-    near it. Such a place is before a space that follows a visible character, or before a line break that follows a
-    letter or digit: no pattern that splits text into words (GPT-2's, cl100k's, o200k's) has a word across it."""
+    within CUT_SEARCH characters. Such a place is before a space that follows a visible character, or before a line
+    break that follows a letter or digit. No pattern that splits text into words (GPT-2's, cl100k's, o200k's) finds a
+    word that extends across such a place."""
     for at in range(end, max(start, end - CUT_SEARCH), -1):
         before, after = text[at - 1], text[at]
         if (after == " " and not before.isspace()) or (after in "\r\n" and before.isalnum()):
@@ -125,11 +126,11 @@ class Encoded:
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> Iterator[Encoded]:
-    """Yield the batches encoded, in order. Up to 2·`at_once` batches are submitted at a time: `at_once` for the
-    processes or threads to encode, and as many to wait.
+    """Yield the encoded batches in order. Up to 2·`at_once` batches are submitted at a time: half of them are being
+    encoded by the processes or threads, and half are waiting.
 
-    The result does not depend on `at_once`. An error in reading `batches` is raised after the batches before it have
-    been yielded. Raises RunError if encoding fails, UserError if the tokenizer or the text is wrong.
+    The result does not depend on `at_once`. If reading `batches` raises an error, the batches before the error are
+    yielded first. Raises RunError if encoding fails, or UserError if the tokenizer or the text is wrong.
     """
     waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
 
@@ -155,8 +156,8 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
 
 
 def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]]) -> Arrays:
-    """Return the fields `tokens` and `sizes` of `Encoded`. Each text is paired with True if a document ends with it.
-    A tokenizer that is given by its name or file is loaded once in each process.
+    """Return the fields `tokens` and `sizes` of `Encoded`. Each text is paired with a bool that is True if the text
+    ends a document. If the tokenizer is given by its name or file, it is loaded once in each process.
 
     Raises only UserError and RunError, which can be sent to another process.
     """
@@ -187,9 +188,9 @@ _loaded = cache(load_tokenizer)
 
 @contextmanager
 def encoder_processes(count: int) -> Iterator[Executor]:
-    """Yield an executor for `encode_texts`, which runs in `count` processes, or in a thread if `count` is 1. The
-    processes end with this process, even if it is killed. Raises RunError if one of them ends by itself."""
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
+    """Yield an executor that runs `encode_texts` in `count` processes, or in a thread if `count` is 1. The processes
+    end with this process, even if this process is killed. Raises RunError if one of the processes dies."""
+    context = multiprocessing.get_context("spawn")  # fork would copy locks that threads of libraries hold
     pool: Executor = ThreadPoolExecutor(1)  # starts a thread when it is used
     try:
         if count > 1:
@@ -199,7 +200,8 @@ def encoder_processes(count: int) -> Iterator[Executor]:
                     pool.submit(os.getpid)  # makes the pool start a process
         yield pool
     except BaseException as error:
-        # When a process dies, the pool ends the others and waits for them, but does not end one that is being started.
+        # When a process dies, the pool ends the other processes and waits for them. But it does not end a process that
+        # it is starting.
         for process in multiprocessing.active_children():
             process.terminate()
         if isinstance(error, BrokenProcessPool):
@@ -213,8 +215,9 @@ def encoder_processes(count: int) -> Iterator[Executor]:
 
 
 def _begin() -> None:
-    """Prepare a new process: end it when its parent ends. Otherwise it would wait forever for a killed parent, because
-    the pool's pipes are kept open by all its processes."""
+    """Initialize a new process: start a thread that ends the process when its parent ends. Without this thread, a
+    process would wait forever after its parent is killed, because all processes of the pool keep the pool's pipes
+    open."""
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -228,12 +231,13 @@ def _begin() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block the stopping signals in the processes that the body starts, and delay them in this process until the end of
-    the body. SIGTERM is not blocked, because the pool ends its processes with it.
+    """Block STOPPING_SIGNALS, except SIGTERM, in the processes that the body starts. Delay all STOPPING_SIGNALS in this
+    process until the end of the body. SIGTERM is not blocked, because the pool ends its processes with it.
 
     A terminal sends its signals to all of its processes, but only this process should handle them. The started
-    processes inherit the blocked signals. In this process, a signal is recorded whichever thread receives it, and
-    raised at the end, because a process that is only half started would print an error.
+    processes inherit the blocked signals. In this process, a handler records each signal, whichever thread receives it.
+    The first recorded signal is raised after the body. If it were raised earlier, a half-started process would print an
+    error.
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}
@@ -241,7 +245,7 @@ def _without_interrupts() -> Iterator[None]:
     handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in heeded}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        resource_tracker.ensure_running()  # otherwise the pool starts it, which unblocks SIGINT
+        resource_tracker.ensure_running()  # if the pool started the tracker, SIGINT would be unblocked
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         yield
     finally:

@@ -37,7 +37,7 @@ class HubText(TextSource):
     work: HubWork
     commit: str
     described: list[RepoSibling]  # the Hub's descriptions of `files`, in the same order
-    downloads: Path | None  # folder for each file while it is read; None: huggingface_hub's cache, which keeps it
+    downloads: Path | None  # files are deleted after reading; None: use huggingface_hub's cache, which keeps them
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
         """Download the file, and yield its documents. At the end, delete the file if `downloads` is a folder."""
@@ -49,15 +49,15 @@ class HubText(TextSource):
                 path.unlink(missing_ok=True)
 
     def sampled(self, most: int) -> list[TextFile]:
-        return self.files[:1]  # further files would have to be downloaded before they are read
+        return self.files[:1]  # a larger sample would download more files in advance
 
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
     """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
-    return its path. An existing file is used. A file whose hash is not the Hub's is downloaded once more. Raises
-    UserError if the file cannot be downloaded, or if its hash is still wrong."""
+    return its path. An existing file is used. If the file's hash differs from the Hub's, the file is downloaded once
+    more. Raises UserError if the file cannot be downloaded, or if its hash is still wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
-    for is_last in (False, True):  # `force_download`, because a damaged copy in HF_HOME's cache would be used again
+    for is_last in (False, True):  # force the second download; else a damaged copy in the cache would be used
         get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)
         path = Path(work.call(get))
         fault = find_fault(path, file)
@@ -71,14 +71,14 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
 
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
-    """Return the text files of a dataset on the Hub. Raises UserError if the dataset cannot be reached, or has no text
-    files (that match `include`)."""
+    """Return the text files of a dataset on the Hub. If `include` has patterns, return only files that match one.
+    Raises UserError if the dataset cannot be reached, or if there are no such files."""
     folder = downloads or Path(constants.HF_HUB_CACHE)
     work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT", AGAIN)
     try:
         commit, there = list_files(work, revision)
     except UserError as error:
-        raise UserError(f"{name}: no such file or folder here; and as a dataset of the Hub: {error}") from None
+        raise UserError(f"{name}: no such file or folder; tried as a dataset on the Hub: {error}") from None
     wanted = []
     for file in sorted(there, key=lambda file: file.rfilename):
         is_included = any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in include)

@@ -21,8 +21,8 @@ SAMPLED_FILES = 16
 
 
 def check_tokenizer(name: str | None) -> str | None:
-    """Check the value of --tokenizer. Return the SHA-256 of the tokenizer file that it names, or None if it names no
-    file. Raises UserError if it is neither a tokenizer file nor an encoding of tiktoken."""
+    """Check `name`, the value of --tokenizer. If it is a tokenizer file, return the file's SHA-256. If it is an
+    encoding of tiktoken or None, return None. Raises UserError if it is anything else."""
     if name is not None and Path(name).is_file():
         load_tokenizer(Path(name))
         return sha256(Path(name))
@@ -37,11 +37,11 @@ def check_tokenizer(name: str | None) -> str | None:
 
 
 def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | None = None) -> str | Path:
-    """Write the tokenizer's file into the dataset's folder and return its path, or "gpt2", whose tokenizer needs no
-    file. If `train` is given, it writes a newly trained tokenizer to a path; otherwise the tokenizer is `given`, the
-    value of --tokenizer.
+    """Write the tokenizer's file to `folder`, the dataset's folder, and return the file's path. For GPT-2's tokenizer,
+    write nothing and return "gpt2". If `train` is given, it is called with a path to which it writes a newly trained
+    tokenizer. Otherwise the tokenizer is `given`, the value of --tokenizer.
 
-    An interrupted call leaves no partial file. An existing file is used, because the same options made it. Raises
+    An interrupted call leaves no partial file. An existing file is kept, because the same options made it. Raises
     UserError if the text has too few different words to train on.
     """
     if given == "gpt2" and not train:
@@ -52,8 +52,8 @@ def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     elif not train and given.endswith(SUFFIX):
         name = Path(given).name
     if not (folder / name).exists():
-        # The draft's name keeps its suffix, which tells `load_tokenizer` the format. It contains no process id, so the
-        # next call removes the draft of a killed process.
+        # The temporary file's name keeps the suffix, from which `load_tokenizer` recognizes the format. The name
+        # contains no process id, so that the next call removes the temporary file of a killed process.
         with atomic_file(folder / name, folder / f".{name}") as draft:
             if train:
                 train(draft)
@@ -66,9 +66,9 @@ def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 
 
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
-    """Return the text to train a tokenizer on. Of a small text it is everything except the held-out splits. Of a large
-    text it is SAMPLE_CHARACTERS characters, from the beginnings of a few files spread over the text. Raises what
-    reading the files raises."""
+    """Return the text to train a tokenizer on. For a small text, this is everything except the held-out splits. For a
+    large text, it is SAMPLE_CHARACTERS characters from the beginnings of a few files, which are spread evenly over all
+    files. Raises the errors of reading the files."""
     files = source.sampled(SAMPLED_FILES)
     is_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
     most = SAMPLE_CHARACTERS if is_small else SAMPLE_CHARACTERS // len(files)
@@ -78,7 +78,7 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
         pieces += _cut_to(of_file, most)
     characters = sum(len(piece.text) for piece in pieces)
     is_all = len(files) == len(source.files) and characters < most
-    if is_all and rules.order == "seeded":  # the documents that will not be held out, unless there are too few
+    if is_all and rules.order == "seeded":  # leave out held-out documents, unless a split would be empty
         ends = np.array([piece.ends for piece in pieces], bool)
         numbers = np.cumsum(ends) - ends
         lengths = np.bincount(numbers, [len(piece.text.encode()) for piece in pieces]).astype(np.int64)
@@ -88,13 +88,13 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
         if all(map(len, chosen.values())) and len(held_out) < len(lengths):
             numbered = zip(pieces, numbers.tolist(), strict=True)
             return [piece.text for piece, number in numbered if number not in held_out]
-    if rules.shuffle_seed is None and (is_all or rules.order == "given"):  # the last documents are held out
+    if rules.shuffle_seed is None and (is_all or rules.order == "given"):  # leave out the end, which is held out
         pieces = list(_cut_to(pieces, round(characters * (1 - rules.validation - rules.test))))
     return [piece.text for piece in pieces]
 
 
 def _cut_to(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
-    """Yield the pieces with the first `characters` characters of all pieces; the last of them is shortened."""
+    """Yield pieces until they have `characters` characters together. The last piece is shortened if necessary."""
     for piece in pieces:
         yield piece._replace(text=piece.text[:characters])
         characters -= len(piece.text)

@@ -1,16 +1,18 @@
 """Splits of a dataset: choose the documents for train, test and validation, write the splits' files, and write the
 meta.json that describes them.
 
-In the seeded order, a pseudorandom number (the draw) is computed for each document. Documents are held out in the order
-of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes instead of
+With --split-order seeded, a pseudorandom number (the draw) is computed for each document. Documents are held out in the
+order of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes instead of
 tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents. Tens of
 millions of documents are not sorted. Instead, while the text is read, the few documents that may be held out are
-written to a stream of their own, the pool. At the end, the pool's documents that are not held out are appended to the
-training stream, in the order of their draws. The training stream then becomes the file of the train split without being
-copied. All documents of a small text are in the pool, so they are all shuffled into the order of their draws.
+written to a separate stream, the pool. All other documents are written to the training stream. At the end, the pool's
+documents that are not held out are appended to the training stream, in the order of their draws. The training stream
+then becomes the file of the train split without being copied. All documents of a small text are in the pool, so a small
+text is completely shuffled.
 
-In the given order, splits are ranges of one stream: the ranges at its end are copied to the files of the held-out
-splits, and the rest is the train split. token_input.py, whose input is already split, uses only the meta.json.
+With --split-order given, splits are ranges of one stream. The ranges at its end are copied to the files of the held-out
+splits, and the rest becomes the train split. Token shards (token_input.py) are split already, so that only their
+meta.json is written by this module.
 """
 
 from __future__ import annotations
@@ -40,38 +42,39 @@ SPLITS = ("train", "test", "validation")  # in the order of their documents in a
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
 DRAWING_KEY = 0
-POOL_DOCUMENTS = 2**14  # a text of at most this many documents is all in the pool, so that its shares are met, too
-POOL_SHARE = 4  # the pool's size in held-out shares; more than 1, since a few very long documents may be most of a text
+POOL_DOCUMENTS = 2**14  # so many documents at a text's beginning are in the pool, so that small texts meet their shares
+POOL_SHARE = 4  # pool's share of the documents / held-out share; above 1, since a few documents may be most of a text
 
 
 @dataclass(frozen=True)
 class SplitRules:
-    """Division of a text: the shares of the held-out splits (the train split gets the rest), and the order of the
-    documents."""
+    """Rules for dividing a text into splits: the shares of the held-out splits, and the order of the documents. The
+    train split gets the rest."""
 
     validation: float = 0.01
     test: float = 0.0
-    order: Literal["seeded", "given"] = "seeded"  # hold out documents by their draws, or the last ones
-    shuffle_seed: int | None = None  # None: the order of the train split is the text's
+    order: Literal["seeded", "given"] = "seeded"  # hold out in the order of draws, or the last documents
+    shuffle_seed: int | None = None  # None: do not shuffle the train split
 
     def held_out(self) -> dict[str, float]:
-        """Return the share of each held-out split by name, without empty splits, in the order of SPLITS."""
+        """Return the shares of the held-out splits by name, in the order of SPLITS. Splits with a share of 0 are left
+        out."""
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
-        """Return (count,) bool for the `count` documents from number `first` on: True if a document is in the pool, so
-        that it may be held out."""
+        """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool of
+        documents that may be held out."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")
 
     def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
-        """Return the documents to hold out by split, as indices into `draws` and `lengths`, which describe the pool's
-        documents. `total` is the length of the whole text.
+        """Return the documents to hold out in each split, as indices into `draws` and `lengths`, which describe the
+        pool's documents. `total` is the length of the whole text. Lengths are in bytes.
 
-        In the order of their draws, each document goes into the first split that it brings closer to its share, if
-        there is one. Hence no document more than twice as long as a split is held out. Validation is the first split,
-        so that adding a test split hardly changes the validation split.
+        In the order of the draws, each document goes into the first held-out split whose length it brings closer to the
+        split's share, or else into none. Hence no document longer than twice the share of a split is held out in it.
+        Validation is tried first, so that adding a test split hardly changes the validation split.
         """
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
@@ -85,9 +88,9 @@ class SplitRules:
 
 
 def draws(first: int, count: int) -> np.ndarray:
-    """Return the draws of `count` documents from number `first` on: (count,) float64, uniform in [0, 1). Documents
-    without text have no number. A draw depends only on the document's number. Philox's raw words are used because they
-    are the same in every version of numpy."""
+    """Return a pseudorandom number (the draw) for each of the `count` documents from number `first` on: (count,)
+    float64, uniform in [0, 1). A draw depends only on the document's number. Documents without text are not numbered.
+    The raw words of Philox are used because they are the same in every version of numpy."""
     words = 4  # raw words that Philox makes from each counter value
     raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
     return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
@@ -95,7 +98,8 @@ def draws(first: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Split:
-    """Range of a token stream, with counts of its contents. `bytes` counts UTF-8 text without end-of-text tokens."""
+    """Split as a range of a token stream, with counts of its contents. `bytes` counts UTF-8 text without end-of-text
+    tokens."""
 
     name: str
     start: int
@@ -106,9 +110,9 @@ class Split:
 
 
 def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: Path) -> list[Split]:
-    """Write the held-out splits' files from documents in the pool, and append the pool's other documents to `stream`.
-    Return the splits; the first one is train, the whole stream. If a held-out or the train split would get no document,
-    append all documents of the pool to `stream`, write no files, and return an empty list.
+    """Choose documents of the pool for the held-out splits, and write these splits' files. Append the pool's other
+    documents to `stream`, which thereby becomes the train split. Return the splits, train first. If a split would get
+    no document, append all documents of the pool to `stream`, write no files, and return an empty list.
 
     The documents of a file are in the order of their draws, so that any part of a split is a sample of the whole text.
     """
@@ -136,11 +140,12 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
 
 
 def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) -> list[Split]:
-    """Return train, test and validation as ranges of the stream, in this order: the last documents are the validation
-    split, and the documents before them the test split.
+    """Return train, test and validation as ranges of the stream, in this order. The last documents are the validation
+    split, and the documents before them are the test split.
 
-    If there are too few documents for that (one book), the splits are ranges of tokens that begin at the beginning of a
-    line. Raises UserError if a split would have no text at all.
+    If there are too few documents to give each split at least one (such as a single book), the splits are ranges of
+    tokens. Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would
+    have no text at all.
     """
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]
@@ -180,7 +185,7 @@ def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
 
 
 def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: Tokenizer) -> Split:
-    """Return the range as a split, after counting its documents and bytes."""
+    """Count the documents and bytes of text from token `start` to token `end`, and return this range as a split."""
     lengths = tokenizer.token_byte_lengths()
     documents = length = 0
     for at in range(start, end, COUNTED_AT_ONCE):
@@ -203,7 +208,7 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
                 copy(source, file, split.tokens * width)
     sync(folder)
     path = folder / "train.safetensors"
-    if not path.exists():  # last, because it cuts off the tokens of the other splits
+    if not path.exists():  # last, because write_header cuts off the other splits' tokens
         write_header(stream.path, stream.dtype, train.tokens)
         stream.path.rename(path)
         sync(folder)

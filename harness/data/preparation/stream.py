@@ -1,5 +1,5 @@
-"""Token file that is being written: the tokens of all documents one after another, and an index file beside it with
-the size of each document.
+"""File of tokens that is being written: the tokens of all documents, one document after another. An index file beside
+it has the size of each document.
 
 The token file has the layout of a safetensors file, but its header is left blank until the end, because only then is
 the number of tokens known.
@@ -23,7 +23,7 @@ from harness.data.preparation.encode import Encoded
 
 HEADER_BYTES = 256  # including the 8 bytes of the header's length; the tokens after it are aligned
 SAFETENSORS_DTYPES = {"uint16": "U16", "uint32": "U32"}
-INDEX_DTYPE = np.dtype(("<i8", 2))  # of a document: tokens with end-of-text, UTF-8 bytes of text
+INDEX_DTYPE = np.dtype(("<i8", 2))  # per document: tokens with end-of-text, UTF-8 bytes of text
 COPIED_BYTES = 2**23
 DOCUMENTS_PER_READ = 2**16
 
@@ -47,7 +47,7 @@ class TokenStream:
         self.index_path = path.with_suffix(".documents")
         self.dtype = np.dtype(dtype)
         self.size = StreamSize()
-        self._open = np.zeros(2, np.int64)  # tokens and bytes so far of an incomplete document at the end
+        self._open = np.zeros(2, np.int64)  # tokens and bytes of a document whose end is not yet appended
 
     def open_at(self, size: StreamSize) -> None:
         """Open the files for appending after `size`, and cut off everything beyond `size`. Raises OSError if a file is
@@ -65,8 +65,8 @@ class TokenStream:
         self._index = self.index_path.open("ab")
 
     def append(self, encoded: Encoded, chosen: np.ndarray) -> None:
-        """Append the tokens of those pieces of a batch for which `chosen`, (pieces,) bool, is True, and the sizes of
-        the documents that end in them."""
+        """Append the tokens of the chosen pieces of a batch to the token file, and the sizes of the documents that end
+        in these pieces to the index file. `chosen` is (pieces,) bool."""
         tokens, sizes, ends = encoded.tokens, encoded.sizes, encoded.ends
         if not chosen.all():
             tokens, sizes, ends = tokens[np.repeat(chosen, sizes[:, 0])], sizes[chosen], ends[chosen]
@@ -80,8 +80,8 @@ class TokenStream:
         self.size = StreamSize(self.size.documents + len(documents), self.size.tokens + len(tokens))
 
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
-        """Append the documents of another stream whose numbers are `places`, in that order. `sizes`, (documents, 2),
-        are the sizes of all documents of that stream."""
+        """Append documents of the stream `source`. `places` has their numbers in `source`, in the order in which they
+        are appended. `sizes`, (documents, 2), has the tokens and bytes of all documents of `source`."""
         copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens, HEADER_BYTES)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
@@ -115,8 +115,8 @@ class TokenStream:
 
 @contextmanager
 def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
-    """Yield a file to which the body writes tokens. It gets its header and the name `path` after the body; if the body
-    fails, `path` is unchanged."""
+    """Yield a draft file to which the body writes tokens. After the body, the header is filled in, and the draft is
+    renamed to `path`. If the body fails, `path` is unchanged."""
     with atomic_file(path, path.with_suffix(".draft")) as draft:
         with draft.open("wb") as file:
             file.write(bytes(HEADER_BYTES))
@@ -139,11 +139,12 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
 
 
 def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO, start: int = 0) -> None:
-    """Append documents of the file `source` to `target`. `source` holds documents of `lengths` bytes from byte `start`
-    on; `order` has the numbers of the documents to append."""
+    """Append documents of the file `source` to `target`. `source` holds documents one after another from byte `start`
+    on; `lengths` are their lengths in bytes. `order` has the numbers of the documents to append, in the order of
+    appending."""
     starts = start + np.cumsum(lengths) - lengths
     with source.open("rb", buffering=0) as file:
-        for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks: as Python integers, all would take half a GiB
+        for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks, since all as Python integers take half a GiB
             chosen = order[at : at + DOCUMENTS_PER_READ]
             for place, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
                 file.seek(place)
@@ -169,7 +170,7 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
 
     Each document gets a random 64-bit key. One pass distributes the documents over bucket files by the first bits of
     their keys. Then each bucket is read in the order of the keys; documents with equal keys keep their order. Besides
-    the stream's own disk space, this needs twice as much.
+    `stream`, this needs disk space for two copies of it.
     """
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted shuffle

@@ -28,7 +28,7 @@ COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
 SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most this many bytes together
 READ_BYTES = 2**20
-MOST_ROWS = 64  # of a parquet file at a time
+MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
 NOT_TEXT = (
     "convert it to UTF-8 (iconv), leave it out, or read it as U+FFFD with --replace-invalid (tokens: --from-bin); then "
     "run the same command again"
@@ -59,13 +59,14 @@ class Piece(NamedTuple):
 class TextFormat:
     """Format of the documents in the input files."""
 
-    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
+    text_column: str = "text"  # name of a parquet file's column, or of a JSON line's key
     separator: str | None = None  # string between the documents of a text file; None: each file is one document
     errors: Literal["strict", "replace"] = "strict"  # invalid UTF-8 is an error, or is read as U+FFFD
 
 
 def text_suffix(name: str) -> str | None:
-    """Return the suffix of a file's name, without a compression's suffix after it, or None if READERS lacks it."""
+    """Return the suffix of a file's name in lower case, without a following .gz or .zst. Return None if READERS has no
+    reader for the suffix."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -73,8 +74,8 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Return True if the name of a file in an input folder or Hub dataset shows that it is text. A .json file is read
-    only if the user names it, because it may hold something other than lines of JSON."""
+    """Return True if the name of a file in an input folder or Hub dataset shows that the file is text. A .json file is
+    read only if the user names it, because it may hold something other than lines of JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 
@@ -83,25 +84,26 @@ def is_surely_text(name: str) -> bool:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text files in a fixed order. In this class they are on this machine; `HubText` downloads them."""
+    """Text files in a fixed order. The files of this class are on this machine; the subclass `HubText` downloads
+    files."""
 
     name: str  # as the user typed it
     files: list[TextFile]
     origin: Mapping[str, object]  # where the text came from, for meta.json
 
     def sampled(self, most: int) -> list[TextFile]:
-        """Return the files to train a tokenizer on: all files if they are small together, otherwise at most `most`
-        files, spread over all of them."""
+        """Return the files to train a tokenizer on: all files if they have at most SMALL_BYTES together, otherwise at
+        most `most` files at equal distances in the list."""
         is_small = sum(file.size for file in self.files) <= SMALL_BYTES
         return self.files if is_small else self.files[:: -(-len(self.files) // most)]
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """Yield the documents of one file in pieces. Raises what `read_documents` raises."""
+        """Yield the documents of one file in pieces. Raises the errors of `read_documents`."""
         return read_documents(file, form)
 
     def read(self, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
-        """Yield all documents in pieces, from document number `documents` of file number `file` on. After each file,
-        yield an empty piece with the next file's number. Raises what `read_documents` raises."""
+        """Yield all documents in pieces, beginning with document number `documents` of file number `file`. After each
+        file, yield an empty piece with the next file's number. Raises the errors of `read_documents`."""
         for each in self.files[file:]:
             pieces = self.read_file(each, form)
             for _ in range(documents if each.number == file else 0):
@@ -117,11 +119,11 @@ def short_name(inputs: Sequence[str]) -> str:
 
 
 def find_text(patterns: Sequence[str]) -> TextSource:
-    """Return the input files for `patterns` (folders, files and globs), sorted by name; a single folder's names are
-    relative to it. Print the names of the files that are not read.
+    """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
+    folder, the names are relative to it. Print the names of files in the folders that are not read.
 
     A folder is searched recursively for files whose suffix is that of a text format. Files that are given by name or
-    match a glob are read as plain text if they have no such suffix. Raises UserError if a pattern gives no file.
+    match a glob are read as plain text if they have no such suffix. Raises UserError if a pattern matches no file.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -134,7 +136,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
                 is_hidden = any(part.startswith(".") for part in relative.parts)
                 if is_file and not is_hidden and is_surely_text(path.name):
                     paths.append(path)
-                elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # a link is not followed
+                elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # rglob does not follow links
                     others.append(relative.as_posix())
         else:
             paths = matching_files(pattern)
@@ -142,9 +144,9 @@ def find_text(patterns: Sequence[str]) -> TextSource:
             kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
             seen = f"; found: {abbreviated(others)}" if others else ""
             if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
-                seen += "; files of tokens go in with --from-bin"
+                seen += "; import files of tokens with --from-bin"
             where = f"{quoted(pattern)}: no input files here"
-            raise UserError(f"{where} (a folder with {kinds}, or a glob in quotes){seen}")
+            raise UserError(f"{where}; give a folder with {kinds}, or a glob in quotes{seen}")
         is_root = len(patterns) == 1 and folder.is_dir()
         found |= {(path.relative_to(folder) if is_root else path).as_posix(): path for path in paths}
         ignored += others
@@ -169,8 +171,9 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the documents of a file in order, in pieces. Raises UserError if the text column is missing, and RunError
-    if the file is damaged or not UTF-8, with the position of the fault or the number of documents before it."""
+    """Yield the documents of a file in order, in pieces. Raises UserError if the text column is missing. Raises
+    RunError if the file is damaged or not UTF-8; the message has the position of the fault, or the number of documents
+    before it."""
     documents = 0
     try:
         for piece in READERS[text_suffix(file.path.name) or ".txt"](file, form):
@@ -198,20 +201,24 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
         with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=READ_BYTES) as table:
             schema, name, facts = table.schema_arrow, form.text_column, table.metadata
             if schema.names.count(name) > 1:
-                raise UserError(f"{file.path}: two columns {quoted(name)}; name another one, or rename one of them")
+                raise UserError(
+                    f"{file.path}: two columns {quoted(name)}; give another --text-column, or rename one of them"
+                )
             if name not in schema.names:
                 raise _missing_column(f"{file.path}", name, schema.names)
             kind = schema.field(name).type
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-                raise UserError(f"{file.path}: column {quoted(name)} holds {kind}, not text; name another one")
+                raise UserError(
+                    f"{file.path}: column {quoted(name)} holds {kind}, not text; give another --text-column"
+                )
             rows, total = 0, max(1, facts.num_rows)
-            # Parquet numbers leaf columns: a struct column before the text column counts as several.
+            # Parquet numbers the leaf columns, so a struct column before the text column counts as several columns.
             column = [table.schema.column(at).path for at in range(len(table.schema))].index(name)
             for group in range(facts.num_row_groups):
-                # Read rows of about READ_BYTES together, so fewer rows of books than of comments. MOST_ROWS is a limit,
-                # because the mean size of a group's rows does not show a few long documents among many short ones, or
-                # a dictionary with a few long values.
+                # Read about READ_BYTES at a time, which are fewer rows if rows are books than if they are comments.
+                # MOST_ROWS limits the number of rows, because the mean size of a group's rows does not show a few long
+                # documents among many short ones, or a dictionary with a few long values.
                 here = facts.row_group(group)
                 mean = here.column(column).total_uncompressed_size // max(1, here.num_rows)
                 at_once = max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
@@ -243,13 +250,13 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
     try:
-        # Faster than json, with a third of the memory: json would turn a line of 100 MB that contains one emoji into a
-        # string of 4 bytes per character, and do so twice.
+        # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
+        # emoji, json would make a string of 4 bytes per character, and do so twice.
         text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
         if isinstance(text, str):
             return text
     except (ValueError, LookupError, TypeError):
-        pass  # something is unusual; the slower code below finds out what
+        pass  # the line is unusual or wrong; the slower code below handles both
     where, key = f"{path}: line {number:,}", form.text_column
     try:
         value = json.loads(line.decode("utf-8-sig", errors=form.errors))
@@ -257,7 +264,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
         raise RunError(f"{where}: not valid UTF-8 at byte {error.start:,} of the line; {NOT_TEXT}") from None
     except (ValueError, RecursionError) as error:
         is_array = number == 1 and line.lstrip().startswith(b"[")
-        hint = "this is a JSON array; write one object a line" if is_array else "mend or remove it"
+        hint = "this is a JSON array; write one object a line" if is_array else "correct or remove the line"
         raise RunError(f"{where}: not JSON ({str(error)[:80]}); {hint}") from None
     if not isinstance(value, dict):
         raise RunError(f"{where}: not an object but {quoted(value)[:60]}; write one object a line")
@@ -265,7 +272,7 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
         raise _missing_column(where, key, list(value))
     text = "" if value[key] is None else value[key]
     if not isinstance(text, str):
-        raise RunError(f"{where}: key {quoted(key)} holds {quoted(text)[:60]}, not text; mend or remove it")
+        raise RunError(f"{where}: key {quoted(key)} holds {quoted(text)[:60]}, not text; correct or remove the line")
     if not is_unicode(text) and form.errors == "strict":
         problem = "holds half of a surrogate pair, which is no text"
         raise RunError(f"{where}: {problem}; --replace-invalid reads it as U+FFFD")
@@ -273,8 +280,8 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the file in blocks, as pieces. A document ends at each separator and at the end of the file. Raises
-    RunError with the position of invalid UTF-8."""
+    """Yield the text of a file in blocks, as pieces. A document ends at each separator and at the end of the file.
+    Raises RunError with the position of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False
@@ -300,7 +307,8 @@ def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield the uncompressed byte stream of a file, and the file itself, whose position shows how much was read."""
+    """Yield the uncompressed byte stream of a file, and the file on the disk, whose position shows how much of it has
+    been read."""
     with path.open("rb") as raw:
         if path.suffix.lower() == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw

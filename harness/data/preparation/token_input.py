@@ -3,7 +3,7 @@
 llm.c and modded-nanogpt write shards: a header of 256 int32 (magic, version, number of tokens), then the tokens, uint16
 or, for Llama 3, uint32 (https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT). build-nanogpt saves NumPy
 arrays (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16 without a header
-(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not say what its numbers are.
+(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the dtype.
 
 The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document,
 the other programs write one before each document.
@@ -43,12 +43,12 @@ class TokenShard:
     is_told: bool = True  # True if the file itself states the dtype
 
 
-FEWEST_NUMBERS = 16  # needed at a file's beginning to judge whether its numbers are wider than uint16
+FEWEST_NUMBERS = 16  # fewer numbers do not show whether they are wider than uint16
 
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
-    """Return the shard in a file. `stated_dtype` is the dtype that the user gives for files without a header; None
-    means uint16.
+    """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
+    for files without a header; None means uint16.
 
     Raises UserError if the file is damaged or not a file of tokens.
     """
@@ -73,10 +73,10 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
                 f"{path}: has no known header, and {size:,} bytes are no whole number of {dtype.name} tokens; it is "
                 "damaged, or not a file of tokens"
             )
-        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # if the numbers have 32 bits
+        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # of each number, if it has 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
             raise UserError(
-                f"{path}: read as uint16, every second token is 0: they are wider than that; give --token-dtype uint32"
+                f"{path}: read as uint16, every second token is 0: the tokens have 32 bits; give --token-dtype uint32"
             )
         return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
     if len(head) < SHARD_HEADER_BYTES:
@@ -91,15 +91,15 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         )
     there = (size - SHARD_HEADER_BYTES) / dtype.itemsize
     if there != tokens:
-        raise UserError(f"{path}: damaged: the header tells of {tokens:,} tokens, but there are {there:,.1f}")
+        raise UserError(f"{path}: damaged: the header states {tokens:,} tokens, but the file holds {there:,.1f}")
     return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
 
 
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
-    """Return the token files for `patterns` (folders, files and globs) by the split in their names, sorted by path.
-    `stated_dtype` is the same as for `open_shard`.
+    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. The split
+    is in the file's name. `stated_dtype` is the same as for `open_shard`.
 
-    Raises UserError if a pattern gives no file, if there is no shard for training, if a file is not a shard, or if a
+    Raises UserError if a pattern matches no file, if there is no shard for training, if a file is not a shard, or if a
     name contains no split or is not valid UTF-8, so that meta.json could not list it.
     """
     found: set[Path] = set()
@@ -108,7 +108,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         if Path(pattern).is_dir():
             paths = [path for path in Path(pattern).iterdir() if path.suffix.lower() in TOKEN_SUFFIXES]
         if not paths:
-            raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
+            raise UserError(f"{pattern}: no .bin or .npy files here; give a folder, or a glob in quotes")
         found |= set(paths)
     shards: dict[str, list[TokenShard]] = {}
     for path in sorted(found):
@@ -117,7 +117,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         words = path.stem.lower().replace("-", "_").split("_")
         split = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
         if split is None:
-            raise UserError(f"{path}: the name tells of no split; rename it like x_train_000001.bin (or _val_, _test_)")
+            raise UserError(f"{path}: the name contains no split; rename it like x_train_000001.bin (or _val_, _test_)")
         shards.setdefault(split, []).append(open_shard(path, stated_dtype))
     if "train" not in shards:
         raise UserError(f"{abbreviated(patterns)}: no shard for training (train.bin, something_train_000001.npy)")

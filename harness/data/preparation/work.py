@@ -27,7 +27,8 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise UserError if a new dataset folder cannot be made at `target`, or if train.json could not name it."""
+    """Raise UserError if a new dataset folder cannot be made at `target`, or if the name of that dataset would not be
+    valid in train.json."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: the dataset's owner/name, its last two folders:")
@@ -48,12 +49,12 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def is_dataset_file(name: str) -> bool:
-    """Return True if this tool or the Hub writes files of that name into a dataset's folder."""
+    """Return True if this tool or the Hub writes a file called `name` into dataset folders."""
     return name in DATASET_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
 def _not_of_a_dataset(folder: Path) -> list[str]:
-    """Return the names in a folder that are not files of a dataset."""
+    """Return the names of the files and folders in `folder` that are not part of a dataset."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() or not is_dataset_file(path.name))
 
 
@@ -62,10 +63,10 @@ class Mark:
     """Position in the input at the end of a document, and the sizes of the streams at that position."""
 
     file: int = 0  # number of the file that is read next
-    documents: int = 0  # documents of that file that have been read, including those without text
+    documents: int = 0  # documents of `file` that have been read, including those without text
     empty: int = 0  # documents without text so far, in all files
     size: StreamSize = field(default_factory=StreamSize)
-    pool: StreamSize = field(default_factory=StreamSize)  # of the pool of documents that may be held out
+    pool: StreamSize = field(default_factory=StreamSize)  # of the pool: documents that may be held out
 
     @property
     def total(self) -> StreamSize:
@@ -74,7 +75,8 @@ class Mark:
 
 @dataclass
 class Journal:
-    """State of the work after its last completed step. When work is resumed, later output is cut off."""
+    """State of the work after its last completed step. When the work is resumed, everything that was written after that
+    step is cut off."""
 
     options: dict[str, Any]  # the options with which the work was begun
     phase: Phase = "reading"
@@ -84,7 +86,7 @@ class Journal:
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Return the journal from the contents of its file. Journals of earlier versions have no pool."""
+    """Return the journal from the contents of its file. Files of earlier versions have no size of the pool."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()
@@ -94,8 +96,8 @@ def _journal(content: dict[str, Any]) -> Journal:
 
 
 def _read(path: Path, make: Callable[[Any], Any]) -> Any:
-    """Return what `make` makes of the contents of a JSON file, or None if there is no file. Raises UserError if the
-    file is damaged. Not by pydantic, which would take 5 MiB."""
+    """Return `make` applied to the contents of a JSON file, or None if the file does not exist. Raises UserError if the
+    file is damaged. Does not use pydantic, which would take 5 MiB of memory."""
     try:
         return make(json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -114,7 +116,7 @@ class WorkFolder:
         self.lock = self.path / ".lock"
         self.journal = Journal({})  # set by `resume_or_begin`
         self.journal_path = self.path / "journal.json"
-        # Path of an older dataset while the new one is renamed to `target`.
+        # An older dataset is moved to this path while the new dataset is renamed to `target`.
         self.replaced = target.parent / f".{target.name}.replaced"
         self._made: list[Path] = []  # parent folders that `open` created; the innermost first
 
@@ -133,7 +135,7 @@ class WorkFolder:
         RunLock.take(self.lock, "made")
         # Repair the state that a kill during `put_in_place` can leave.
         if self.journal_path.exists() and self.replaced.exists() and not self.target.exists():
-            self.replaced.rename(self.target)  # until `put_in_place` replaces it again
+            self.replaced.rename(self.target)  # put the older dataset back until the new one replaces it
         elif self.journal_path.exists() and not self.dataset.exists():
             self._delete_replaced()
             self._clear()
@@ -143,8 +145,8 @@ class WorkFolder:
             shutil.rmtree(self.replaced)
 
     def _clear(self) -> None:
-        """Delete the folder's contents except the lock. The journal goes first, because without a journal no later
-        process resumes from the rest."""
+        """Delete the folder's contents except the lock. The journal is deleted first, because without a journal no
+        later process resumes from the rest."""
         self.journal_path.unlink(missing_ok=True)
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -153,25 +155,27 @@ class WorkFolder:
                 entry.unlink()
 
     def _remove(self) -> None:
-        """Delete the folder. The lock goes last, because it shows a later process that the folder was made by this
-        tool."""
+        """Delete the folder. The lock is deleted last, because it shows a later process that this tool made the
+        folder."""
         self._clear()
         self.lock.unlink()
         self.path.rmdir()
 
     def save(self, phase: Phase) -> None:
-        """Write the journal, with the phase that has been reached. It is on the disk when this function returns."""
+        """Write the journal with `phase`, the phase that the work has reached. The file is on the disk when this
+        returns."""
         self.journal.phase = phase
         replace_text(self.journal_path, json.dumps(asdict(self.journal)) + "\n")
 
     def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
-        """Set and return the journal of the interrupted work in this folder, or of new work if there is none or
-        `restart` is true. `options` decide the dataset's bytes; `files` are the input files' names and versions.
+        """Return the journal of the interrupted work in this folder, or a new journal if there is no such work or if
+        `restart` is true. Also set `self.journal`. `options` are the options that determine the dataset's bytes;
+        `files` are the names and versions of the input files.
 
-        Interrupted work that has written no tokens is replaced by new work if options or files differ. If it has
-        written tokens, raises UserError if its options differ, or if a file that it has read to its end has changed.
-        replace_invalid may be added, because all text that has been read without it was valid UTF-8. If the file that
-        was being read has changed, it is read again from its beginning.
+        If options or files have changed and the interrupted work has written no tokens, new work begins. If it has
+        written tokens, raises UserError if its options differ, or if a file that it has read to the end has changed.
+        The option replace_invalid may be added, because all text that was read without it was valid UTF-8. If the file
+        that was being read has changed, it is read again from its beginning.
         """
         if restart:
             self._clear()
@@ -189,7 +193,7 @@ class WorkFolder:
         )
         if changes:
             raise UserError(
-                f"{self.path}: unfinished work with other options ({changes}); give the same again, or begin again "
+                f"{self.path}: unfinished work with other options ({changes}); give the same options, or begin again "
                 "with --restart"
             )
         journal.options = options
@@ -211,7 +215,8 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Delete the folder if no tokens have been written, and then the empty parent folders that `open` created."""
+        """Delete the work folder if no tokens have been written, and then the empty parent folders that `open`
+        created."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):

@@ -14,7 +14,7 @@ import numpy as np
 from harness.common.errors import UserError
 from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second one is Llama 3's
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second name is Llama 3's
 SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
 
 
@@ -33,7 +33,7 @@ def load_file(path: Path) -> Tokenizer:
         raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True  # as ordinary text, despite the option's name
+    backend.encode_special_tokens = True  # encodes their names as ordinary text, despite the option's name
     eot = next((token for name in ENDS_OF_TEXT if (token := backend.token_to_id(name)) is not None), None)
     if eot is None:
         raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
@@ -63,10 +63,11 @@ def character_of_byte() -> dict[int, str]:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE with exactly `vocab_size` tokens, end-of-text being token 0, and save it as `path`.
+    """Train a byte-level BPE with exactly `vocab_size` tokens, of which token 0 is end-of-text, and save it as `path`.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
-    Raises UserError if the texts are too few for so many tokens.
+    Raises UserError if `vocab_size` is below SMALLEST_VOCABULARY, if the texts do not give so many tokens, or if the
+    file cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

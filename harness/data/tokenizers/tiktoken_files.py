@@ -20,13 +20,13 @@ SUFFIX = ".tiktoken.json"
 
 
 def load_encoding(name_or_file: str | Path) -> Tokenizer:
-    """Return the tokenizer of a tiktoken encoding, given by its name (str) or by a file (Path) with the text that
+    """Return the tokenizer of a tiktoken encoding. A str is the encoding's name; a Path is a file with the text that
     `encoding_file` returns. Raises UserError if the encoding cannot be read, or has no end-of-text token."""
     encoding = read_encoding(name_or_file)
     special = encoding._special_tokens
     if END_OF_TEXT not in special:
         raise UserError(f"{name_or_file}: has no {END_OF_TEXT} token, which separates documents")
-    token_bytes = [b""] * encoding.n_vocab  # some encodings have unused ids, which stay empty
+    token_bytes = [b""] * encoding.n_vocab  # stays empty for the unused ids of some encodings
     for token, rank in encoding._mergeable_ranks.items():
         token_bytes[rank] = token
     for text, rank in special.items():
@@ -57,7 +57,8 @@ def load_encoding_offline(name: str) -> Tokenizer | None:
 
 
 def encoding_file(name: str) -> str:
-    """Return the text of a file that describes an encoding. The file is kept with the dataset that was made with it.
+    """Return the contents of a file that describes a tiktoken encoding. The file is stored with the dataset whose
+    tokens were made with the encoding.
 
     The text is JSON with the keys name, pattern (the regular expression that splits text into words), special_tokens,
     and ranks (tokens in base64 with their ids). Raises UserError like `load_encoding`.
@@ -74,9 +75,9 @@ def encoding_file(name: str) -> str:
 
 
 def read_encoding(name_or_file: str | Path) -> Any:
-    """Return the tiktoken.Encoding with a name (str), or from a file that `load_encoding` accepts (Path). Raises
-    UserError if a name's vocabulary is not on this machine and cannot be downloaded, or if a file is missing or
-    damaged."""
+    """Return a tiktoken.Encoding. A str is the encoding's name; a Path is a file with the text that `encoding_file`
+    returns. Raises UserError if the vocabulary of a named encoding is not on this machine and cannot be downloaded, or
+    if the file is missing or damaged."""
     import tiktoken
 
     try:
@@ -89,7 +90,7 @@ def read_encoding(name_or_file: str | Path) -> Any:
             str(content["name"]), pat_str=str(content["pattern"]), mergeable_ranks=ranks, special_tokens=special
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # `strerror`, because requests' errors are OSErrors, too, with very long messages.
+        # Quote only `strerror`: errors of requests are OSErrors, too, and their messages are very long.
         reason = getattr(error, "strerror", None)
         if isinstance(name_or_file, Path):
             damage = f"not an encoding of tiktoken as this tool writes it: {str(error)[:100]}"

@@ -29,10 +29,10 @@ class Tokenizer:
         encode: Callable[[str], np.ndarray],
         place: str | Path,
     ) -> None:
-        """Store the vocabulary: token `i` decodes to `token_bytes[i]`, and the ids in `special_tokens` stand for no
-        text. `place` is the name or the file from which `load_tokenizer` made the tokenizer."""
+        """Store the vocabulary: token `i` decodes to `token_bytes[i]`. The ids in `special_tokens` are not counted as
+        text. `place` is the name or the file from which `load_tokenizer` loaded the tokenizer."""
         self.vocab_size = len(token_bytes)
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # of the tokens in a dataset
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
         self.eot_token = eot_token
         self._token_bytes = token_bytes
         self._special_tokens = special_tokens
@@ -53,7 +53,7 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, with U+FFFD where the tokens hold only part of a character's bytes.
+        """Return the text of `tokens`. A character of which only some bytes are among the tokens becomes U+FFFD.
 
         Raises UserError for an id that is not in the vocabulary.
         """
@@ -62,16 +62,16 @@ class Tokenizer:
         return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of each token in turn. A character is yielded with the token that completes it; an incomplete
-        character at the end is yielded as U+FFFD."""
+        """Yield the text of each token in turn. If a character consists of several tokens, it is yielded with the last
+        of them. An incomplete character at the end is yielded as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[token])
         yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
-        """Return the number of bytes of text per token, (vocab_size,) int64. End-of-text and other special tokens have
-        0."""
+        """Return the number of bytes of text per token, (vocab_size,) int64. The number is 0 for end-of-text and other
+        special tokens."""
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
         lengths[list(self._special_tokens)] = 0
         return lengths
