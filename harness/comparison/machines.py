@@ -131,8 +131,8 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
             if (there.microbatch_size, there.context_length) == (config.microbatch_size, model.context_length):
                 layout = there
         tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
-    except UserError as error:  # the batch has more tokens than can be counted
-        return Inconclusive(f"its numbers are too large: {error}")
+    except UserError as error:
+        return Inconclusive(str(error))
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
         return Inconclusive(f"its {config.budget} is -1 (the whole split), and it has not trained yet")

@@ -292,6 +292,7 @@ def collective_timeout_seconds() -> float:
         seconds = 0.0
     if not 0 < seconds <= LONGEST_TIMEOUT_SECONDS:
         raise UserError(
-            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds; unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
+            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds, above 0 and up to {LONGEST_TIMEOUT_SECONDS:g}; "
+            f"unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
         )
     return seconds

@@ -97,7 +97,7 @@ def summarise(
     seconds: Mapping[str, float],
     throughput: Throughput,
     device: str,
-    peak_memory_gib: float,
+    peak_memory_gib: float | None,
     layout: BatchLayout,
     recorded: Mapping[str, Any],
 ) -> RunSummary:
@@ -126,7 +126,7 @@ def summarise(
         skipped_steps=state.skipped_steps,
         flops_per_token=throughput.flops_per_token,
         mfu=None if mfu is None else round(mfu, 4),
-        peak_memory_gib=round(peak_memory_gib, 3),
+        peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),
         dollars=cost_by_phase({**seconds, "total": total}, throughput.price_per_hour),
         device=device,
         world_size=layout.world_size,

@@ -124,7 +124,7 @@ def read_points(path: Path) -> Points:
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; give a CSV file") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror}; give a CSV file of points") from None
     lines = ["" if line.startswith("#") else line.strip() for line in text.splitlines()]
     reader = csv.reader(lines, skipinitialspace=True, strict=True)
     try:

@@ -139,7 +139,11 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     if key is None:
         return None
     known, near = advice(key, "train.json"), nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
-    said = known[1] if known else "unknown" + (f'; did you mean "{near}"?' if near else "")
+    said = (
+        known[1]
+        if known
+        else "unknown" + (f'; did you mean "{near}"?' if near else "; docs/configuration.md lists the keys")
+    )
     return f"key {quoted(key)}: {said}"
 
 

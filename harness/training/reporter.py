@@ -284,7 +284,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
         throughput=throughput_on(prepared, device),
         device=device,
-        peak_memory_gib=peak_bytes(world.device) / GIB,
+        peak_memory_gib=None,  # the peak of the process that trained was lost with it
         layout=recorded_layout(prepared.layout, meta),
         recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
     )
