@@ -117,7 +117,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
     """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
     the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the number of tokens
-    is unknown or too large. Raises UserError if a file of the run is wrong."""
+    is unknown or the batches are impossible. Raises UserError if a file of the run is wrong."""
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)

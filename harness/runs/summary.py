@@ -167,7 +167,8 @@ def describe_summary(summary: RunSummary) -> str:
         lines.append(f"MFU: {summary.mfu:.1%}")
     elif remark := unknown_peak(summary.device):
         lines.append(remark)
-    lines.append(f"Peak memory: {summary.peak_memory_gib:.2f} GiB per device")
+    if summary.peak_memory_gib is not None:
+        lines.append(f"Peak memory: {summary.peak_memory_gib:.2f} GiB per device")
     if summary.skipped_steps:
         lines.append(f"Skipped steps (gradients not finite): {summary.skipped_steps:,}")
     final = summary.final_train_loss

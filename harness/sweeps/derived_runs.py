@@ -139,11 +139,8 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     if key is None:
         return None
     known, near = advice(key, "train.json"), nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
-    said = (
-        known[1]
-        if known
-        else "unknown" + (f'; did you mean "{near}"?' if near else "; docs/configuration.md lists the keys")
-    )
+    remedy = f'did you mean "{near}"?' if near else "docs/configuration.md lists the keys"
+    said = known[1] if known else f"unknown; {remedy}"
     return f"key {quoted(key)}: {said}"
 
 
