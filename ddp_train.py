@@ -199,10 +199,9 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """
     exit_when_launcher_dies()
-    if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:
-        raise UserError(
-            f"{run}, {datasets_dir}, …: one run at a time, and one CHECKPOINT; sweep_runs.py trains several runs"
-        )
+    if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:  # the shell may have expanded *
+        words = " ".join([run, str(datasets_dir), *checkpoints])
+        raise UserError(f"{words}: give one RUN, then DATASETS_DIR; to train several runs, use sweep_runs.py")
     checkpoint = checkpoints[0] if checkpoints else None
     options = TrainOptions(**given)
     options.check(checkpoint)

@@ -140,8 +140,8 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
 
 
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
-    """Return the speeds in a run's folder: the measured speed, if it was measured for long enough, and the reported
-    speed. Raises UserError if a file of the run is wrong."""
+    """Return the speeds in a run's folder, at most two: the one that this program measured, if for long enough, and the
+    one that others published (reported.json). Raises UserError if a file of the run is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None

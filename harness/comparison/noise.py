@@ -116,9 +116,9 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
-    """Return the number of runs per arm with which a two-sided t test of two arms at 5 % detects `difference` nats with
-    a power of 80 %. The first of the three numbers is for the estimated variance over seeds, `spread`; the others are
-    for the low and the high end of its 95 % chi-squared interval. A number above MOST_SEEDS is returned as None."""
+    """Return three numbers of runs per configuration with which a two-sided t test of two configurations at 5 % detects
+    a difference of `difference` nats with a power of 80 %: for the estimated variance over seeds, `spread`, and for the
+    low and the high end of its 95 % chi-squared interval. A number above MOST_SEEDS is returned as None."""
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
     return likely, fewest, most

@@ -153,10 +153,9 @@ class ModelConfig(RunFile):
         """Replace `{"depth": d}` by the keys of that shape: d layers of width 64·d, with d heads of width 64. If the
         model uses `rope_base` or `norm_gain`, fill in the default, so that it is recorded.
 
-        A single setting that gives each layer 64 of width is nanochat's rule, but nanochat's heads are 128 wide. Here
-        they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2 small: 12 layers, 12
-        heads, width 768.
-        """
+        nanochat, too, derives the shape from one setting, with a width of 64 times the number of layers, but its heads
+        are 128 wide. Here they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2
+        small: 12 layers, 12 heads, width 768. """
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)

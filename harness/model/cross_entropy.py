@@ -73,9 +73,9 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 
 
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
-    """Return the number of rows per chunk if `rows` rows of `width` logits are cut into chunks; only the last chunk may
-    have fewer. The number is a multiple of TILE if a chunk has room for TILE rows. Apart from this, the chunks are as
-    equal as possible."""
+    """Return the number of rows per chunk if `rows` rows of `width` logits are cut into as few chunks as CHUNK_LOGITS
+    (and in fp16 FP16_ROWS) allows; only the last chunk may have fewer. The number is a multiple of TILE if a chunk may
+    have at least TILE rows. Apart from this, the chunks are as equal as possible."""
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
         # With 2 bytes per logit, twice as many logits take as much memory as in fp32. Fewer, larger chunks save time,

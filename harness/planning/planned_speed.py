@@ -105,7 +105,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
     the same batch and the same settings that affect the time of a step are used, and only those on `device` if it is
     given. The result has a reason instead of a number if there is no such run, or if none measured for long enough.
 
-    Speeds that were measured for long enough are preferred. Among these, this run's own comes first, then the one that
+    Of several speeds that were measured for long enough, this run's own is returned if there is one, else the one that
     was measured for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path

@@ -105,8 +105,9 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print what this process will train: a new run, or the rest of a run after the checkpoint `saved`. Also print
-        where rank 0 writes the results, if there are several machines, and what has changed since the checkpoint."""
+        """Print the size of the run and the number of its global steps, for a new run or for the rest of a run after
+        the checkpoint `saved`. If there are several machines, also print where rank 0 writes the results. After a
+        checkpoint, also print the settings and the precision if they differ from the checkpoint's."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"

@@ -86,9 +86,9 @@ def test_a_start_beyond_the_split(shop: Workshop) -> None:
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
     """`ddp_train.py runs/* datasets` is refused, whether the shell makes two runs of the pattern or three."""
     second = str(shop.add_run("second"))
-    refused(shop.command("ddp_train.py", "r", second, str(shop.datasets)), "one run at a time")
-    refused(shop.command("ddp_train.py", "lr-*", str(shop.datasets)), "one run at a time")
-    refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "one run at a time")
+    refused(shop.command("ddp_train.py", "r", second, str(shop.datasets)), "give one RUN, then DATASETS_DIR")
+    refused(shop.command("ddp_train.py", "lr-*", str(shop.datasets)), "give one RUN, then DATASETS_DIR")
+    refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "give one RUN, then DATASETS_DIR")
 
 
 @pytest.mark.parametrize("name", ["latest", "best", "20260101Z000000-iteration-5"])

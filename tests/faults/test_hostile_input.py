@@ -132,14 +132,14 @@ def test_train_json(shop: Workshop, exhaustive: bool) -> None:
         again = config.model_dump(mode="json", exclude_unset=True)
         assert TrainConfig.model_validate(again) == config
         for world_size in WORLD_SIZES:
-            plan_of(Experiment(RunDirectory(path.parent), config, model, shop.datasets), world_size)
+            check_plan(Experiment(RunDirectory(path.parent), config, model, shop.datasets), world_size)
 
     tried = explore(check, TRAIN_TEXTS, 2000 if exhaustive else 250)
     assert 0.3 < refused / tried < 0.99, "the cases are neither all valid nor all refused"
 
 
-def plan_of(experiment: Experiment, world_size: int) -> None:
-    """Plan a run as --plan does. A plan that cannot work must be refused with one line."""
+def check_plan(experiment: Experiment, world_size: int) -> None:
+    """Check that a run can be planned as --plan does, or is refused with one line."""
 
     def plan() -> None:
         made = make_plan(experiment, world_size, None)

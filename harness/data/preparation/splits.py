@@ -3,12 +3,12 @@ meta.json that describes them.
 
 With --split-order seeded, a pseudorandom number (the draw) is computed for each document. Documents are held out in the
 order of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes instead of
-tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents. Tens of
-millions of documents are not sorted. Instead, while the text is read, the few documents that may be held out are
-written to a separate stream, the pool. All other documents are written to the training stream. At the end, the pool's
-documents that are not held out are appended to the training stream, in the order of their draws. The training stream
-then becomes the file of the train split without being copied. All documents of a small text are in the pool, so a small
-text is completely shuffled.
+tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents. A text can
+have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the documents with
+small draws, the only ones that may be held out, are written to a separate stream, the pool. All other documents are
+written to the training stream. At the end, the pool's documents that are not held out are appended to the training
+stream, in the order of their draws. The training stream then becomes the file of the train split without being copied.
+All documents of a small text are in the pool, so a small text is completely shuffled.
 
 With --split-order given, splits are ranges of one stream. The ranges at its end are copied to the files of the held-out
 splits, and the rest becomes the train split. Token shards (token_input.py) are split already, so that only their
