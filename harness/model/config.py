@@ -155,7 +155,7 @@ class ModelConfig(RunFile):
 
         nanochat, too, derives the shape from one setting, with a width of 64 times the number of layers, but its heads
         are 128 wide. Here they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2
-        small: 12 layers, 12 heads, width 768. """
+        small: 12 layers, 12 heads, width 768."""
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)

@@ -165,7 +165,7 @@ def validation_text(
 class CheckpointMeta(Progress):
     """The contents of a meta.json. Only `global_step` is required, and unknown keys are kept, because earlier versions
     wrote fewer keys and the lab notebook's training program (upstream.py) writes others. Whether the checkpoint fits
-    the run that resumes from it is not checked here, but in harness/planning/experiment.py. """
+    the run that resumes from it is not checked here, but in harness/planning/experiment.py."""
 
     model_config = ConfigDict(extra="allow")
 
