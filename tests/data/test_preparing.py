@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from harness.data.dataset import Dataset
-from harness.data.tokenizers.bpe import train_bpe
 from tests.support.in_process import InProcess
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.preparing import (
+    DOCUMENTS,
     IN_ORDER,
     SMALL,
     Preparer,
@@ -29,23 +29,14 @@ from tests.support.preparing import (
     splits_of,
     texts,
     tokenizer_of,
+    with_texts,
     write_json_lines,
 )
-
-WORDY = texts(3000)
-# In a document, the special token's name is ordinary text.
-DOCUMENTS = [*WORDY[:1500], "a <|endoftext|> b", "<|endoftext|>", *WORDY[1502:]]
 
 
 @pytest.fixture(scope="module")
 def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
-    """Preparer with the file of a small tokenizer and eight files of documents, each with one empty document."""
-    preparer = Preparer(tmp_path_factory.mktemp("preparing"))
-    for number in range(8):
-        documents = DOCUMENTS[number * 375 : (number + 1) * 375]
-        write_json_lines(preparer.path / "texts" / f"{number}.jsonl", [*documents, ""])
-    train_bpe(iter(WORDY), 300, preparer.path / "tokenizer.json")
-    return preparer
+    return with_texts(tmp_path_factory.mktemp("preparing"))
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +118,7 @@ def test_of_many_documents_few_are_set_aside_for_the_splits(
 
 
 def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) -> None:
-    options = ["--validation-fraction", "0.1", "--test-fraction", "0.05"]
-    folder = preparer.prepare("texts", "three", *IN_ORDER, *options)
+    folder = preparer.prepare("texts", "three", *IN_ORDER, "--validation-fraction", "0.1", "--test-fraction", "0.05")
     assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as in earlier versions"
     assert documents_of(folder, "train") == DOCUMENTS[:2550]
     assert documents_of(folder, "test") == DOCUMENTS[2550:2700]
@@ -138,7 +128,7 @@ def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) 
 def test_a_shuffle_is_a_permutation_decided_by_its_seed(preparer: Preparer) -> None:
     """The number of workers changes no byte."""
     first, other = (preparer.prepare("texts", f"s{seed}", "--shuffle-seed", seed) for seed in (1, 2))
-    again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 3)
+    again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 2)
     assert content_of(again) == content_of(first)
     assert held_documents(first) != held_documents(other)
     places = {text: place for place, text in enumerate(DOCUMENTS)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
+from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub, hub_here
 from tests.support.in_process import InProcess
 from tests.support.launch import ROOT, Result, Workshop, finish
 
@@ -41,10 +42,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel
 
 
 def convert(path: Path, *arguments: str, expect: int | None = 0, environment: dict[str, str] | None = None) -> Result:
-    """Run convert_hf.py: with variables of its own in a process of its own, because libraries read them when they are
-    imported."""
-    shop = Workshop(path) if environment else InProcess(path)
-    result = shop.command("convert_hf.py", *arguments, environment=environment)
+    with hub_here(environment) if environment else nullcontext():
+        result = InProcess(path).command("convert_hf.py", *arguments, environment=environment)
     assert expect is None or result.status == expect, result.stderr
     return result
 
