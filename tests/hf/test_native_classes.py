@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from gpt import GPTModel
 from harness.common.errors import UserError
+from harness.common.json_files import read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
 from harness.hf.formats import peer_config, peer_tensors
@@ -25,18 +26,9 @@ from tests.hf.test_convert_hf import LLAMA, assert_same_logits, convert, refused
 from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.in_process import InProcess
+from tests.support.isolation import SHIPPED_RUNS
 
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
-QUICKSTART: dict[str, Any] = {
-    "position": "rope",
-    "qk_norm": True,
-    "mlp": "relu2",
-    "linear_bias": False,
-    "initialisation": "zero_residual",
-    "value_embeddings": 1,
-    "embedding_skip": True,
-    "bigram_embedding": 50,
-}
 
 
 def peer_of(model: GPTModel) -> Any:
@@ -156,7 +148,10 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
 OWN: dict[str, dict[str, Any]] = {
     "all": ALL,
     "experts": {"moe": EXPERTS, "mlp": "swiglu", "tie_weights": True},
-    "the quickstart's": {**QUICKSTART, "drop_rate": {"embedding": 0.1}},
+    "the quickstart's": {
+        **read_json_object(SHIPPED_RUNS / "quickstart" / "model.json"),
+        **{"vocab_size": 300, "context_length": 24, "bigram_embedding": 50, "drop_rate": {"embedding": 0.1}},
+    },
 }
 # Runs as on another machine: this project is not in the path.
 PROGRAM = """
@@ -188,7 +183,7 @@ for name in sys.argv[1:]:
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTModel, dict[str, Any]]]:
     """Each model of OWN, and what a process without this project in its path computed from the exported folder."""
     path = tmp_path_factory.mktemp("elsewhere")
-    models = {name: write_checkpoint(path / "c" / name, shape(vocab_size=300, **OWN[name])) for name in OWN}
+    models = {name: write_checkpoint(path / "c" / name, shape(**{"vocab_size": 300, **OWN[name]})) for name in OWN}
     for name, model in models.items():
         said = convert(path, "export", f"c/{name}", name).stdout
         assert "with code of its own (trust_remote_code=True)" in said
