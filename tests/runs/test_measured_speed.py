@@ -10,8 +10,7 @@ import pytest
 
 from harness.common.json_files import read_json_object
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
-from harness.runs.summary import RunSummary
-from harness.runs.throughput import Measured, same_kernels
+from harness.runs.throughput import same_kernels
 from tests.support.in_process import InProcess
 
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
@@ -93,18 +92,3 @@ def test_a_step_is_as_fast_if_all_that_is_recorded_agrees() -> None:
     for key in ("precision", "deterministic", "bucket_mb", "optimizer", "shard_optimizer", "batch_ramp"):
         assert not is_as_fast({key: "another"})
         assert not same_kernels({key: "another"}, train), "a ramp has smaller batches"
-
-
-def test_a_speed_is_believed_after_20_steps_and_10_seconds() -> None:
-    def measured(steps: int, tokens: int, seconds: float) -> Measured:
-        return Measured(global_steps=steps, tokens=tokens, seconds=seconds)
-
-    assert measured(20, 2000, 10.0).is_believable
-    assert not measured(19, 2000, 1000.0).is_believable
-    assert not measured(2000, 2000, 9.99).is_believable
-    assert measured(20, 2000, 10.0).tokens_per_second == 200.0
-    assert measured(0, 0, 0.0).tokens_per_second is None
-    old = {"global_steps": 7, "tokens_seen": 70, "seconds": {"training": 2.0}, "device": "x", "world_size": 1}
-    assert RunSummary.model_validate(old).measured is None
-    new = RunSummary.model_validate(old | {"measured": {"global_steps": 1, "tokens": 3, "seconds": 0.5}})
-    assert new.measured == measured(1, 3, 0.5)

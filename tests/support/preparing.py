@@ -94,8 +94,9 @@ def texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
     return [f"{number} " + " ".join(random.choice(WORDS, random.integers(1, longest))) for number in range(count)]
 
 
+WORDY = texts(3000)
 # In a document, the special token's name is ordinary text.
-DOCUMENTS = [*texts(1500), "a <|endoftext|> b", "<|endoftext|>", *texts(3000)[1502:]]
+DOCUMENTS = [*WORDY[:1500], "a <|endoftext|> b", "<|endoftext|>", *WORDY[1502:]]
 
 
 def with_texts(folder: Path) -> Preparer:
@@ -103,7 +104,7 @@ def with_texts(folder: Path) -> Preparer:
     document."""
     for number in range(8):
         write_json_lines(folder / "texts" / f"{number}.jsonl", [*DOCUMENTS[number * 375 : (number + 1) * 375], ""])
-    train_bpe(iter(DOCUMENTS), 300, folder / "tokenizer.json")
+    train_bpe(iter(WORDY), 300, folder / "tokenizer.json")
     return Preparer(folder)
 
 
