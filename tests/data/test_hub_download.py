@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from harness.common.errors import UserError
 from harness.data.fetch import ensure_dataset
 from tests.support.fake_hub import FakeDataset, FakeHub, hub_here
-from tests.support.launch import Result, Workshop, finish, metrics
+from tests.support.launch import Workshop, finish, metrics
 from tests.support.warm import WarmProcess, warm_server
 
 NAME = "someone/corpus"
@@ -50,17 +50,10 @@ class Downloader:
     home: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def datasets(self) -> Path:
-        return self.home / "datasets"
-
-    @property
-    def folder(self) -> Path:
-        return self.datasets / NAME
-
-    @property
-    def partial(self) -> Path:
-        return self.folder.parent / ".corpus.partial"
+    def __post_init__(self) -> None:
+        self.datasets = self.home / "datasets"
+        self.folder = self.datasets / NAME
+        self.partial = self.folder.parent / ".corpus.partial"
 
     def start(self, prelude: str = "") -> WarmProcess:
         self.home.mkdir(exist_ok=True)
@@ -68,12 +61,6 @@ class Downloader:
         driver.write_text(DRIVER)
         environment = {**os.environ, **self.hub.environment(self.home / "hf"), **self.environment}
         return warm_server().spawn([str(driver), NAME, str(self.datasets)], self.home, environment, prelude)
-
-    def finish(self, process: WarmProcess, status: int = 0) -> Result:
-        """Wait for the process and check its exit status."""
-        done = finish([process], expect=None, timeout=60)
-        assert done.status == status, done
-        return done
 
     def here(self, name: str) -> tuple[str, UserError | None]:
         """Download in the test's own process, without pauses before retries. Return what was printed on standard error,
@@ -157,7 +144,7 @@ def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset
     """An empty folder is no obstacle, files have the umask's permissions, and the storage never receives the token."""
     downloader.folder.mkdir(parents=True)
     downloader.environment["HF_TOKEN"] = TOKEN
-    text = downloader.finish(downloader.start("import os; os.umask(0o027)")).stderr
+    text = finish([downloader.start("import os; os.umask(0o027)")], expect=0, timeout=60).stderr
     assert text == ""  # no progress bars without a terminal
     downloader.assert_whole(dataset)
     assert (downloader.folder / "train.safetensors").stat().st_mode & 0o777 == 0o640
@@ -181,7 +168,7 @@ def test_killed_download_resumes_with_the_remaining_files(
     """If the repository has changed meanwhile, the folder has only files of the new version."""
     process = downloader.start_and_hold(dataset)
     process.kill()
-    downloader.finish(process, status=-signal.SIGKILL)
+    finish([process], expect=-signal.SIGKILL, timeout=60)
     assert list(downloader.partial.rglob("*.incomplete")), "the kill came too late to test anything"
     if is_pushed:
         del dataset.files["tokenizer/vocab.json"]
@@ -196,7 +183,7 @@ def test_signal_ends_it_at_once(downloader: Downloader, dataset: FakeDataset, nu
     process = downloader.start_and_hold(dataset)
     start = time.monotonic()
     process.send_signal(number)
-    text = downloader.finish(process, status=128 + number).stderr
+    text = finish([process], expect=128 + number, timeout=60).stderr
     assert time.monotonic() - start < 5
     again = "running the same command again resumes with the files still missing"
     assert text.strip() == f'stopped: dataset "{NAME}": {again}'
@@ -208,8 +195,8 @@ def test_two_processes_take_turns(downloader: Downloader, dataset: FakeDataset) 
     second = downloader.start()
     wait_until(lambda: "waiting" in second.read(".err"))
     downloader.hub.release()
-    downloader.finish(first)
-    downloader.finish(second)
+    for process in (first, second):
+        finish([process], expect=0, timeout=60)
     downloader.assert_whole(dataset)
     assert len(downloader.hub.seen("GET", "train.safetensors")) == 1
 

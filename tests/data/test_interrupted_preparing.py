@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.common.processes import start_time
 from tests.support.preparing import (
     DOCUMENTS,
     IN_ORDER,
@@ -169,14 +170,8 @@ def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: sign
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert error == f"stopped by {number.name}; to continue, run the same command again\n"
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
+    assert not [pid for pid in workers if start_time(pid)]
     mine.run(*arguments)
-
-
-def is_zombie(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
 
 
 @pytest.fixture

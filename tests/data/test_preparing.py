@@ -39,11 +39,6 @@ def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
     return with_texts(tmp_path_factory.mktemp("preparing"))
 
 
-@pytest.fixture(scope="module")
-def plain(preparer: Preparer) -> Path:
-    return preparer.prepare("texts", "plain")
-
-
 def in_bytes(documents: list[str]) -> int:
     return sum(len(text.encode()) for text in documents)
 
@@ -51,8 +46,9 @@ def in_bytes(documents: list[str]) -> int:
 # Splits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
+def test_a_hundredth_of_the_text_is_validation(preparer: Preparer) -> None:
     """The validation split has whole documents from all over the text; meta.json counts documents, tokens and bytes."""
+    plain = preparer.prepare("texts", "plain")
     train, validation = (documents_of(plain, split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert in_bytes(validation) == pytest.approx(0.01 * in_bytes(DOCUMENTS), abs=max(map(len, DOCUMENTS)) / 2)

@@ -40,12 +40,6 @@ def shard(tokens: list[int], magic: int = 20240520, version: int = 1, said: int 
     return header.tobytes() + np.array(tokens, dtype=np.uint32 if magic == 20240801 else np.uint16).tobytes()
 
 
-def write_nanogpt(path: Path, tokens: list[int]) -> None:
-    """Write a file as data/shakespeare/prepare.py does; the memmap of data/openwebtext/prepare.py writes the same."""
-    path.parent.mkdir(exist_ok=True)
-    np.array(tokens, np.uint16).tofile(path)
-
-
 def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -> None:
     """Write a file as build-nanogpt's fineweb.py does: a part of a larger array, without the file's suffix."""
     path.parent.mkdir(exist_ok=True)
@@ -64,8 +58,10 @@ def stream(tokenizer: Path, documents: list[str], *, first: bool) -> list[int]:
 def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -> None:
     train, held_out = (stream(tokenizer, part, first=False) for part in (DOCUMENTS[:90], DOCUMENTS[90:100]))
     folder = preparer.path / "openwebtext"
-    write_nanogpt(folder / "TRAIN.BIN", train)  # names in capitals mean the same
-    write_nanogpt(folder / "val.bin", held_out)
+    folder.mkdir()
+    # As data/shakespeare/prepare.py writes files; the memmap of data/openwebtext/prepare.py writes the same.
+    np.array(train, np.uint16).tofile(folder / "TRAIN.BIN")  # names in capitals mean the same
+    np.array(held_out, np.uint16).tofile(folder / "val.bin")
     (folder / "prepare.py").write_text("# its program")
     target = preparer.path / "datasets" / "me" / "owt"
     done = preparer.result(folder, target, "--from-bin", "--tokenizer", tokenizer)

@@ -13,19 +13,13 @@ from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from harness.runs.throughput import same_kernels
 from tests.support.in_process import InProcess
 
+# Keys of meta.json that an earlier version did not write.
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
 NEW_KEYS |= {"measured_from_step", "measured_from_tokens", "measured_from_seconds"}
 
 
 def summary_of(run: Path) -> dict[str, Any]:
     return read_json_object(run / "summary.json")
-
-
-def forget_what_is_new(checkpoint: Path) -> None:
-    """Remove the keys from meta.json that an earlier version did not write."""
-    meta = read_json_object(checkpoint / "meta.json")
-    assert meta.keys() >= NEW_KEYS
-    write_meta(checkpoint, CheckpointMeta(**{key: value for key, value in meta.items() if key not in NEW_KEYS}))
 
 
 def test_another_world_size_is_measured_anew(shop: InProcess) -> None:
@@ -57,7 +51,10 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: InProce
     checkpoint may count tokens of the notebook's program without their seconds."""
     run = shop.add_run(min_train_tokens=640)
     assert shop.attempt().status == 0
-    forget_what_is_new((run / "checkpoints" / "latest").resolve())
+    latest = (run / "checkpoints" / "latest").resolve()
+    meta = read_json_object(latest / "meta.json")
+    assert meta.keys() >= NEW_KEYS
+    write_meta(latest, CheckpointMeta(**{key: value for key, value in meta.items() if key not in NEW_KEYS}))
     (run / "summary.json").unlink()
     assert shop.attempt().status == 0
     restored = summary_of(run)
