@@ -18,14 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
-from safetensors.numpy import save
 
 from harness.common.errors import UserError
 from harness.data.fetch import ensure_dataset
 from tests.support.fake_hub import FakeDataset, FakeHub, hub_here
-from tests.support.launch import Workshop, finish, metrics
+from tests.support.launch import finish
 from tests.support.warm import WarmProcess, warm_server
 
 NAME = "someone/corpus"
@@ -324,28 +322,3 @@ def test_a_disk_without_room(downloader: Downloader) -> None:
         line = downloader.fail()
     assert "no space left" in line
     assert AGAIN in line
-
-
-# By a training run ---------------------------------------------------------------------------------------------------
-
-
-COLLECTIVE_TIMEOUT_SECONDS = 3
-
-
-@pytest.mark.slow
-def test_a_download_longer_than_the_collective_timeout(hub: FakeHub, tmp_path: Path) -> None:
-    """Only local rank 0 downloads, and the other ranks wait longer than the timeout of a collective."""
-    tokens = (np.cumsum(np.random.default_rng(0).integers(0, 4, 4000)) % 64).astype(np.uint16)
-    contents = {split: save({"tokens": tokens[:count]}) for split, count in (("train", 4000), ("validation", 500))}
-    files = {f"{split}.safetensors": content for split, content in contents.items()}
-    dataset = hub.add_dataset(NAME, files | {"meta.json": b'{"description": "x", "token_dtype": "uint16"}'})
-    dataset.files["train.safetensors"].delay_seconds = 2 * COLLECTIVE_TIMEOUT_SECONDS
-    shop = Workshop(tmp_path, hub.environment(tmp_path / "hf"))
-    shop.environment |= {"COLLECTIVE_TIMEOUT_SECONDS": str(COLLECTIVE_TIMEOUT_SECONDS), "HF_HUB_OFFLINE": "0"}
-    run = shop.add_run(dataset=NAME, min_train_tokens=256)
-    shop.train(ranks=2)
-    assert [event["event"] for event in metrics(run)].count("validation") == 2
-    assert len(hub.seen("GET", "train.safetensors")) <= 2  # the Hub's own address and the storage it points to
-    asked = len(hub.requests)
-    shop.train("r", "--restart", ranks=1)
-    assert len(hub.requests) == asked, "the dataset is complete"
