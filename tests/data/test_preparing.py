@@ -244,10 +244,7 @@ def test_the_commands_printed_at_the_end_train(
     [
         (["nowhere", "datasets/you/x"], '"nowhere": no input files here'),
         (["nowhere", "datasets/there/x"], '"nowhere": no input files here'),
-        (
-            ["texts", "datasets/x"],
-            "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give data",
-        ),
+        (["texts", "datasets/x"], "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give "),
         (["texts", "out", "--tokenizer", "gpt5"], "no such file, and no encoding of tiktoken; there is cl100k_base"),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
