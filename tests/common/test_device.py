@@ -102,12 +102,9 @@ def test_the_commands_that_documents_show_fit_their_machines(machine: pytest.Mon
 # Precision
 
 
-def test_bf16_is_refused_where_the_gpu_would_emulate_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_fp16_where_the_gpu_would_emulate_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(UserError) as refused:
-        Precision.resolve("bf16", CUDA)
-    assert str(refused.value) == ('train.json: key "precision": Tesla T4 does not compute bf16; use "auto" or "fp16"')
     assert Precision.resolve("auto", CUDA).name == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: True)
     assert Precision.resolve("auto", CUDA) == Precision.resolve("bf16", CUDA) == Precision("bf16", "cuda")
@@ -137,8 +134,6 @@ def test_compile_auto_steps_down_where_a_compiler_is_missing(monkeypatch: pytest
     assert "needs a C compiler (apt install build-essential)" in remark
     with pytest.raises(UserError, match=r'train.json: "compile": true needs a C compiler'):
         kernels.should_compile(True, CUDA)
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
-        kernels.should_compile(True, CPU)
     assert not kernels.should_compile("auto", CPU)
     assert kernels.not_compiled("auto", CPU) is kernels.not_compiled(False, CUDA) is None
     monkeypatch.setenv("CC", "cc")
@@ -267,7 +262,11 @@ MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], 
         f"cuda:0: CUDA error: CUDA-capable device(s) is/are busy or unavailable; {HELD}, or leave this GPU out of ",
     ),
     "a GPU without room to begin with": (filled, {}, f"cuda:0: 0.5 of 80.0 GiB are free; {HELD}"),
-    "no bf16": (old_gpu, {"precision": "bf16"}, 'train.json: key "precision": Tesla T4 does'),
+    "no bf16": (
+        old_gpu,
+        {"precision": "bf16"},
+        'train.json: key "precision": Tesla T4 does not compute bf16; use "auto" or "fp16"',
+    ),
     "no compiler": (no_compiler, {"compile": True}, 'train.json: "compile": true needs a C++ compiler'),
     "cuBLAS's workspace": (other_workspace, {"deterministic": True}, "CUBLAS_WORKSPACE_CONFIG=:0:0: with"),
 }

@@ -163,7 +163,7 @@ def test_a_worker_ends_with_its_launcher(job: Job, after: str) -> None:
     nothing reads it, as with a pager."""
     job.start(after=after)
     await_file(job.mark)
-    time.sleep(0.5)
+    time.sleep(0.2)  # it has looked four times
     assert job.running("worker.py"), "the worker ends with its launcher, and not before"
     job.kill_launcher()
     job.assert_gone_soon()

@@ -32,7 +32,7 @@ def test_a_download_longer_than_the_collective_timeout(tmp_path: Path) -> None:
     """Only local rank 0 downloads, and the other ranks wait longer than the timeout of a collective."""
     with FakeHub() as hub:
         dataset = hub.add_dataset(NAME, corpus())
-        dataset.files["train.safetensors"].delay_seconds = 3 * COLLECTIVE_TIMEOUT_SECONDS
+        dataset.files["train.safetensors"].delay_seconds = 2 * COLLECTIVE_TIMEOUT_SECONDS
         shop = Workshop(tmp_path, hub.environment(tmp_path / "hf"))
         shop.environment |= {"COLLECTIVE_TIMEOUT_SECONDS": str(COLLECTIVE_TIMEOUT_SECONDS), "HF_HUB_OFFLINE": "0"}
         run = shop.add_run(dataset=NAME, min_train_tokens=256)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.data.tokenizers.bpe import train_bpe
+from harness.common.processes import start_time
 from tests.support.preparing import (
+    DOCUMENTS,
     IN_ORDER,
     SMALL,
     WORDS,
@@ -25,22 +26,17 @@ from tests.support.preparing import (
     plugin,
     splits_of,
     texts,
+    with_texts,
     write_json_lines,
 )
 
-DOCUMENTS = texts(3000)
 MIB = 2**20
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes in /proc")
 
 
 @pytest.fixture(scope="module")
 def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
-    """Preparer with the file of a small tokenizer and four files of documents, each with one empty document."""
-    preparer = Preparer(tmp_path_factory.mktemp("preparing"))
-    for number in range(4):
-        write_json_lines(preparer.path / "texts" / f"{number}.jsonl", [*DOCUMENTS[number * 750 :][:750], ""])
-    train_bpe(iter(DOCUMENTS), 300, preparer.path / "tokenizer.json")
-    return preparer
+    return with_texts(tmp_path_factory.mktemp("preparing"))
 
 
 # Interruption ----------------------------------------------------------------------------------------------------
@@ -110,8 +106,8 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 @needs_proc
 def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer, tmp_path: Path) -> None:
     mine = Preparer(tmp_path)
-    arguments = [preparer.path / "texts", "datasets/me/x", "--workers", 2, *SMALL]
-    process = mine.start(*arguments)
+    arguments = [preparer.path / "texts", "datasets/me/x", *SMALL]
+    process = mine.start(*arguments, "--workers", 2)
     os.kill(workers_of(process)[0], signal.SIGKILL)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -141,9 +137,8 @@ util.spawnv_passfds = spawn_slowly
 
 def test_a_worker_that_dies_at_the_start_leaves_nothing_to_wait_for(preparer: Preparer, tmp_path: Path) -> None:
     arguments = [preparer.path / "texts", "out", "--workers", 2, *SMALL]
-    assert "a tokenizing process has ended by itself" in Preparer(tmp_path).run(
-        *arguments, status=1, prelude=DEAD_AT_THE_START
-    )
+    line = Preparer(tmp_path).run(*arguments, status=1, prelude=DEAD_AT_THE_START)
+    assert "a tokenizing process has ended by itself" in line
 
 
 def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: Path) -> None:
@@ -151,8 +146,8 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
     mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))
     write_json_lines(tmp_path / "texts" / "0.jsonl", DOCUMENTS[:100])
     write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 60])
-    arguments = ["texts", "out", "--tokenizer", "small", *IN_ORDER, "--workers", 2]
-    line = mine.run(*arguments, status=1)
+    arguments = ["texts", "out", "--tokenizer", "small", *IN_ORDER]
+    line = mine.run(*arguments, "--workers", 2, status=1)
     assert "tokenizing failed: ValueError: Regex error while tokenizing" in line
     assert "run the same command again" in line
     write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 6])
@@ -164,8 +159,8 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: signal.Signals) -> None:
     """A terminal's signal is sent to the whole process group, as by Ctrl-C, and one line is printed nevertheless."""
-    mine, arguments = Preparer(tmp_path), [preparer.path / "texts", "out", *SMALL, "--workers", 2]
-    process = mine.start(*arguments, start_new_session=True)
+    mine, arguments = Preparer(tmp_path), [preparer.path / "texts", "out", *SMALL]
+    process = mine.start(*arguments, "--workers", 2, start_new_session=True)
     workers = workers_of(process)
     if number in {signal.SIGINT, signal.SIGHUP}:
         os.killpg(process.pid, number)
@@ -175,14 +170,8 @@ def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: sign
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert error == f"stopped by {number.name}; to continue, run the same command again\n"
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
+    assert not [pid for pid in workers if start_time(pid)]
     mine.run(*arguments)
-
-
-def is_zombie(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from harness.data.dataset import Dataset
-from harness.data.tokenizers.bpe import train_bpe
 from tests.support.in_process import InProcess
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.preparing import (
+    DOCUMENTS,
     IN_ORDER,
     SMALL,
     Preparer,
@@ -29,28 +29,14 @@ from tests.support.preparing import (
     splits_of,
     texts,
     tokenizer_of,
+    with_texts,
     write_json_lines,
 )
-
-WORDY = texts(3000)
-# In a document, the special token's name is ordinary text.
-DOCUMENTS = [*WORDY[:1500], "a <|endoftext|> b", "<|endoftext|>", *WORDY[1502:]]
 
 
 @pytest.fixture(scope="module")
 def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
-    """Preparer with the file of a small tokenizer and eight files of documents, each with one empty document."""
-    preparer = Preparer(tmp_path_factory.mktemp("preparing"))
-    for number in range(8):
-        documents = DOCUMENTS[number * 375 : (number + 1) * 375]
-        write_json_lines(preparer.path / "texts" / f"{number}.jsonl", [*documents, ""])
-    train_bpe(iter(WORDY), 300, preparer.path / "tokenizer.json")
-    return preparer
-
-
-@pytest.fixture(scope="module")
-def plain(preparer: Preparer) -> Path:
-    return preparer.prepare("texts", "plain")
+    return with_texts(tmp_path_factory.mktemp("preparing"))
 
 
 def in_bytes(documents: list[str]) -> int:
@@ -60,8 +46,9 @@ def in_bytes(documents: list[str]) -> int:
 # Splits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
+def test_a_hundredth_of_the_text_is_validation(preparer: Preparer) -> None:
     """The validation split has whole documents from all over the text; meta.json counts documents, tokens and bytes."""
+    plain = preparer.prepare("texts", "plain")
     train, validation = (documents_of(plain, split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert in_bytes(validation) == pytest.approx(0.01 * in_bytes(DOCUMENTS), abs=max(map(len, DOCUMENTS)) / 2)
@@ -127,8 +114,7 @@ def test_of_many_documents_few_are_set_aside_for_the_splits(
 
 
 def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) -> None:
-    options = ["--validation-fraction", "0.1", "--test-fraction", "0.05"]
-    folder = preparer.prepare("texts", "three", *IN_ORDER, *options)
+    folder = preparer.prepare("texts", "three", *IN_ORDER, "--validation-fraction", "0.1", "--test-fraction", "0.05")
     assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as in earlier versions"
     assert documents_of(folder, "train") == DOCUMENTS[:2550]
     assert documents_of(folder, "test") == DOCUMENTS[2550:2700]
@@ -138,7 +124,7 @@ def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) 
 def test_a_shuffle_is_a_permutation_decided_by_its_seed(preparer: Preparer) -> None:
     """The number of workers changes no byte."""
     first, other = (preparer.prepare("texts", f"s{seed}", "--shuffle-seed", seed) for seed in (1, 2))
-    again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 3)
+    again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 2)
     assert content_of(again) == content_of(first)
     assert held_documents(first) != held_documents(other)
     places = {text: place for place, text in enumerate(DOCUMENTS)}
@@ -258,10 +244,7 @@ def test_the_commands_printed_at_the_end_train(
     [
         (["nowhere", "datasets/you/x"], '"nowhere": no input files here'),
         (["nowhere", "datasets/there/x"], '"nowhere": no input files here'),
-        (
-            ["texts", "datasets/x"],
-            "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give data",
-        ),
+        (["texts", "datasets/x"], "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give "),
         (["texts", "out", "--tokenizer", "gpt5"], "no such file, and no encoding of tiktoken; there is cl100k_base"),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),

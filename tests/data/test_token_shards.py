@@ -40,17 +40,6 @@ def shard(tokens: list[int], magic: int = 20240520, version: int = 1, said: int 
     return header.tobytes() + np.array(tokens, dtype=np.uint32 if magic == 20240801 else np.uint16).tobytes()
 
 
-def write_shard(path: Path, tokens: list[int], magic: int = 20240520, version: int = 1) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(shard(tokens, magic, version))
-
-
-def write_nanogpt(path: Path, tokens: list[int]) -> None:
-    """Write a file as data/shakespeare/prepare.py does; the memmap of data/openwebtext/prepare.py writes the same."""
-    path.parent.mkdir(exist_ok=True)
-    np.array(tokens, np.uint16).tofile(path)
-
-
 def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -> None:
     """Write a file as build-nanogpt's fineweb.py does: a part of a larger array, without the file's suffix."""
     path.parent.mkdir(exist_ok=True)
@@ -69,8 +58,10 @@ def stream(tokenizer: Path, documents: list[str], *, first: bool) -> list[int]:
 def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -> None:
     train, held_out = (stream(tokenizer, part, first=False) for part in (DOCUMENTS[:90], DOCUMENTS[90:100]))
     folder = preparer.path / "openwebtext"
-    write_nanogpt(folder / "TRAIN.BIN", train)  # names in capitals mean the same
-    write_nanogpt(folder / "val.bin", held_out)
+    folder.mkdir()
+    # As data/shakespeare/prepare.py writes files; the memmap of data/openwebtext/prepare.py writes the same.
+    np.array(train, np.uint16).tofile(folder / "TRAIN.BIN")  # names in capitals mean the same
+    np.array(held_out, np.uint16).tofile(folder / "val.bin")
     (folder / "prepare.py").write_text("# its program")
     target = preparer.path / "datasets" / "me" / "owt"
     done = preparer.result(folder, target, "--from-bin", "--tokenizer", tokenizer)
@@ -108,14 +99,14 @@ def test_build_nanogpts_arrays(tmp_path: Path, tokenizer: Path, dtype: Any) -> N
 def test_llm_cs_wide_shards(tmp_path: Path) -> None:
     """Shards of a vocabulary too large for uint16 stay uint32; shards of uint16 are refused for such a vocabulary."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [], eot=70_000))
-    write_shard(tmp_path / "x_train_000000.bin", [70_000, 104, 105], magic=20240801, version=7)
-    write_shard(tmp_path / "x_val_000000.bin", [70_000, 97], magic=20240801, version=7)
+    (tmp_path / "x_train_000000.bin").write_bytes(shard([70_000, 104, 105], magic=20240801, version=7))
+    (tmp_path / "x_val_000000.bin").write_bytes(shard([70_000, 97], magic=20240801, version=7))
     target = tmp_path / "datasets" / "me" / "wide"
     preparer.run("x_*.bin", target, "--from-bin", "--tokenizer", "small")
     assert splits_of(target)["train"].tolist() == [70_000, 104, 105]
     assert splits_of(target)["validation"].dtype == np.uint32
     preparer.run("--verify", target)
-    write_shard(tmp_path / "a_train_000001.bin", [1])
+    (tmp_path / "a_train_000001.bin").write_bytes(shard([1]))
     line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", "small", status=2)
     assert "a_train_000001.bin: holds uint16 tokens, but the tokenizer has 70,001" in line
 
@@ -124,8 +115,8 @@ def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tok
     """Shards of both widths become one split; --token-dtype gives the width of the shard that has no header."""
     renamed = preparer.path / "tokenizer.json"
     renamed.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end_of_text|>"))
-    write_shard(preparer.path / "x_train_000000.bin", [0, 299, 5], magic=20240801, version=7)
-    write_shard(preparer.path / "x_train_000001.bin", [7, 8])
+    (preparer.path / "x_train_000000.bin").write_bytes(shard([0, 299, 5], magic=20240801, version=7))
+    (preparer.path / "x_train_000001.bin").write_bytes(shard([7, 8]))
     np.array([9, 10, 11], np.uint32).tofile(preparer.path / "x_train_000002.bin")
     preparer.run("x_train_*.bin", "out", "--from-bin", "--token-dtype", "uint32", "--tokenizer", renamed)
     assert splits_of(preparer.path / "out")["train"].tolist() == [0, 299, 5, 7, 8, 9, 10, 11]
@@ -133,7 +124,7 @@ def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tok
 
 
 def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> None:
-    write_shard(preparer.path / "a_train_000001.bin", [1])
+    (preparer.path / "a_train_000001.bin").write_bytes(shard([1]))
     nowhere = {"TIKTOKEN_CACHE_DIR": str(preparer.path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"}
     line = Preparer(preparer.path, nowhere).run("a_train_000001.bin", "out", "--from-bin", status=2)
     assert "GPT-2's vocabulary is not in" in line
@@ -190,13 +181,14 @@ sys.addaudithook(watch)
 
 def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path, tokenizer: Path) -> None:
     """One shard is replaced, and the shard of the test split, which had been imported completely, is deleted."""
+    (tmp_path / "shards").mkdir()
     for name in ("a_test_1", "a_train_1", "a_train_2"):
-        write_shard(tmp_path / "shards" / f"{name}.bin", [1, 2, 0])
+        (tmp_path / "shards" / f"{name}.bin").write_bytes(shard([1, 2, 0]))
     arguments = ["--from-bin", "--tokenizer", tokenizer]
     assert Preparer(tmp_path).result("shards", "x", *arguments, prelude=KILL).status == -signal.SIGKILL
     assert (tmp_path / ".x.partial" / "dataset" / "test.safetensors").exists()
     (tmp_path / "shards" / "a_test_1.bin").unlink()
-    write_shard(tmp_path / "shards" / "a_train_2.bin", [3, 4, 5, 0])
+    (tmp_path / "shards" / "a_train_2.bin").write_bytes(shard([3, 4, 5, 0]))
     for target in ("x", "y"):
         Preparer(tmp_path).run("shards", target, *arguments)
     assert splits_of(tmp_path / "x")["train"].tolist() == [1, 2, 0, 3, 4, 5, 0]

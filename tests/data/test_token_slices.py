@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def test_a_schedule_is_as_counted_step_by_step(ramp: list[tuple[int, BatchLayout
     assert [(schedule.tokens_before(step), schedule.at(step)) for step in range(60)] == steps
     starts = [before for before, _ in steps]
     for tokens in range(starts[40]):
-        assert schedule.steps_within(tokens) == sum(start <= tokens for start in starts) - 1
-        assert schedule.steps_for(tokens) == sum(start < tokens for start in starts)
+        assert schedule.steps_within(tokens) == bisect_right(starts, tokens) - 1
+        assert schedule.steps_for(tokens) == bisect_left(starts, tokens)
 
 
 @given(ramp=RAMPS.map(layouts), first=st.integers(0, 30))

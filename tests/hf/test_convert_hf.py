@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -20,9 +22,9 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
+from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub, hub_here
 from tests.support.in_process import InProcess
-from tests.support.launch import ROOT, Result, Workshop, finish
+from tests.support.launch import ROOT, Result
 
 TEXT = "def f(x):\n    return x + 1  # naïve 日本 🐍\r\n\n\n" * 20
 CPU = torch.device("cpu")
@@ -41,10 +43,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel
 
 
 def convert(path: Path, *arguments: str, expect: int | None = 0, environment: dict[str, str] | None = None) -> Result:
-    """Run convert_hf.py: with variables of its own in a process of its own, because libraries read them when they are
-    imported."""
-    shop = Workshop(path) if environment else InProcess(path)
-    result = shop.command("convert_hf.py", *arguments, environment=environment)
+    with hub_here(environment) if environment else nullcontext():
+        result = InProcess(path).command("convert_hf.py", *arguments, environment=environment)
     assert expect is None or result.status == expect, result.stderr
     return result
 
@@ -66,6 +66,24 @@ def imported(path: Path, source: str = "hf") -> GPTModel:
     convert(path, "import", source, "r", "--runs-dir", "runs")
     run = path / "runs" / "r"
     return load_model(load_model_config(run / "model.json"), run / "model.safetensors", CPU)
+
+
+def loaded(folder: Path) -> Any:
+    """Return the model in a folder as transformers loads it, whose folder must have exactly the tensors of its
+    class."""
+    from transformers import AutoModelForCausalLM
+
+    automatic: Any = AutoModelForCausalLM
+    model, report = automatic.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
+
+
+def loaded_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def assert_same_logits(ours: GPTModel, theirs: Any) -> None:
@@ -101,23 +119,19 @@ def test_transformers_loads_what_is_exported_as_the_same_model(
 ) -> None:
     """A native class also samples the text that test_smoke.py prints, both with a cache."""
     path, model = exported
-    automatic: Any = transformers.AutoModelForCausalLM
-    loaded, report = automatic.from_pretrained(path / "out", output_loading_info=True)
-    assert type(loaded).__name__ == EXPORTS[request.node.callspec.params["exported"]][0]
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert loaded.dtype == torch.float32
-    assert_same_logits(model, loaded.eval())
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path / "out")
+    theirs, tokenizer = loaded(path / "out"), loaded_tokenizer(path / "out")
+    assert type(theirs).__name__ == EXPORTS[request.node.callspec.params["exported"]][0]
+    assert theirs.dtype == torch.float32
+    assert_same_logits(model, theirs)
     own = load_tokenizer(path / "c" / "tokenizer.json")
     assert tokenizer.encode(TEXT) == own.encode(TEXT)
     assert tokenizer.decode(own.encode(TEXT)) == TEXT
-    assert tokenizer.eos_token_id == own.eot_token == loaded.generation_config.eos_token_id
+    assert tokenizer.eos_token_id == own.eot_token == theirs.generation_config.eos_token_id
     assert tokenizer.model_max_length == model.config.context_length
     modes = {each.name: each.stat().st_mode & 0o777 for each in (path / "out").iterdir()}
     assert set(modes.values()) == {0o644}, modes
     assert sorted(each.name for each in path.iterdir()) == ["c", "out"]
-    output = loaded.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    output = theirs.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
     printed = InProcess(path).script("test_smoke.py", "c", *options).stdout
     assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
@@ -151,7 +165,7 @@ def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
 def test_half_precision_folders(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
     write_checkpoint(tmp_path / "c", small())
     convert(tmp_path, "export", "c", "out", "--dtype", dtype)
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == kind
+    assert loaded(tmp_path / "out").dtype == kind
 
 
 def test_the_shape_is_found_beside_the_weights_in_the_meta_or_in_the_run(tmp_path: Path) -> None:
@@ -193,13 +207,15 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     assert "cannot be written" in convert(tmp_path, "export", "c", "file/out", expect=1).stderr
 
 
-def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "c", small())
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    limit += "import sys; sys.dont_write_bytecode = True  # it would be cut short, too\n"
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-    command = [str(ROOT / "convert_hf.py"), "export", "c", "out"]
-    result = finish([Workshop(tmp_path).fork(command, {}, limit)], expect=1, timeout=120)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would be cut short, too
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        result = convert(tmp_path, "export", "c", "out", expect=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.error_lines[0].startswith("error: out: cannot be written")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
@@ -214,7 +230,7 @@ def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name
     (tmp_path / "out").mkdir()
     export_tokenizer(tmp_path / "tokenizer.json", tmp_path / "out", 64)
     (tmp_path / "out" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = loaded_tokenizer(tmp_path / "out")
     assert (len(theirs), theirs.eos_token, theirs.eos_token_id) == (ours.vocab_size, name, ours.eot_token)
     assert theirs.bos_token_id == theirs.unk_token_id == ours.eot_token
 
@@ -223,7 +239,7 @@ def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name
 def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> None:
     export_tokenizer("gpt2", tmp_path, 1024)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = loaded_tokenizer(tmp_path)
     ours = load_tokenizer("gpt2")
     text = (ROOT / "README.md").read_text() + (ROOT / "gpt.py").read_text() + TEXT
     assert theirs.encode(text) == ours.encode(text)
@@ -235,10 +251,12 @@ def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> No
 
 def hugging_face_model(folder: Path, **changes: Any) -> Any:
     """Return a native GPT-2 of transformers with random weights everywhere, and save it in `folder`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"vocab_size": 290, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
     torch.manual_seed(5)
-    config = transformers.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes})
-    model = transformers.GPT2LMHeadModel(config)
+    config = GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes})
+    model: Any = GPT2LMHeadModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -294,7 +312,9 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
     ],
 )
 def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> None:
-    gpt2 = transformers.GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4)
+    from transformers import GPT2Config
+
+    gpt2 = GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4)
     config = {**gpt2.to_dict(), key: value}
     if value is None:
         del config[key]
@@ -390,8 +410,8 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
     for name, file in repository.files.items():
         if "/" not in name:
             (tmp_path / "there" / name).write_bytes(file.content)
-    assert_same_logits(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there").eval())
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "there").encode("def f(x)")
+    assert_same_logits(model, loaded(tmp_path / "there"))
+    assert loaded_tokenizer(tmp_path / "there").encode("def f(x)")
     environment = hub_variables(hub, tmp_path / "other")
     convert(tmp_path, "import", "me/tiny", "back", "--runs-dir", str(shop.runs), environment=environment)
     back = load_file(shop.runs / "back" / "model.safetensors")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from gpt import GPTModel
 from harness.common.errors import UserError
+from harness.common.json_files import read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
 from harness.hf.formats import peer_config, peer_tensors
@@ -24,23 +24,17 @@ from harness.model.export_formats import check_for_notebook, missing_for_export,
 from tests.hf.test_convert_hf import LLAMA, assert_same_logits, convert, refused, write_checkpoint
 from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
+from tests.support.forking import run_to_the_end
 from tests.support.in_process import InProcess
+from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
-QUICKSTART: dict[str, Any] = {
-    "position": "rope",
-    "qk_norm": True,
-    "mlp": "relu2",
-    "linear_bias": False,
-    "initialisation": "zero_residual",
-    "value_embeddings": 1,
-    "embedding_skip": True,
-    "bigram_embedding": 50,
-}
 
 
 def peer_of(model: GPTModel) -> Any:
     """Return a model of the native class with the weights of `model`."""
+    import transformers
+
     kind = str(native_class(model.config))
     settings = peer_config(kind, model.config)
     automatic: Any = transformers.AutoConfig
@@ -131,6 +125,9 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 
 def test_widths_that_heads_do_not_divide() -> None:
     """transformers refuses a Llama of such a width, and computes a Qwen 3 of that width."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+
     odd: dict[str, Any] = {"emb_dim": 50, "head_dim": 12}
     with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
         transformers.LlamaConfig(hidden_size=50, num_attention_heads=4, head_dim=12)
@@ -156,14 +153,20 @@ def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[s
 OWN: dict[str, dict[str, Any]] = {
     "all": ALL,
     "experts": {"moe": EXPERTS, "mlp": "swiglu", "tie_weights": True},
-    "the quickstart's": {**QUICKSTART, "drop_rate": {"embedding": 0.1}},
+    "the quickstart's": {
+        **read_json_object(SHIPPED_RUNS / "quickstart" / "model.json"),
+        "vocab_size": 300,
+        "context_length": 24,
+        "bigram_embedding": 50,
+        "drop_rate": {"embedding": 0.1},
+    },
 }
-# Runs as on another machine: this project is not in the path.
+# Runs as on another machine: this project is not in the path, and none of its modules is loaded.
 PROGRAM = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokens = torch.load("tokens.pt")
-for name in sys.argv[1:]:
+for name in names:
     model, report = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
     assert "harness" not in sys.modules and "gpt" not in sys.modules
@@ -188,17 +191,22 @@ for name in sys.argv[1:]:
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTModel, dict[str, Any]]]:
     """Each model of OWN, and what a process without this project in its path computed from the exported folder."""
     path = tmp_path_factory.mktemp("elsewhere")
-    models = {name: write_checkpoint(path / "c" / name, shape(vocab_size=300, **OWN[name])) for name in OWN}
+    models = {name: write_checkpoint(path / "c" / name, shape(**{"vocab_size": 300, **OWN[name]})) for name in OWN}
     for name, model in models.items():
         said = convert(path, "export", f"c/{name}", name).stdout
         assert "with code of its own (trust_remote_code=True)" in said
         code = [file.read_text() for file in (path / name).glob("*.py")]
         assert not [text for text in code if re.search(r"^\s*(from|import) +harness", text, re.M)]
         torch.save(random_tokens(model.config), path / "tokens.pt")
-    environment = {**os.environ, "HF_HOME": str(path / "home"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", PROGRAM, *(f"./{name}" for name in OWN)]
-    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    child = os.fork()  # a cold process would import torch and transformers again
+    if not child:
+        atexit._clear()  # the fork must not run the exit functions of the test process
+        sys.path = [each for each in sys.path if Path(each).resolve() != ROOT]
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("gpt", "harness", "bench", "tests")]:
+            del sys.modules[name]
+        os.chdir(path)
+        run_to_the_end(partial(exec, PROGRAM, {"names": [f"./{name}" for name in OWN]}))
+    assert os.waitpid(child, 0)[1] == 0
     found = {name: torch.load(path / f"{name}.pt") for name in models}
     for name in models:
         assert load_tokenizer(path / "c" / name / "tokenizer.json").encode("def f(x)") == found[name]["tokenizer"]

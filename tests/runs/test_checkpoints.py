@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunError, UserError
@@ -52,20 +51,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """Check that two trees of dicts and lists are equal, tensors to the bit."""
-    ours, theirs = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (one, other))
-    assert ours.keys() == theirs.keys()
-    for path, left in ours.items():
-        right = theirs[path]
-        assert type(left) is type(right)
-        if isinstance(left, torch.Tensor):
-            assert left.dtype == right.dtype
-            assert torch.equal(left, right)
-        else:
-            assert left == right
-
-
 def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
     tokenizer = tmp_path / "letters.json"
     tokenizer.write_text('{"a": 1}')
@@ -77,22 +62,19 @@ def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
     checkpoints.verify_checkpoint(path)
     loaded = checkpoints.load_checkpoint(path)
     for part in ("weights", "optimizer", "scaler", "train_state"):
-        assert_equal(getattr(loaded, part), getattr(saved, part))
+        torch.testing.assert_close(getattr(loaded, part), getattr(saved, part), rtol=0, atol=0)
+    numbers = [repr((each.scaler, each.train_state)) for each in (loaded, saved)]
+    assert numbers[0] == numbers[1], "numbers keep their types"
     hashes = loaded.meta.sha256
     assert len(hashes.pop("meta.json")) == 64
     assert loaded.meta == saved.meta.model_copy(update={"sha256": hashes})
     assert hashes == {name: sha256(path / name) for name in [*STATE_FILES, "letters.json"]}
 
 
-def test_weights_have_public_names_and_only_fp16_a_scaler(folder: Path) -> None:
+def test_only_fp16_has_a_scaler(folder: Path) -> None:
     path = save_checkpoint(folder, Checkpoint(**{**a_checkpoint().__dict__, "scaler": {}}))
     assert not (path / "scaler.pt").exists()
     assert checkpoints.load_checkpoint(path).scaler == {}
-    with safe_open(path / "model.safetensors", "pt") as file:
-        names = set(file.keys())
-        assert file.metadata() == {"format": "pt"}
-    assert {"tok_emb.weight", "pos_emb.weight", "out_head.weight", "trf_blocks.0.att.W_query.weight"} <= names
-    assert not [name for name in names if "module." in name or "_orig_mod." in name or "mask" in name]
 
 
 def test_latest_and_best_are_relative_links(folder: Path) -> None:
@@ -170,6 +152,8 @@ def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) 
     for other in ("notes", "20260101Z000000-iteration-x", "my-20260101Z000000-iteration-8-backup"):
         (folder / other).mkdir()
     assert checkpoints.list_checkpoints(folder) == [(step, folder / name) for step, name in named.items()]
+    checkpoints.prune(folder, 2, set())
+    assert len(checkpoints.list_checkpoints(folder)) == 3, "latest is none of the two that are kept"
     checkpoints.prune(folder, 1, set())
     assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [10, 100]
     checkpoints.rewind_to(folder, folder / named[10], lambda: _made(tmp_path / "aside"))
@@ -199,24 +183,24 @@ def test_verify_names_the_damaged_file(folder: Path, tmp_path: Path) -> None:
         checkpoints.verify_checkpoint(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"global_step": "1"}', '{"global_step": null}', '{"global_step": 1, "sha256": []}']
-)
-def test_meta_json_that_is_none(folder: Path, text: str) -> None:
-    path = save_checkpoint(folder, a_checkpoint())
-    (path / "meta.json").write_text(text)
-    with pytest.raises(UserError, match=re.escape(str(path / "meta.json"))):
-        checkpoints.verify_checkpoint(path)
-
-
-@pytest.mark.parametrize("kept", [(), ("optimizer.pt",)])
-def test_meta_json_without_hashes_vouches_for_nothing(folder: Path, kept: tuple[str, ...]) -> None:
-    """A checkpoint is refused as damaged if the list of hashes in meta.json is missing or incomplete."""
+def test_meta_json_that_is_none_or_vouches_for_nothing(folder: Path, tmp_path: Path) -> None:
+    """A checkpoint is refused if its meta.json is none, if the list of hashes is missing or incomplete, and if that
+    list leads out of the checkpoint."""
     path = save_checkpoint(folder, a_checkpoint())
     meta = read_meta(path)
-    write_meta(path, meta.model_copy(update={"sha256": {name: meta.sha256[name] for name in kept}}))
-    with pytest.raises(UserError, match="damaged: no SHA-256 of model"):
-        checkpoints.verify_checkpoint(path)
+    for text in ("", "{", "[]", "{}", *(f'{{"global_step": {each}}}' for each in ('"1"', "null", '1, "sha256": []'))):
+        (path / "meta.json").write_text(text)
+        with pytest.raises(UserError, match=re.escape(str(path / "meta.json"))):
+            checkpoints.verify_checkpoint(path)
+    (tmp_path / "secret").write_text("x")
+    for hashes, words in (
+        ({}, "damaged: no SHA-256 of model"),
+        ({"optimizer.pt": meta.sha256["optimizer.pt"]}, "damaged: no SHA-256 of model"),
+        ({"../../secret": "0", **meta.sha256}, "plain name"),
+    ):
+        write_meta(path, meta.model_copy(update={"sha256": hashes}))
+        with pytest.raises(UserError, match=words):
+            checkpoints.verify_checkpoint(path)
 
 
 def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
@@ -236,15 +220,6 @@ def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
     checkpoints.verify_checkpoint(path)
 
 
-def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
-    path = save_checkpoint(folder, a_checkpoint())
-    (tmp_path / "secret").write_text("x")
-    meta = read_meta(path)
-    write_meta(path, meta.model_copy(update={"sha256": {"../../secret": "0", **meta.sha256}}))
-    with pytest.raises(UserError, match="plain name"):
-        checkpoints.verify_checkpoint(path)
-
-
 def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
     save_steps(folder, [1])
     outside = save_checkpoint(tmp_path / "other", a_checkpoint(2))
@@ -254,10 +229,6 @@ def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
     for name in ("abroad", "above", "here"):
         with pytest.raises(UserError, match="leads out of"):
             checkpoints.find_checkpoint(folder, name)
-    (folder / "latest").unlink()
-    (folder / "latest").symlink_to(outside)
-    with pytest.raises(UserError, match="leads out of"):
-        checkpoints.choose_start(folder, None)
 
 
 def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
@@ -270,22 +241,6 @@ def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint(2))
     assert {entry.name for entry in folder.iterdir()} == {kept.name, path.name, "latest"}
     checkpoints.verify_checkpoint(kept)
-
-
-def test_prune_keeps_the_newest_and_what_has_a_name(folder: Path) -> None:
-    paths = save_steps(folder, [1, 2, 3, 4, 5, 6, 7], best=2)
-    checkpoints.prune(folder, 2, {paths[1].name})
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [1, 2, 5, 6, 7]
-    for path in (folder / "latest", folder / "best", paths[5]):
-        checkpoints.verify_checkpoint(path)
-    checkpoints.prune(folder, 2, set())
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 5, 6, 7]
-    checkpoints.prune(folder, 10, set())
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 5, 6, 7]
-    assert not list(folder.glob(".*"))
-    (folder / "latest").unlink()
-    checkpoints.prune(folder, 1, set())
-    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 7]
 
 
 @pytest.mark.parametrize(
@@ -371,7 +326,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run trained by the real command in fp16, with a umask that lets the group read files."""
     shop = InProcess(tmp_path_factory.mktemp("real"))
     shop.add_dataset()
-    run = shop.add_run(precision="fp16", keep_checkpoints=1, checkpoint_interval=2)
+    run = shop.add_run(precision="fp16", keep_checkpoints=2, checkpoint_interval=2)
     before = os.umask(0o027)
     try:
         assert shop.attempt().status == 0
@@ -388,13 +343,17 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     saved = checkpoints.load_checkpoint(latest)
     assert {file.name for file in latest.iterdir()} == {*STATE_FILES, "meta.json"}
     assert {oct(file.stat().st_mode & 0o777) for file in (latest, *latest.iterdir())} == {"0o640", "0o750"}
-    assert saved.weights.keys() == GPTModel(ModelConfig(**MODEL)).to_checkpoint_names().keys()
-    assert not [name for name in (*saved.weights, *saved.optimizer) if "module." in name or "_orig_mod." in name]
+    with safe_open(latest / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == GPTModel(ModelConfig(**MODEL)).to_checkpoint_names().keys()
+    public = {"tok_emb.weight", "pos_emb.weight", "out_head.weight", "trf_blocks.0.att.W_query.weight"}
+    assert public <= saved.weights.keys()
+    assert not re.findall(r"module\.|_orig_mod\.|mask", " ".join([*saved.weights, *saved.optimizer]))
     assert len(saved.train_state["ranks"]) == 1
     assert (saved.meta.global_step, saved.meta.tokens_seen) == (19, 1280)
     for key in ("model", "train", "dataset", "torch", "world_size", "val_loss", "best_loss", "best_step", "sha256"):
         assert getattr(saved.meta, key) is not None, key
-    # keep_checkpoints is 1, so one more is kept than best and latest, which may be the same checkpoint.
+    # keep_checkpoints is 2, so two more are kept than best and latest, which may be the same checkpoint.
     best = checkpoints.find_checkpoint(folder, "best")
     others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}
-    assert len(others) == 1
+    assert len(others) == 2

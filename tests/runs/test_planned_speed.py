@@ -74,7 +74,7 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
         ({"train": {"precision": "bf16"}}, "no earlier run of this shape"),
         ({"tokens_per_second": None}, "no earlier run of this shape"),
         ({"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}}, "and less than 20 steps of training is"),
-        ({"measured": {"global_steps": 250, "tokens": 1920, "seconds": 2.8}}, "and less than 10 s of training is too"),
+        ({"measured": {"global_steps": 250, "tokens": 1920, "seconds": 9.99}}, "and less than 10 s of training is too"),
         ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "less than 20 steps and 10 s of training"),
         # An earlier version divided all tokens by its own seconds, also tokens that another program or machine trained.
         ({"measured": ...}, "early/summary.json was written by an earlier version, and does not say over how many"),

@@ -73,11 +73,8 @@ def test_the_figures_of_the_source(name: str) -> None:
     assert reported.layout == BatchLayout(8, 1, microbatch, 1024)
 
 
-def test_the_checkpoint_that_was_not_the_best() -> None:
+def test_the_run_on_one_gpu_and_the_checkpoint_that_was_not_the_best() -> None:
     assert values("8xh100m80", "test_loss_latest", "instruction_score_latest") == (3.734, 17.91)
-
-
-def test_the_run_on_one_gpu() -> None:
     reported = shipped("original")
     assert values("original", "test_loss", "instruction_score", "microbatch_size") == (3.944, 16.01, 6)
     assert (reported.gpus, reported.memory_gib, reported.device) == (1, 24, "RTX 3090")

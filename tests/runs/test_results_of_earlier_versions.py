@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from gpt import load_model, load_model_config
@@ -98,24 +97,18 @@ def raw_meta(path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_summary_is_read_and_written_as_it_was(name: str, tmp_path: Path) -> None:
+def test_summary_and_metrics_are_read_and_written_as_they_were(name: str, tmp_path: Path) -> None:
     summary = read_summary(FIXTURES / name / "summary.json")
     assert not summary.model_extra
     assert summary.tokens_seen == summary.trained_tokens == 1280
-    assert summary.model == json.loads((checkpoint_of(FIXTURES / name) / META).read_text())["model"]
+    assert summary.model == raw_meta(checkpoint_of(FIXTURES / name))["model"]
     write_summary(RunDirectory(tmp_path), summary)
-    assert (tmp_path / "summary.json").read_bytes() == (FIXTURES / name / "summary.json").read_bytes()
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_metrics_are_read_and_written_as_they_were(name: str, tmp_path: Path) -> None:
-    events = read_metrics(FIXTURES / name / "metrics.jsonl")
-    again = MetricsFile(tmp_path / "metrics.jsonl")
-    for event in events:
+    for event in read_metrics(FIXTURES / name / "metrics.jsonl"):
         assert type(event) is not Event
         assert not event.model_extra
-        again.append(event)
-    assert again.path.read_bytes() == (FIXTURES / name / "metrics.jsonl").read_bytes()
+        MetricsFile(tmp_path / "metrics.jsonl").append(event)
+    for file in ("summary.json", "metrics.jsonl"):
+        assert (tmp_path / file).read_bytes() == (FIXTURES / name / file).read_bytes()
 
 
 def test_files_with_fewer_keys() -> None:
@@ -182,6 +175,8 @@ def test_the_other_commands_take_a_checkpoint(shop: InProcess, tmp_path: Path) -
     options = ["--data", str(tmp_path / "data.json"), "--max-epochs", "1", "--max-new-tokens", "3", "--responses-only"]
     assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
     shop.script("convert_hf.py", "export", str(checkpoint_of(run)), str(tmp_path / "hf"))
+    import transformers
+
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ours, tokens = (
         load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu")),

@@ -20,15 +20,33 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest import mock
 from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = {".safetensors", ".parquet", ".bin"}
 ERROR_CODES = {401: "RepoNotFound", 404: "RepoNotFound", 403: "GatedRepo"}
+
+
+@contextmanager
+def hub_here(environment: dict[str, str]) -> Iterator[None]:
+    """Let huggingface_hub, which reads its environment only when it is imported, follow `environment` in the test's own
+    process."""
+    endpoint = environment["HF_ENDPOINT"]
+    settings: dict[str, Any] = {
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": environment.get("HF_HUB_CACHE", f"{environment['HF_HOME']}/hub"),
+        "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE") == "1",
+        "HF_HUB_DISABLE_XET": True,
+    }
+    with mock.patch.multiple("huggingface_hub.constants", **settings), mock.patch.dict(os.environ, environment):
+        yield
 
 
 @dataclass

@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from safetensors.numpy import load_file
 
+from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
+from tests.support.fake_hub import hub_here
 from tests.support.in_process import call
 from tests.support.isolation import ROOT, on_path
 from tests.support.launch import PATIENCE_SECONDS, Result, finish
@@ -54,11 +58,15 @@ class Preparer:
         return warm_server().spawn([PREPARE, *map(str, arguments)], self.path, environment, TAKE_PATH + prelude)
 
     def result(self, *arguments: object, prelude: str = "") -> Result:
-        """Run the command to its end, and return its result, whatever its exit status. It runs in the test process if
-        that has the environment and needs no processes of its own."""
-        if prelude or self.environment or "--workers" in arguments:
+        """Run the command to its end, and return its result, whatever its exit status. It runs in the test process
+        unless it needs processes or modules of its own."""
+        if prelude or "PYTHONPATH" in self.environment or "--workers" in arguments:
             return finish([self.fork(*arguments, prelude=prelude)], expect=None, timeout=PATIENCE_SECONDS)
-        return call("prepare_datasets.py", *arguments, folder=self.path)
+        with ExitStack() as stack:
+            if "HF_ENDPOINT" in self.environment:
+                stack.enter_context(hub_here(self.environment))
+            stack.enter_context(mock.patch("tiktoken.registry.ENCODINGS", {}))  # tiktoken's memory of its vocabularies
+            return call("prepare_datasets.py", *arguments, folder=self.path, environment=self.environment)
 
     def run(self, *arguments: object, status: int = 0, prelude: str = "") -> str:
         """Run the command to its end and check its exit status. Return its output, or its error line if the status is
@@ -84,6 +92,20 @@ def texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
     """Return documents, all different, of words with spaces, line ends and characters of one to four bytes."""
     random = np.random.default_rng(seed)
     return [f"{number} " + " ".join(random.choice(WORDS, random.integers(1, longest))) for number in range(count)]
+
+
+WORDY = texts(3000)
+# In a document, the special token's name is ordinary text.
+DOCUMENTS = [*WORDY[:1500], "a <|endoftext|> b", "<|endoftext|>", *WORDY[1502:]]
+
+
+def with_texts(folder: Path) -> Preparer:
+    """Return a Preparer with the file of a small tokenizer and eight files of documents, each with one empty
+    document."""
+    for number in range(8):
+        write_json_lines(folder / "texts" / f"{number}.jsonl", [*DOCUMENTS[number * 375 : (number + 1) * 375], ""])
+    train_bpe(iter(WORDY), 300, folder / "tokenizer.json")
+    return Preparer(folder)
 
 
 def write_json_lines(path: Path, documents: Sequence[str], key: str = "text") -> Path:
