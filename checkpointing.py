@@ -156,7 +156,7 @@ class Checkpointer:
 
     def _write_and_point(self, checkpoint: Checkpoint) -> None:
         """Write the checkpoint, point the link `latest` to it, and `best` if it is the best so far, and remove old
-        checkpoints. Called by the writer."""
+        checkpoints. Called by `self.writer`, which may run it in a background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -209,7 +209,7 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
     """
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise
-            raise ValueError("not a table of states")
+            raise ValueError('not a dict with the key "ranks"')
         ranks = [(rank["window"], rank["random"]) for rank in saved.train_state["ranks"]]
         if not ranks:
             raise ValueError("no ranks")
@@ -228,9 +228,11 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the states of optimizer and scaler from the checkpoint at `path`. A checkpoint of the notebook's program has
-    its optimizer state in torch's own form, which is converted, or has none, so that the optimizer begins with an empty
-    state. Called on every rank.
+    """Load the states of optimizer and scaler from the checkpoint at `path`. Called on every rank.
+
+    A checkpoint by the training program of Giles Thomas's lab notebook (harness/runs/upstream.py) has its optimizer
+    state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer begins
+    with an empty one.
 
     Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
     """

@@ -3,8 +3,9 @@ of all models in one prompt.
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
-RESPONSES are files written by test_ift.py, or by the programs of the book or of the lab notebook. Every answer of the
-judge is kept, so that the same command resumes a judging that was stopped, and no answer is paid for twice.
+RESPONSES are files written by test_ift.py, or by the programs of Sebastian Raschka's book Build a Large Language Model
+(From Scratch) or of Giles Thomas's lab notebook. Every answer of the judge is kept, so that the same command resumes a
+judging that was stopped, and no answer is paid for twice.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ def main(
     The judge sees the answers of all models to a question together, without the models' names and in shuffled order.
     The judge's API key is read from the environment variable OPENAI_API_KEY.
 
-    With --prompt book or --prompt notebook, the judge sees each answer alone, with the exact prompt of Raschka's book
-    or of the lab notebook, and gives integers. Their means can be compared with the means of the book or the notebook
-    from the same judge, but never with scores of models that were judged together.
+    With --prompt book or --prompt notebook, the judge sees each answer alone and gives an integer score. The prompt is
+    exactly that of Sebastian Raschka's book, or that of Giles Thomas's lab notebook. A mean of these scores can be
+    compared with the mean in the book or the notebook if the judge is the same, but never with scores of models that
+    were judged together.
 
-    If test_ift.py wrote the responses to a run's folder, the scores are also written to the run's folder results/.
+    If test_ift.py wrote the responses to a run's folder, the scores are also written to results/ in this folder.
     """
     from harness.evaluation.instruct.responses import read_comparable
     from harness.evaluation.judge.report import judge_and_report

@@ -75,7 +75,8 @@ def _is_unknown_key(fault: Any) -> bool:
 
 
 def _suggested_others(kind: type[BaseModel]) -> list[str]:
-    """Return the `other_keys` of a class that are not deprecated."""
+    """Return the keys that are not deprecated among the class's `other_keys`, which its loader accepts besides the
+    names of its fields. The list is empty for a class without `other_keys`."""
     others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
     return [key for key, schema in others.items() if not schema.get("deprecated")]
 
@@ -173,7 +174,8 @@ def finite(value: Any) -> Any:
 
 
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
-    """Return the JSON Schema of a config class for editors, including the `other_keys` that its loader accepts."""
+    """Return the JSON Schema of a config class for editors. The schema also has the class's `other_keys`, which its
+    loader accepts besides the names of its fields."""
     schema = kind.model_json_schema()
     schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}

@@ -28,9 +28,11 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts of a comparison of all other arms with the baseline's arm. `title` says what is compared, or why nothing
-    can be compared. `closing` says how many seeds would be needed, `notes` has remarks such as which runs were left
-    out, and `loss` is "test loss" or "validation loss". `verdicts` is empty if nothing can be compared."""
+    """Verdicts of a comparison of the baseline's arm (its group of runs that differ only in the seed) with all other
+    arms. `verdicts` is empty if nothing can be compared. `title` says what is compared, or why nothing can be compared.
+    `closing` describes training noise and how many seeds of each arm it takes to detect a difference. `notes` has
+    remarks such as which runs were left out. `loss` is "test loss" or "validation loss", or "" if nothing can be
+    compared."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -66,10 +68,13 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare every other arm with the arm of the run `baseline`, by their losses on one text. Uses test losses if the
-    baseline's arm and at least one other arm have test losses on the same text; of several such texts, uses the one
-    with the most runs. Otherwise uses the last validation losses in the same way. If there is no such text, or if the
-    baseline has not finished, the result has no verdicts, and its `title` gives the reason."""
+    """Compare the arm of the run `baseline` (its group of runs that differ only in the seed) with every other arm, by
+    their losses on one text.
+
+    Uses test losses if the baseline's arm and at least one other arm have test losses on the same text. Of several such
+    texts, uses the one with the most runs. Otherwise uses the last validation losses in the same way. If there is no
+    such text, or if the baseline has not finished, the result has no verdicts, and its `title` gives the reason.
+    """
     arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
@@ -93,9 +98,10 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
 def _compare(
     own: str, arms: Arms, loss: str, group: Group, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the arms by the losses in `group`, which were measured on one text. `own` is the name of the baseline's
-    arm. `values` has the measurements of each run in `records`; the notes quote them for runs that are not in
-    `group`."""
+    """Compare the arms (groups of runs that differ only in the seed) by the losses in `group`, which were measured on
+    one text. `own` is the name of the baseline's arm, and `loss` the name of the loss. `values[i]` has all measurements
+    of this loss for the run `records[i]`. If a run of an arm is not in `group`, a note says what its loss was measured
+    on, or why it has none."""
     basis, members = group
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in members.items()}

@@ -87,8 +87,8 @@ class Column:
 
     @property
     def quantity(self) -> str:
-        """Key of the column's quantity: `key` without the prefix for reported figures ("reported_") and without the
-        number that a further column of the same quantity has (":2")."""
+        """Key of the quantity that the column shows. It is `key` without the prefix "reported_" of a column of reported
+        figures, and without the suffix of a second or later column of one quantity, such as ":2"."""
         return self.key.removeprefix("reported_").partition(":")[0]
 
     @property
@@ -179,7 +179,7 @@ def number_text(value: float, style: str) -> str:
 
 
 def _state_column(records: Sequence[RunRecord]) -> list[Column]:
-    """Return the column of the runs' states, or an empty list if all runs have finished."""
+    """Return a list of one column, the runs' states. The list is empty if all runs have finished."""
     cells = []
     for record in records:
         text, seen = str(record.state.word), record.tokens_seen
@@ -259,8 +259,8 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 def _columns(
     quantity: Quantity, groups: Sequence[Group], reasons: Sequence[str], *, is_reported: bool = False
 ) -> list[Column]:
-    """Return a column for each group, with distinct keys and titles. `reasons` has one remark per row, which is used if
-    the row's cell is empty."""
+    """Return a column for each group of runs whose numbers can be compared. The columns have distinct keys and titles.
+    `reasons[row]` becomes the remark of the row's cell in each column where this cell is empty."""
     columns = []
     for number, (basis, members) in enumerate(groups, 1):
         cells = []

@@ -31,8 +31,8 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 
 def reading(name: str, folder: Path) -> HubWork:
-    """Return a HubWork for downloading the Hub's dataset `name` to `folder`, which is DATASETS_DIR/<name>. Error
-    messages are made of its fields."""
+    """Return a HubWork that describes the download of dataset `name` from the Hub to `folder`, which is
+    DATASETS_DIR/<name>. The HubWork makes the calls to the Hub, and error messages from its fields."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 
@@ -82,8 +82,9 @@ def _fetch(work: HubWork, partial: Path) -> None:
 
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
-    """Create the partial folder and lock it, so that only one process of this machine at a time downloads the
-    dataset."""
+    """Context manager that creates and locks `partial`, the folder of an unfinished download, so that only one process
+    of this machine at a time downloads the dataset. Waits for a process that has the lock. Raises UserError if
+    `partial` is a link."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -107,10 +108,10 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 @contextmanager
 def _leaving_at_once(name: str) -> Iterator[None]:
-    """End the process immediately on SIGINT and SIGTERM, because huggingface_hub would first finish its current files,
-    which can be gigabytes.
+    """Context manager inside which SIGINT and SIGTERM end the process immediately. Otherwise huggingface_hub would
+    first finish its current files, which can be gigabytes.
 
-    The body can be killed at any moment, because the final folder does not exist until it is complete.
+    A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """
 
     def leave(number: int, _frame: object) -> NoReturn:

@@ -41,8 +41,8 @@ OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.
 
 @dataclass(frozen=True)
 class Plan:
-    """The remaining work of a run. `position` is None if it depends on the length of a dataset that is not on this
-    machine."""
+    """The remaining work of a run. `position` has the remaining global steps and the token at which they start. It is
+    None if these depend on the length of a dataset that is not on this machine."""
 
     experiment: Experiment
     layout: BatchLayout
@@ -58,13 +58,13 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """The global batches of the remaining steps."""
+        """Schedule that gives the layout of the global batch for each remaining step."""
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The global batches of the remaining steps (several if there is a batch ramp), each with the number of tokens
-        seen before it."""
+        """List of the different global batches of the remaining steps. Each item is the number of tokens that the run
+        has seen before it uses this batch, and the batch's layout. Only a batch ramp gives more than one item."""
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
@@ -101,7 +101,7 @@ class Plan:
 
     def disk_shortage(self, folder: Path) -> str | None:
         """Return a message with a remedy if the disk under `folder` cannot hold the checkpoints. Return None if it can,
-        or if `position` is None."""
+        or if the number of checkpoints is unknown because `position` is None."""
         free = shutil.disk_usage(folder).free
         if self.position is None or self.disk_bytes() <= free:
             return None
@@ -209,8 +209,8 @@ def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
-    training would start from scratch. Fills in the keys that a checkpoint of the notebook's program lacks. Raises
-    UserError if training would refuse the checkpoint."""
+    training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
+    keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint."""
     with offering_another(experiment.run.checkpoints, checkpoint):
         start = choose_start(experiment.run.checkpoints, checkpoint)
         if start is None:
@@ -284,8 +284,8 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
-    """Return the table rows for speed, time and cost. The time of validation is estimated unless the speed's source
-    reports it. The time of saving checkpoints is not included."""
+    """Return the table rows for speed, time and cost. The time of validation is estimated, unless
+    `speed.training_share` gives it. The time of saving checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -356,9 +356,10 @@ def _wrap(text: str, following: str) -> list[str]:
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
     """Print what training would do, resuming from `checkpoint` (None: from the latest one, if there is any).
 
-    `ranks` is the number of processes that were started, unless --assume-world-size gives another number. On a machine
-    without GPUs, the plan is for the machine that the run is meant for, with all GPUs of that machine if only one
-    process was started. Raises UserError like `checked_plan`.
+    `ranks` is the number of processes that were started. The plan is for this number of ranks, unless
+    --assume-world-size gives another one. If this machine has no GPUs, but `machine_of_run` knows the machine that the
+    run is meant for, the plan is for that machine. In this case, if only one process was started, the default number
+    of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan`.
     """
     said, meant, assumed = None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

@@ -146,8 +146,8 @@ class MetricsFile:
         if any, are first written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be
         written there; metrics.jsonl is unchanged in that case.
 
-        The CheckpointEvent of a planned checkpoint is written after the checkpoint itself. This line is kept, or
-        appended if it is missing.
+        If that checkpoint was saved at an interval of train.json, its own line (a CheckpointEvent) is written only
+        after the checkpoint. This line is kept, or appended if it is missing.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         size = meta.metrics_bytes

@@ -23,8 +23,8 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The training that a speed was measured over. It includes only training by this program with one batch on one
-    machine."""
+    """The part of a run's training that its speed was measured over. In this part, this program did all the
+    training, and train.json's keys for batch and kernels, the device and the number of ranks did not change."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -28,7 +28,10 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """The value of `scale_with_batch`. harness/planning/rates.py has the formulas."""
+    """Value of the key `scale_with_batch`: the tokens of the global batch with which the learning rate was tuned, and
+    the tokens of the run with which weight decay was tuned (None if weight decay does not depend on them).
+    harness/planning/rates.py has the formulas that scale learning rates and weight decays to this run's batch and
+    length."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -39,7 +42,8 @@ class BatchScale(BaseModel):
 
 
 class DepthScale(BaseModel):
-    """The value of `scale_with_depth`. harness/planning/rates.py has the formula."""
+    """Value of the key `scale_with_depth`: the number of layers that weight decay was tuned with.
+    harness/planning/rates.py has the formula that converts weight decay to the model's number of layers."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -228,8 +232,8 @@ class TrainConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _linear_to_zero(cls, raw: Any) -> Any:
-        """Fill in the default of `min_lr_ratio` for a linear schedule, which is 0, so that every record of the run has
-        the final learning rate."""
+        """Add `min_lr_ratio` with the value 0, its default for a linear schedule, if the key is missing. It is added to
+        the settings themselves, so that every file that records them also records this default."""
         if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
             return {**raw, "min_lr_ratio": 0.0}
         return raw
@@ -367,7 +371,10 @@ def _check_intervals(config: TrainConfig) -> None:
     # trained without validation.
     missing = [key for key in ("validation_interval", "validation_batches") if getattr(config, key) is None]
     if len(missing) == 1:
-        raise ValueError(f'key "{missing[0]}": missing; validation needs it (remove both keys for none)')
+        raise ValueError(
+            f'key "{missing[0]}": missing; validation needs it; give validation_interval and validation_batches, '
+            "or neither"
+        )
     if not missing and config.start_val_token is None:
         raise ValueError('key "start_val_token": missing; validation needs it (0 is the split\'s beginning)')
     if missing and config.checkpoint_interval is None:
@@ -383,7 +390,9 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json. `has_experts` is passed to `translate_upstream`.
+    """Read and check a train.json. Keys of the training program of Giles Thomas's lab notebook are replaced by this
+    program's keys (`translate_upstream`). `has_experts` says whether the model is a mixture of experts, which affects
+    this replacement.
 
     Raises UserError naming the file, the key and the remedy.
     """

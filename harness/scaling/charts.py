@@ -80,8 +80,9 @@ def _error(value: Estimate) -> list[list[float]]:
 
 
 def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
-    """Return FLOPs for a curve, from below the smallest to above the largest FLOPs of the points. With `predictions`,
-    the range also includes the predictions."""
+    """Return the x values of a curve over FLOPs, (CURVE_POINTS,), evenly spaced on a logarithmic axis. They extend a
+    little beyond the FLOPs of the points that the laws are fitted to, on both sides. With `predictions`, the range also
+    includes the FLOPs of the predictions."""
     further = [prediction.plan.flops for prediction in analysis.predictions] if predictions else []
     flops = np.log([*analysis.points.flops, *further])
     margin = 0.15 * np.ptp(flops) + 0.05

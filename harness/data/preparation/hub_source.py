@@ -40,7 +40,8 @@ class HubText(TextSource):
     downloads: Path | None  # files are deleted after reading; None: use huggingface_hub's cache, which keeps them
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """Download the file, and yield its documents. At the end, delete the file if `downloads` is a folder."""
+        """Download the file, and yield its documents. Then delete the file, unless `downloads` is None: a file in
+        huggingface_hub's cache is kept."""
         path = download(self.work, self.described[file.number], self.commit, self.downloads)
         try:
             yield from read_documents(replace(file, path=path), form)

@@ -69,12 +69,13 @@ class SplitRules:
         return (draws(first, count) < limit) & (self.order == "seeded")
 
     def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
-        """Return the documents to hold out in each split, as indices into `draws` and `lengths`, which describe the
-        pool's documents. `total` is the length of the whole text. Lengths are in bytes.
+        """Return the documents to hold out in each split, as indices into `draws` and `lengths`. These have the
+        pseudorandom number and the length of each document of the pool (the documents that may be held out). `total` is
+        the length of the whole text. Lengths are in bytes.
 
-        In the order of the draws, each document goes into the first held-out split whose length it brings closer to the
-        split's share, or else into none. Hence no document longer than twice the share of a split is held out in it.
-        Validation is tried first, so that adding a test split hardly changes the validation split.
+        From the smallest draw to the largest, each document goes into the first held-out split whose length it brings
+        closer to the split's share, or else into none. Hence no document longer than twice the share of a split is held
+        out in it. Validation is tried first, so that adding a test split hardly changes the validation split.
         """
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
@@ -110,11 +111,13 @@ class Split:
 
 
 def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: Path) -> list[Split]:
-    """Choose documents of the pool for the held-out splits, and write these splits' files. Append the pool's other
-    documents to `stream`, which thereby becomes the train split. Return the splits, train first. If a split would get
-    no document, append all documents of the pool to `stream`, write no files, and return an empty list.
+    """Choose documents for the held-out splits from `pool`, which has all documents that may be held out, and write
+    these splits' files. Append the pool's other documents to `stream`, which has the rest of the text and thereby
+    becomes the train split. Return the splits, train first. If a split would get no document, append all documents of
+    the pool to `stream`, write no files, and return an empty list.
 
-    The documents of a file are in the order of their draws, so that any part of a split is a sample of the whole text.
+    The documents of a held-out split's file are in the order of their pseudorandom numbers (`draws`), so that any part
+    of the split is a sample of the whole text.
     """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))

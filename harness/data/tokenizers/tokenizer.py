@@ -17,8 +17,8 @@ class Tokenizer:
     """Tokenizer that converts text to token ids and back without loss.
 
     The name of a special token inside a text is encoded as ordinary text. Otherwise a page about GPT-2 would end at its
-    first <|endoftext|>, and the author of any text could end a document. The lab notebook's program encodes such a name
-    as the special token.
+    first <|endoftext|>, and the author of any text could end a document. Unlike this class, the training program of
+    Giles Thomas's lab notebook (harness/runs/upstream.py) encodes such a name as the special token.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Response(Instruction):
 
 
 class InstructionData(_Part):
-    """Instruction file that the questions come from."""
+    """Name, hash and numbers of entries of the instruction file that the questions come from."""
 
     file: Text
     sha256: str
@@ -141,8 +141,9 @@ class Responses(_Part):
 
 
 def read_responses(path: Path) -> Responses:
-    """Read a responses file, or a list in the format of the book's chapter 7 and of the lab notebook. A list has no
-    name of the model, so the model is named after the file.
+    """Read a responses file of this program, or a JSON list as written by chapter 7 of Sebastian Raschka's book Build a
+    Large Language Model (From Scratch) and by Giles Thomas's lab notebook. Such a list does not name the model, so the
+    model is named after the file.
 
     Raises UserError, naming the key, if a value is invalid.
     """
