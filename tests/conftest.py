@@ -145,7 +145,7 @@ def finished_shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The quickstart run of README's first command, trained for only twenty steps on the dataset that the command
+    """The quickstart run of README's first command, trained for only twelve steps on the dataset that the command
     made."""
     return _begun_run("quickstart", tmp_path_factory)
 
@@ -154,7 +154,7 @@ def _begun_run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp(name))
     train = json.loads((isolation.SHIPPED_RUNS / name / "train.json").read_text())
     batch = 2 * train["microbatch_size"] * 128
-    short = {"min_train_tokens": 20 * batch, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
+    short = {"min_train_tokens": 12 * batch, "validation_interval": 6, "validation_batches": 2, "warmup_steps": 5}
     shop.add_shipped_run(name, **short)
     done = finish([shop.start_processes(name)], expect=0, timeout=PATIENCE_SECONDS)
     (shop.path / "printed").write_text(done.stdout)
