@@ -1,4 +1,4 @@
-"""Stopping at any step, and going on.
+"""Stopping at any step, and resuming.
 
 A run that is stopped and resumed ends like a run that was never stopped, bit for bit: weights, optimizer, scaler,
 random states of each rank, position in the data, metrics except for times, and the best checkpoint so far.
@@ -67,7 +67,7 @@ OTHER_OPTIMIZERS = [
     Setup(2, 1, "fp16", "adamw", shard_optimizer=True),
 ]
 EVERY_SETUP = [Setup(*values) for values in itertools.product((1, 2, 4), (1, 3), ("fp32", "fp16"))] + OTHER_OPTIMIZERS
-FEW_SETUPS = [Setup(1, 1, "fp32"), Setup(2, 3, "fp16"), Setup(4, 3, "fp32"), Setup(4, 1, "fp16"), *OTHER_OPTIMIZERS]
+FEW_SETUPS = [Setup(2, 3, "fp16"), Setup(4, 1, "fp32"), *OTHER_OPTIMIZERS]
 
 
 @pytest.fixture(scope="module")
@@ -113,20 +113,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert best[0] == best[1]
 
 
-def told_to_stop(setup: Setup, step: int) -> str:
-    """Return the prelude that sends SIGTERM to one rank alone while it is at a step."""
-    return PRELUDE + f"before(STEP, tell(SIGTERM), rank={setup.ranks - 1}, step={step})"
-
-
-def stop(shop: Workshop, run: Path, setup: Setup, prelude: str) -> int:
-    """Train until the prelude stops the run. Return the last step that was completed."""
-    result = shop.train(run.name, ranks=setup.ranks, prelude=prelude, expect=128 + 15)
-    (line,) = result.error_lines
-    last = int(line.partition("after global step ")[2].partition(";")[0])
-    assert (run / "checkpoints" / "latest").resolve().name.endswith(f"-iteration-{last}")
-    return last
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.fault(
     "stopped at a step", "all ranks stop after the same step with a checkpoint; continued to the same end"
@@ -140,31 +126,19 @@ def test_stopped_once(shop: Workshop, setups: list[Setup], straight: dict[Setup,
     def stop_once(case: tuple[Setup, int]) -> None:
         setup, step = case
         run = setup.add_run(shop, f"once-{step}-{setup.name}")
-        if setup.ranks > 1 and step >= STEPS - 2:  # the other ranks may learn of it after the last step
-            ended = shop.train(run.name, ranks=setup.ranks, prelude=told_to_stop(setup, step), expect=None)
-            assert ended.status in (0, 128 + signal.SIGTERM)
-        else:
-            assert stop(shop, run, setup, told_to_stop(setup, step)) in (step, step + 1)
+        told = PRELUDE + f"before(STEP, tell(SIGTERM), rank={setup.ranks - 1}, step={step})"  # one rank alone
+        ended = shop.train(run.name, ranks=setup.ranks, prelude=told, expect=None)
+        # In the last two steps the other ranks may learn of it after the last step.
+        if setup.ranks == 1 or step < STEPS - 2 or ended.status:
+            assert ended.status == 128 + signal.SIGTERM
+            (line,) = ended.error_lines
+            last = int(line.partition("after global step ")[2].partition(";")[0])
+            assert last in (step, step + 1)
+            assert (run / "checkpoints" / "latest").resolve().name.endswith(f"-iteration-{last}")
         shop.train(run.name, ranks=setup.ranks, prelude=PRELUDE)
         assert_same_run(straight[setup], run)
 
     for_each(cases, stop_once, at_once=2)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.fault("stopped after each step", "each process does one step; the same end")
-def test_stopped_after_each_step(
-    shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool
-) -> None:
-    """A run in which each process does a single step, and the next process resumes it, reaches the same end."""
-    chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # have both precisions and both accumulations
-    one_step = PRELUDE + "before(BETWEEN_STEPS, tell(SIGTERM), rank=0, call=1)"
-    for setup in chosen:
-        run = setup.add_run(shop, f"each-{setup.name}")
-        for step in range(STEPS):  # also after the last step, whose validation is still to be done
-            assert stop(shop, run, setup, one_step) == step
-        shop.train(run.name, ranks=setup.ranks, prelude=PRELUDE)
-        assert_same_run(straight[setup], run)
 
 
 def test_the_scaler_has_a_state_to_lose(straight: dict[Setup, Path]) -> None:
@@ -205,8 +179,7 @@ def test_another_shape(tmp_path: Path, exhaustive: bool) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=10_000)
     there_and_back = [[one, other, one] for one, other in itertools.combinations(SHAPES, 2)]
-    orders = [*there_and_back, SHAPES] if exhaustive else [SHAPES]
-    for number, shapes in enumerate(orders):
+    for number, shapes in enumerate([*there_and_back, SHAPES] if exhaustive else [SHAPES[:3]]):
         seen = tmp_path / f"windows-{number}"
         seen.mkdir()
         run = train_in_shapes(shop, f"shapes-{number}", shapes, seen)

@@ -1,4 +1,4 @@
-"""Saving while training goes on.
+"""Saving in the background.
 
 With "async_checkpoint": true, training pauses only for a copy. The files must hold the values of that moment, and
 `latest` must never point to a checkpoint that could be lost.
@@ -10,7 +10,7 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.support.straight import FAULTS, SETTINGS, STEPS
 pytestmark = pytest.mark.slow
 
 
-SLOW_SECONDS = 3
+SLOW_SECONDS = 2
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,11 @@ def latest_step(run: Path) -> int | None:
 @pytest.mark.fault("a slow disk", "training goes on during the save; latest moves once it is durable")
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> None:
     """While the first checkpoint takes seconds to reach the disk, steps are trained, and `latest` does not exist."""
-    run, mark = add_run(shop, "slow-disk", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
+    run, mark = add_run(shop, "slow-disk", min_train_tokens=64 * 100, validation_interval=99), tmp_path / "mark"
     # The steps are slow enough that not all of them fit into these seconds.
     flush = "harness.runs.checkpoints:rename_whole"
     slow = f"before({flush!r}, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
-    processes = shop.start("slow-disk", prelude=FAULTS + slow)
+    processes = shop.start("slow-disk", ranks=1, prelude=FAULTS + slow)
     steps: set[int] = set()
     while not mark.exists():
         assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
@@ -69,8 +69,8 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> Non
         time.sleep(0.05)
     finish(processes, expect=0, timeout=60)
     assert len(steps) > 10
-    assert latest_step(run) == 139
-    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 139]
+    assert latest_step(run) == 99
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 99]
 
 
 def whole_metrics(run: Path) -> list[dict[str, Any]]:
@@ -83,7 +83,6 @@ def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: b
     """A background save writes the copied weights, not those that training has made of them while the writer was held
     up."""
     cases = list(itertools.product((1, 2, 3), ("fp32", "fp16"))) if exhaustive else [(2, "fp16")]
-    compared = 0
     for ranks, precision in cases:
         settings = {"precision": precision, "min_train_tokens": STEPS * 64 * ranks, "checkpoint_interval": 2}
         name = f"{ranks}-{precision}"
@@ -96,7 +95,6 @@ def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: b
         assert [step for step, _ in saved[0]] == [step for step, _ in saved[1]] == [0, 2, 4, 6, 8, 10, 11]
         for (_, one), (_, other) in zip(*saved, strict=True):
             assert_same_checkpoint(one, other)
-            compared += 1
 
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
@@ -122,24 +120,7 @@ MOMENTS += [f"'harness.runs.checkpoints:point', {{action}}, call={call}" for cal
 
 
 def every_moment(exhaustive: bool) -> Sequence[str]:
-    return MOMENTS if exhaustive else [MOMENTS[0], MOMENTS[4], MOMENTS[-1]]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.fault("killed while saving", "latest is a whole checkpoint; continued to the same end")
-def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """The steps since the beginning of the save are lost, and trained again when the run is resumed."""
-    moments = every_moment(exhaustive)
-    for number, moment in enumerate(moments):
-        run = add_run(shop, f"killed-saving-{number}")
-        prelude = FAULTS + f"before({moment.format(action='in_turn(pause(0.2), kill)')}, rank=0)"
-        result = finish(shop.start(run.name, prelude=prelude), expect=-signal.SIGKILL, timeout=60)
-        assert result.stdout.count("validation loss") >= 3  # of steps 0, 3 and 6; the kill comes in the save of step 6
-        left = latest_step(run)
-        assert left in (3, 6)
-        assert f"-iteration-{left}," in shop.train(run.name, prelude=FAULTS).stdout
-        assert_same_end(straight, run)
-        assert not list((run / "checkpoints").glob(".*"))
+    return MOMENTS if exhaustive else [MOMENTS[4], MOMENTS[-1]]
 
 
 @pytest.mark.timeout(900)
@@ -147,8 +128,7 @@ def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> N
     "told to stop while saving", "the save is completed; latest is the last step done; continued to the same end"
 )
 def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    moments = every_moment(exhaustive)
-    for number, moment in enumerate(moments):
+    for number, moment in enumerate(every_moment(exhaustive)):
         run = add_run(shop, f"told-saving-{number}")
         prelude = FAULTS + f"before({moment.format(action='in_turn(tell(SIGTERM), pause(0.2))')}, rank=0)"
         result = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
@@ -165,8 +145,10 @@ def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool
 )
 def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """An error in the writer's thread ends the run later: at the next step, the next save or the end of the run."""
-    cases = list(failures(exhaustive))
-    for number, (moment, last) in enumerate(cases):
+    cases = [(moment.format(action="fill_disk"), (3, 6)) for moment in every_moment(exhaustive)]
+    cases += [("WRITE, fill_disk, call=5", (9,))]  # the last save
+    cases += [("WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,))]  # the last save again, after all steps are done
+    for number, (moment, last) in enumerate(cases):  # `last`: the steps that `latest` may point to afterwards
         run = add_run(shop, f"failing-{number}")
         result = shop.train(run.name, prelude=FAULTS + f"before({moment}, rank=0)", expect=1)
         assert len(result.error_lines) == 1, result.stderr
@@ -202,21 +184,13 @@ before(WRITE, fill_disk, rank=0, call=2)
     assert "cannot write the checkpoint of step" in told[0]
 
 
-def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield faults that make a save fail, each with the steps that `latest` may point to afterwards."""
-    for moment in every_moment(exhaustive):
-        yield moment.format(action="fill_disk"), (3, 6)
-    yield "WRITE, fill_disk, call=5", (9,)  # the last save
-    yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # the last save again, after all steps are done
-
-
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a large model", "a save of 250 MB pauses training for less time than a synchronous one")
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
-    steps, waiting, going_on = 24 if exhaustive else 8, list[float](), list[float]()
+    steps, waiting, going_on = 24 if exhaustive else 6, list[float](), list[float]()
     # Only the shortest pauses are compared, because the machine's other work makes pauses longer. If it has much other
     # work, there are more attempts.
     for attempt in range(3):
@@ -234,7 +208,7 @@ def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) 
     except the last, after which nothing is trained."""
     notes = folder / f"pauses-{in_background}"
     settings: dict[str, Any] = dict.fromkeys(("validation_interval", "validation_batches", "start_val_token"))
-    settings |= {"microbatch_size": 1, "gradient_accumulation_steps": 1, "min_train_tokens": 32 * steps}
+    settings |= {"microbatch_size": 1, "gradient_accumulation_steps": 1, "min_train_tokens": 16 * steps}
     run = shop.add_run(
         f"large-{in_background}-{folder.name}",
         model=LARGE,
@@ -243,6 +217,7 @@ def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) 
         keep_checkpoints=1,
         async_checkpoint=in_background,
     )
-    shop.train(run.name, prelude=FAULTS + f"record_seconds('checkpointing:Checkpointer.save', {str(notes)!r}, rank=0)")
+    timed = f"record_seconds('checkpointing:Checkpointer.save', {str(notes)!r}, rank=0)"
+    shop.train(run.name, ranks=1, prelude=FAULTS + timed)
     assert len(metrics(run)) > steps
     return [float(line) for line in notes.read_text().splitlines()][:-1]
