@@ -104,10 +104,7 @@ def few(cases: list[Damage], exhaustive: bool) -> list[Damage]:
     return cases if exhaustive else cases[:: len(FILES) + 1]
 
 
-@pytest.mark.fault(
-    "latest is damaged",
-    "refused with the file's name; the newest whole checkpoint is offered, and leads to the same end",
-)
+@pytest.mark.fault("latest is damaged", "refused; the newest whole checkpoint is offered, and leads to the same end")
 def test_damaged_latest(shop: Workshop, exhaustive: bool) -> None:
     runs = []
     for number, damage in enumerate(few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES):
@@ -137,9 +134,7 @@ def line_of_refusal(shop: Workshop, run: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.fault("best is damaged", "training continues from latest to the same end")
-@pytest.mark.fault(
-    "latest is no link", "training continues from the checkpoint of the highest step, and latest is a link again"
-)
+@pytest.mark.fault("latest is no link", "training continues from the highest step, and latest is a link again")
 def test_other_damages(shop: Workshop, exhaustive: bool) -> None:
     """A run is resumed even if `best` is damaged, and if `latest` is missing, a file or a folder, as programs leave it
     that do not copy links or that follow them."""

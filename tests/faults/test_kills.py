@@ -119,12 +119,9 @@ CASES = [
 
 
 @pytest.mark.fault(
-    "killed in a save",
-    "at every file operation, also in the background, with sharded state, and while old checkpoints are deleted: all "
-    "checkpoints are whole; continued to the same end",
+    "killed in a save", "at each file operation, sharded, in the background, or deleting: all whole; the same end"
 )
-@pytest.mark.fault("killed at the end", "at every file operation: continued to the same end, with its summary")
-@pytest.mark.timeout(900)
+@pytest.mark.fault("killed at the end", "at every file operation: the same end, with its summary")
 @pytest.mark.parametrize(("calls", "each_of"), CASES)
 def test_killed_at_each_operation(shop: Workshop, calls: list[Call], each_of: int, exhaustive: bool) -> None:
     places = []
@@ -178,10 +175,7 @@ LONG: dict[str, Any] = SETTINGS | {"validation_interval": CYCLE, "checkpoint_int
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "killed again and again", "50 times, any rank at any instant, with sharded state, too: continued to the same end"
-)
-@pytest.mark.timeout(900)
+@pytest.mark.fault("killed again and again", "50 times, any rank at any instant, with sharded state: the same end")
 def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
     """A rank of one run, drawn at random, is killed again and again, at a random instant of a phase or soon after."""
     kills, dice = 50 if exhaustive else 5, random.Random(0)

@@ -51,9 +51,7 @@ def await_metrics(run: Path, lines: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.fault(
-    "two jobs on one run", "the second is refused with the first one's host and pid; after a kill another takes over"
-)
+@pytest.mark.fault("two jobs on one run", "the second is refused with the first's pid; after a kill another starts")
 def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
     """A second job is refused while the first one lives, with any arguments, with file locks and without them. It is
     let in when the first one is dead."""
