@@ -131,75 +131,35 @@ def test_killed_at_each_operation(shop: Workshop, calls: list[Call], each_of: in
     for_each(places if exhaustive else places[each_of // 2 :: each_of], lambda place: kill_at(shop, *place))
 
 
-# Rank {victim} kills itself `seconds` after it enters the phase `awaited` for the first time.
-LIFE = """
-import os, signal, threading, time
-from tests.support.faults import SAVE, START, STEP, VALIDATION, around
-rank, awaited = os.environ["RANK"], {awaited!r}
-place = os.open({place!r} + rank, os.O_WRONLY | os.O_CREAT)
-
-def die():
-    time.sleep({seconds})
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def enter(phase):
-    global awaited
-    os.pwrite(place, phase.ljust(20).encode(), 0)
-    if (rank, phase) == ("{victim}", awaited):
-        awaited = None
-        threading.Thread(target=die, daemon=True).start()
-
-def during(where, phase, after, seconds):
-    def noting(original, *values, **named):
-        enter(phase)
-        time.sleep(seconds)
-        try:
-            return original(*values, **named)
-        finally:
-            enter(after)
-    around(where, noting)
-
-enter("joining")
-during(START, "joining", "start-up", 0)
-during(STEP, "training", "training", {step_seconds})
-during(VALIDATION, "validation", "training", 0.1)
-during(SAVE, "save", "training", 0.05)
+# The places at which a rank's death begins, and the seconds after each within which it is killed. If kills come at each
+# place in turn, a run needs at most 18 steps for each life before the last kill, however fast the machine is.
+PLACES = {"START": 0.6, "CHECK": 0.1, "STEP": 0.1, "VALIDATION": 0.1, "SAVE": 0.1}
+CYCLE, STEPS_A_LIFE = 10, 20  # steps from one validation and save to the next, and at most in a life
+SLOWLY = """
+from tests.support.faults import *
+for place, seconds in ((STEP, 0.01), (VALIDATION, 0.1), (SAVE, 0.05)):
+    before(place, pause(seconds))
 """
-STEP_SECONDS = 0.01
-CYCLE = 10  # steps from one validation and save to the next
-# The phases of a rank's life, and the seconds after the beginning of each within which a rank is killed. If kills come
-# in each phase in turn, a run needs at most 18 steps for each life before the last kill, however fast the machine is.
-PHASES = {"joining": 0.6, "start-up": 0.1, "training": 0.1, "validation": 0.1, "save": 0.1}
-STEPS_A_LIFE = 20
-LONG: dict[str, Any] = SETTINGS | {"validation_interval": CYCLE, "checkpoint_interval": CYCLE, "report_interval": 5}
 
 
 @pytest.mark.slow
 @pytest.mark.fault("killed again and again", "50 times, any rank at any instant, with sharded state: the same end")
 def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
-    """A rank of one run, drawn at random, is killed again and again, at a random instant of a phase or soon after."""
+    """A rank of one run, drawn at random, is killed again and again, at a random instant of its work."""
     kills, dice = 50 if exhaustive else 5, random.Random(0)
-    settings = (
-        LONG
-        | SHARDED
-        | {"keep_checkpoints": 2, "min_train_tokens": 128 * STEPS_A_LIFE * kills, "dataset": "local/long"}
-    )
+    settings = SETTINGS | SHARDED | {"min_train_tokens": 128 * STEPS_A_LIFE * kills, "dataset": "local/long"}
+    settings |= {"validation_interval": CYCLE, "checkpoint_interval": CYCLE, "keep_checkpoints": 2}
     shop.add_dataset("local/long", tokens=128 * (STEPS_A_LIFE + 1) * kills)
     unharmed, harmed = [shop.add_run(name, **settings) for name in ("unharmed", "harmed")]
     train(shop, unharmed.name, ranks=2)
-    place, vanishing = f"{shop.path}/phase-", []
+    vanishing = []
     with ThreadPoolExecutor() as pool:
-        for awaited in itertools.islice(itertools.cycle(PHASES), kills):
-            for rank in range(2):
-                Path(f"{place}{rank}").unlink(missing_ok=True)
-            victim, seconds = dice.randrange(2), dice.uniform(0, PHASES[awaited])
-            prelude = LIFE.format(
-                victim=victim, awaited=awaited, seconds=seconds, place=place, step_seconds=STEP_SECONDS
-            )
-            processes = start(shop, harmed.name, ranks=2, prelude=prelude)
+        for place in itertools.islice(itertools.cycle(PLACES), kills):
+            victim, seconds = dice.randrange(2), dice.uniform(0, PLACES[place])
+            killing = f"before({place}, kill_after({seconds}), rank={victim}, call=1)"
+            processes = start(shop, harmed.name, ranks=2, prelude=SLOWLY + killing)
             assert wait_for(processes[victim], 60) == -signal.SIGKILL, said(processes)
-            if Path(f"{place}{victim}").read_text().strip() == "joining":
-                processes[1 - victim].terminate()  # the ranks have not met yet, so that torchrun has to end this one
+            processes[1 - victim].terminate()  # as torchrun does
             vanishing.append(pool.submit(wait_for, processes[1 - victim], VANISH_SECONDS))
             if victim == 1:  # otherwise the next life starts at once, while rank 1 still runs
                 vanishing[-1].result()

@@ -38,12 +38,13 @@ def shop(straight_shop: Workshop) -> Workshop:
 # Runs before ddp_train.py. Rank 0 writes the mark file, and then waits.
 NOTE = "import os, time\nif os.environ['RANK'] == '0': open({mark!r}, 'w').write('x')\n"
 IN_AN_IMPORT = """
-import importlib.abc, sys
+import importlib.abc, os, sys, time
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             sys.meta_path.remove(self)
-            {noted}
+            if os.environ["RANK"] == "0":
+                open({mark!r}, "w").write("x")
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
 """
@@ -63,30 +64,22 @@ class Place:
 ENDED = " has ended (killed?)"
 PLACES = [
     Place("python's start", NOTE + "time.sleep(4)\n", faults=""),
-    Place(
-        "an import",
-        NOTE.replace("if", "def noted():\n    if") + IN_AN_IMPORT.format(noted="noted()"),
-        faults="",
-        says=ENDED,
-    ),
+    Place("an import", IN_AN_IMPORT, faults="", says=ENDED),
     Place("the rendezvous", "before(START, note({mark!r}), rank=0)\nbefore(START, pause(60), rank=1)", says=ENDED),
     Place("the check of the data", "before(CHECK, note({mark!r}, pause(60)), rank=0)", says=ENDED),
     Place("the first step", "before(STEP, note({mark!r}, until({go!r})), rank=0, step=0)", step=0),
     Place("a step", "before(STEP, note({mark!r}, until({go!r})), rank=1, step=5)", step=5),
-    Place(
-        "a step without end", "before(STEP, note({mark!r}, spin), rank=0, step=5)", 3, says="before a checkpoint was"
-    ),
+    Place("a step without end", "before(STEP, note({mark!r}, spin), rank=0, step=5)", 3, says="before a checkpoint"),
     Place("a validation", "before(EVALUATION, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
     Place("a save", "before(WRITE, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
     Place("the end", "before(END, note({mark!r}, until({go!r})), rank=0)", step=STEPS - 1),
 ]
-FEW = ["python's start", "an import", "a save", "a step"]  # the first and the third under torchrun
+FEW = {"python's start": False, "an import": True, "a save": False, "a step": True}  # whether under --processes
 
 
 def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes: bool) -> None:
     """Kill the launcher while a rank is at a place, and resume the run to its end."""
-    name = ["killed", str(by_processes), *place.name.replace("'", "").split()]
-    run = shop.add_run("-".join(name), **SETTINGS)
+    run = shop.add_run(f"killed-{by_processes}-" + place.name.replace("'", "").replace(" ", "-"), **SETTINGS)
     mark = shop.path / f"{run.name}.mark"
     go = mark.with_suffix(".go")
     job = Torchrun(shop, run, by_processes=by_processes)
@@ -108,10 +101,8 @@ def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes:
         assert max(made) in (place.step, place.step + 1), (place, made)
         assert not list((run / "checkpoints").glob(".*"))
         if max(made) < STEPS - 1 and not place.says:
-            told = (
-                "stopped by SIGHUP (the terminal, the launcher or the reader of the output is gone) after global step"
-            )
-            assert told in said, said
+            assert "stopped by SIGHUP (" in said, said
+            assert "the launcher or the reader of the output is gone) after global step" in said, said
     shop.train(run.name, prelude=FAULTS)
     assert_same_end(straight, run)
 
@@ -119,30 +110,28 @@ def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes:
 @pytest.mark.slow
 @pytest.mark.fault("torchrun is killed", "in ten places, also --processes: all ranks gone in 15 s; the same end")
 def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    cases = list(itertools.product(PLACES, (False, True)))
-    if not exhaustive:
-        few = {place.name: place for place in PLACES}
-        cases = [(few[name], number % 2 == 1) for number, name in enumerate(FEW)]
+    every = itertools.product(PLACES, (False, True))
+    cases = [
+        (place, by_processes) for place, by_processes in every if exhaustive or FEW.get(place.name) == by_processes
+    ]
     for_each(cases, lambda case: kill_launcher(shop, straight, case[0], by_processes=case[1]), at_once=2)
 
 
-def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path, exhaustive: bool) -> None:
+@pytest.mark.slow
+def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path) -> None:
     """A command that is started right after the kill waits for the old ranks, which are still writing their
     checkpoint."""
-    if not exhaustive:
-        pytest.skip("slow, runs only with --exhaustive")
     run, mark = shop.add_run("impatient", **SETTINGS), shop.path / "impatient.mark"
-    job = Torchrun(shop, run)
-    process = job.start(f"before(WRITE, note({str(mark)!r}, pause(8)), rank=0, step=3)")
+    process = Torchrun(shop, run, are_forked=True).start(
+        f"before(WRITE, note({str(mark)!r}, pause(4)), rank=0, step=3)"
+    )
     await_file(mark, process)
     process.kill()
     shop.train(run.name, prelude=FAULTS)
     assert_same_end(straight, run)
-    assert job.seconds_to_the_end(1) < 1
 
 
 # Terminals
-
 
 # Makes the terminal the controlling one of the process, so that its closing sends SIGHUP.
 ENTER_TERMINAL = """
@@ -150,8 +139,6 @@ import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -182,9 +169,8 @@ HANGUPS = [
 
 def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     ranks = 2 if "torch.distributed.run" in hangup.command or hangup.options else 1
-    run = shop.add_run(
-        "-".join(["closed", *hangup.name.split()]), **SETTINGS | {"min_train_tokens": STEPS * 64 * ranks}
-    )
+    name, tokens = "closed-" + hangup.name.replace(" ", "-"), {"min_train_tokens": STEPS * 64 * ranks}
+    run = shop.add_run(name, **SETTINGS | tokens)
     mark = shop.path / f"{run.name}.mark"
     go = mark.with_suffix(".go")
     prelude = f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=4)"
