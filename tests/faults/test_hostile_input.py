@@ -397,10 +397,9 @@ def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool) -> None:
     right = bench.meta()
     metas: list[dict[str, Any]] = [{**right, key: value} for key in [*right, "new"] for value in WRONG]
     metas += [{other: value for other, value in right.items() if other != key} for key in right]
+    inside: list[Any] = [None, -1, "x", []]
     for outer in ("seconds", "sha256", "dataset", "train", "model"):
-        metas += [
-            {**right, outer: {**right[outer], key: value}} for key in right[outer] for value in (None, -1, "x", [])
-        ]
+        metas += [{**right, outer: {**right[outer], key: value}} for key in right[outer] for value in inside]
     for meta in metas[:: 7 if exhaustive else 23]:
         latest = bench.reset()
         (latest / "meta.json").write_text(json.dumps(meta))

@@ -116,9 +116,9 @@ def test_a_save_that_is_disturbed(shop: Workshop, straight: Path, exhaustive: bo
     moments = MOMENTS if exhaustive else [MOMENTS[4], MOMENTS[-1]]
     told, last = "in_turn(tell(SIGTERM), pause(0.2))", "WRITE, {action}, call=5"  # the last save
     # The injected action, its moment, and the steps that `latest` may point to afterwards
-    cases = [(action, moment, (3, 6)) for action in (told, "fill_disk") for moment in moments]
+    cases = [(action, moment, [3, 6]) for action in (told, "fill_disk") for moment in moments]
     # The second of these comes after all steps are done.
-    cases += [(action, last, (9,)) for action in ("fill_disk", "in_turn(pause(0.5), fill_disk)")]
+    cases += [(action, last, [9]) for action in ("fill_disk", "in_turn(pause(0.5), fill_disk)")]
     for number, (action, moment, latest) in enumerate(cases):
         run = add_run(shop, f"disturbed-{number}")
         prelude = FAULTS + f"before({moment.format(action=action)}, rank=0)"
@@ -176,8 +176,9 @@ def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bo
             run = shop.add_run(
                 f"large-{notes.name}", model=LARGE, **SETTINGS | settings, async_checkpoint=in_background
             )
-            timed = f"record_seconds('checkpointing:Checkpointer.save', {str(notes)!r}, rank=0)"
-            shop.train(run.name, ranks=1, prelude=FAULTS + timed)
+            timed = f"record_seconds('checkpointing:Checkpointer.save', {str(notes)!r}, rank=0)\n"
+            # The steps are slow enough that a save is written before the next one begins.
+            shop.train(run.name, ranks=1, prelude=FAULTS + timed + "before(STEP, pause(0.5))")
             seconds += [float(line) for line in notes.read_text().splitlines()][
                 :-1
             ]  # nothing is trained after the last

@@ -252,14 +252,16 @@ class Bench:
         shutil.copytree(self.origin / "runs" / "r", self.shop.runs / "r", symlinks=True)
         return (self.shop.runs / "r" / "checkpoints" / "latest").resolve()
 
-    def refuses(self, *arguments: str, words: Sequence[str] = (), run: str = "r", also: Path | None = None) -> None:
+    def refuses(
+        self, *arguments: str, words: Sequence[str] = (), run: str = "r", also: Path | None = None, status: int = 2
+    ) -> None:
         """Assert that training is refused with one line that has these words, and changes neither what is here nor the
         folder `also`."""
         folders = [self.shop.path, *filter(None, [also])]
         before = [tree(folder) for folder in folders]
         result = self.shop.attempt(*arguments, run=run)
         assert is_one_line(result, *words), result
-        assert result.status == 2, result
+        assert result.status == status, result
         for old, folder in zip(before, folders, strict=True):
             same_as(old, folder)
 
