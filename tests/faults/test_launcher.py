@@ -208,7 +208,7 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a terminal is closed", "stops with a checkpoint; under nohup, without torchrun, it trains on")
+@pytest.mark.fault("a terminal is closed", "stops with a checkpoint; under nohup, without torchrun, training continues")
 def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
     few = [hangup for hangup in HANGUPS if hangup.name in ("torchrun", "--processes")]
     for_each(HANGUPS if exhaustive else few, lambda hangup: close_terminal(shop, hangup), at_once=2)

@@ -84,7 +84,7 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a delete fails", "training goes on, and the next save deletes it")
+@pytest.mark.fault("a delete fails", "training continues, and the next save deletes it")
 def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
     settings, path = SETTINGS | {"keep_checkpoints": 1}, shop.path / "deletes"
     whole = shop.add_run("deletes", **settings)

@@ -45,7 +45,7 @@ def latest_step(run: Path) -> int | None:
     return int(link.resolve().name.rpartition("-")[2])
 
 
-@pytest.mark.fault("a slow disk", "training goes on during the save; latest moves once it is durable")
+@pytest.mark.fault("a slow disk", "training continues during the save; latest moves once it is durable")
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> None:
     """While the first checkpoint takes seconds to reach the disk, steps are trained, and `latest` does not exist."""
     run, mark = add_run(shop, "slow-disk", min_train_tokens=64 * 100, validation_interval=99), tmp_path / "mark"
