@@ -93,7 +93,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items if config.getoption("--exhaustive") else ():
+        item.add_marker(pytest.mark.timeout(1800))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem[5:]}", len(order)))
 
@@ -133,6 +135,11 @@ def stopped_shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> 
 def straight_shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """An undisturbed run of two ranks. Test modules compare the ends of their own runs with its end."""
     return build_straight_run(tmp_path_factory.mktemp("straight"))
+
+
+@pytest.fixture(scope="session")
+def straight(straight_shop: Workshop) -> Path:
+    return straight_shop.runs / "straight"
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.data.test_fetching import NAME, corpus
-from tests.support.fake_hub import FakeHub
 from tests.support.jobs import for_each
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
@@ -39,25 +35,16 @@ def shop(straight_shop: Workshop) -> Workshop:
     return Workshop(straight_shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": "10"})
 
 
-@pytest.fixture(scope="module")
-def straight(straight_shop: Workshop) -> Path:
-    return straight_shop.runs / "straight"
-
-
-def skip_unless(exhaustive: bool) -> None:
-    if not exhaustive:
-        pytest.skip("slow, runs only with --exhaustive")
-
-
 # Runs before ddp_train.py. Rank 0 writes the mark file, and then waits.
 NOTE = "import os, time\nif os.environ['RANK'] == '0': open({mark!r}, 'w').write('x')\n"
 IN_AN_IMPORT = """
-import importlib.abc, sys
+import importlib.abc, os, sys, time
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             sys.meta_path.remove(self)
-            {noted}
+            if os.environ["RANK"] == "0":
+                open({mark!r}, "w").write("x")
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
 """
@@ -71,125 +58,80 @@ class Place:
     prelude: str  # {mark}: the file that the rank writes at this place
     step: int | None = None  # the step of the checkpoint that is left, None if training has not begun
     faults: str = FAULTS
+    says: str = ""
 
 
+ENDED = " has ended (killed?)"
 PLACES = [
     Place("python's start", NOTE + "time.sleep(4)\n", faults=""),
-    Place("an import", NOTE.replace("if", "def noted():\n    if") + IN_AN_IMPORT.format(noted="noted()"), faults=""),
-    Place("the rendezvous", "before(START, note({mark!r}), rank=0)\nbefore(START, pause(60), rank=1)"),
-    Place("the check of the data", "before(CHECK, note({mark!r}, pause(60)), rank=0)"),
+    Place("an import", IN_AN_IMPORT, faults="", says=ENDED),
+    Place("the rendezvous", "before(START, note({mark!r}), rank=0)\nbefore(START, pause(60), rank=1)", says=ENDED),
+    Place("the check of the data", "before(CHECK, note({mark!r}, pause(60)), rank=0)", says=ENDED),
     Place("the first step", "before(STEP, note({mark!r}, until({go!r})), rank=0, step=0)", step=0),
     Place("a step", "before(STEP, note({mark!r}, until({go!r})), rank=1, step=5)", step=5),
+    Place("a step without end", "before(STEP, note({mark!r}, spin), rank=0, step=5)", 3, says="before a checkpoint"),
     Place("a validation", "before(EVALUATION, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
     Place("a save", "before(WRITE, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
     Place("the end", "before(END, note({mark!r}, until({go!r})), rank=0)", step=STEPS - 1),
 ]
-FEW = ["python's start", "an import", "a save"]
+FEW = {"python's start": False, "an import": True, "a save": False, "a step": True}  # whether under --processes
 
 
-def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes: bool) -> float:
-    """Kill the launcher while a rank is at a place, and resume the run to its end. Return the seconds until the
-    launcher's processes were gone."""
-    name = ["killed", str(by_processes), *place.name.replace("'", "").split()]
-    run = shop.add_run("-".join(name), **SETTINGS)
+def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes: bool) -> None:
+    """Kill the launcher while a rank is at a place, and resume the run to its end."""
+    run = shop.add_run(f"killed-{by_processes}-" + place.name.replace("'", "").replace(" ", "-"), **SETTINGS)
     mark = shop.path / f"{run.name}.mark"
-    job = Torchrun(shop, run, by_processes=by_processes)
     go = mark.with_suffix(".go")
+    job = Torchrun(shop, run, by_processes=by_processes)
     prelude = place.prelude.replace("{mark!r}", repr(str(mark))).replace("{go!r}", repr(str(go)))
     process = job.start(prelude, faults=place.faults)
     await_file(mark, process)
     process.kill()
     time.sleep(1)
     go.touch()
-    seconds = job.seconds_to_the_end(GONE_SECONDS)
+    job.seconds_to_the_end(GONE_SECONDS)
     said = process.read(".err")
     assert "Traceback" not in said, said
     assert len(said) < 2000, said  # no stack traces of libraries that cannot reach torchrun's store
+    assert place.says in said
     made = [step for step, _ in list_checkpoints(run / "checkpoints")]
     if place.step is None:
         assert not made
-        assert " has ended (killed?)" in said or place.name == "python's start", said
     else:
         assert max(made) in (place.step, place.step + 1), (place, made)
         assert not list((run / "checkpoints").glob(".*"))
-        if max(made) < STEPS - 1:
-            assert (
-                "stopped by SIGHUP (the terminal, the launcher or the reader of the output is gone) after global step"
-                in said
-            ), said
+        if max(made) < STEPS - 1 and not place.says:
+            assert "stopped by SIGHUP (" in said, said
+            assert "the launcher or the reader of the output is gone) after global step" in said, said
     shop.train(run.name, prelude=FAULTS)
     assert_same_end(straight, run)
-    return seconds
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.fault(
-    "torchrun is killed",
-    "in nine places, also --processes: all ranks are gone in 15 s, with a checkpoint; the same end",
-)
+@pytest.mark.fault("torchrun is killed", "in ten places, also --processes: all ranks gone in 15 s; the same end")
 def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    places = PLACES if exhaustive else [place for place in PLACES if place.name in FEW]
-    cases = list(itertools.product(places, (False, True)))
-
-    def kill(case: tuple[Place, bool]) -> float:
-        return kill_launcher(shop, straight, case[0], by_processes=case[1])
-
-    for_each(cases, kill, at_once=2)
+    every = itertools.product(PLACES, (False, True))
+    cases = [
+        (place, by_processes) for place, by_processes in every if exhaustive or FEW.get(place.name) == by_processes
+    ]
+    for_each(cases, lambda case: kill_launcher(shop, straight, case[0], by_processes=case[1]), at_once=2)
 
 
-@pytest.mark.fault(
-    "torchrun is killed in a download", "all ranks are gone in 15 s; the same command downloads and trains"
-)
-def test_torchrun_killed_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
-    skip_unless(exhaustive)
-    with FakeHub() as hub:
-        dataset = hub.add_dataset(NAME, corpus())
-        dataset.files["train.safetensors"].delay_seconds = 60
-        shop = Workshop(tmp_path, hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
-        run = shop.add_run(dataset=NAME, min_train_tokens=256)
-        job = Torchrun(shop, run)
-        process = job.start("")
-        while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
-            assert process.poll() is None, process.communicate(timeout=1)
-            time.sleep(0.02)
-        process.kill()
-        job.seconds_to_the_end(GONE_SECONDS)
-        hub.release()
-        shop.train("r", prelude=FAULTS)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.fault(
-    "torchrun is killed, and a step never ends", "all ranks are gone in 15 s, and say that no checkpoint was written"
-)
-def test_torchrun_killed_in_a_step_without_end(shop: Workshop, exhaustive: bool) -> None:
-    skip_unless(exhaustive)
-    run, mark = shop.add_run("endless", **SETTINGS), shop.path / "endless.mark"
-    job = Torchrun(shop, run)
-    process = job.start(f"before(STEP, note({str(mark)!r}, spin), rank=0, step=5)")
-    await_file(mark, process)
-    process.kill()
-    job.seconds_to_the_end(GONE_SECONDS)
-    assert "before a checkpoint was written" in process.read(".err")
-
-
-def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path, exhaustive: bool) -> None:
+@pytest.mark.slow
+def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path) -> None:
     """A command that is started right after the kill waits for the old ranks, which are still writing their
     checkpoint."""
-    skip_unless(exhaustive)
     run, mark = shop.add_run("impatient", **SETTINGS), shop.path / "impatient.mark"
-    job = Torchrun(shop, run)
-    process = job.start(f"before(WRITE, note({str(mark)!r}, pause(8)), rank=0, step=3)")
+    process = Torchrun(shop, run, are_forked=True).start(
+        f"before(WRITE, note({str(mark)!r}, pause(4)), rank=0, step=3)"
+    )
     await_file(mark, process)
     process.kill()
     shop.train(run.name, prelude=FAULTS)
     assert_same_end(straight, run)
-    assert job.seconds_to_the_end(1) < 1
 
 
 # Terminals
-
 
 # Makes the terminal the controlling one of the process, so that its closing sends SIGHUP.
 ENTER_TERMINAL = """
@@ -197,38 +139,6 @@ import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-
-
-@dataclass
-class Terminal:
-    """A terminal with one command in it. When a test closes the terminal, the kernel sends SIGHUP to the command."""
-
-    shop: Workshop
-    run: Path
-
-    def start(self, *command: str, script: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Run `command` with `script` and its `options`, on a terminal of its own."""
-        self.master, slave = pty.openpty()
-        arguments = [self.run.name, str(self.shop.datasets), "--runs-dir", str(self.shop.runs), *options]
-        whole = [sys.executable, "-c", ENTER_TERMINAL, *command, str(script), *arguments]
-        environment = self.shop._environment({MARK: str(self.run), "CUDA_VISIBLE_DEVICES": ""})
-        process = subprocess.Popen(
-            whole, cwd=self.shop.path, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-        )
-        os.close(slave)
-        return process
-
-    def close(self) -> None:
-        os.close(self.master)
-
-    def read(self) -> str:
-        """Return the output so far. Reading makes room in the terminal's buffer for more output."""
-        os.set_blocking(self.master, False)
-        with suppress(BlockingIOError):
-            return os.read(self.master, 1 << 20).decode()
-        return ""
-
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -238,7 +148,7 @@ class Hangup:
 
     name: str
     command: tuple[str, ...]
-    goes_on: bool = False
+    continues: bool = False
     options: tuple[str, ...] = ()
 
 
@@ -248,32 +158,41 @@ HANGUPS = [
     Hangup(
         "nohup torchrun that is told to leave SIGHUP alone",
         ("nohup", *TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"),
-        goes_on=True,
+        continues=True,
     ),
     Hangup("--processes", (sys.executable,), options=("--processes", "2")),
-    Hangup("nohup --processes", ("nohup", sys.executable), goes_on=True, options=("--processes", "2")),
+    Hangup("nohup --processes", ("nohup", sys.executable), continues=True, options=("--processes", "2")),
     Hangup("python", (sys.executable,)),
-    Hangup("nohup python", ("nohup", sys.executable), goes_on=True),
+    Hangup("nohup python", ("nohup", sys.executable), continues=True),
 ]
-FEW_HANGUPS = ["torchrun", "--processes"]
 
 
 def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     ranks = 2 if "torch.distributed.run" in hangup.command or hangup.options else 1
-    run = shop.add_run(
-        "-".join(["closed", *hangup.name.split()]), **SETTINGS | {"min_train_tokens": STEPS * 64 * ranks}
-    )
+    name, tokens = "closed-" + hangup.name.replace(" ", "-"), {"min_train_tokens": STEPS * 64 * ranks}
+    run = shop.add_run(name, **SETTINGS | tokens)
     mark = shop.path / f"{run.name}.mark"
     go = mark.with_suffix(".go")
     prelude = f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=4)"
-    terminal = Terminal(shop, run)
-    process = terminal.start(*hangup.command, script=with_faults(shop, run, prelude), options=hangup.options)
+    arguments = [run.name, str(shop.datasets), "--runs-dir", str(shop.runs), *hangup.options]
+    master, slave = pty.openpty()
+    os.set_blocking(master, False)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENTER_TERMINAL, *hangup.command, str(with_faults(shop, run, prelude)), *arguments],
+        cwd=shop.path,
+        env=shop._environment({MARK: str(run), "CUDA_VISIBLE_DEVICES": ""}),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
     deadline = time.monotonic() + 100
     while not mark.exists():
-        assert process.poll() is None, terminal.read()
-        assert time.monotonic() < deadline, terminal.read()
+        assert process.poll() is None, os.read(master, 1 << 20)
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    terminal.close()
+    os.close(master)  # now the kernel sends SIGHUP to the command
     time.sleep(1)
     go.touch()
     job = Torchrun(shop, run)
@@ -283,39 +202,35 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
         pytest.fail(f"alive 60 s after its terminal was closed:\n{job.describe()}")
     job.seconds_to_the_end(GONE_SECONDS)
     last = max(step for step, _ in list_checkpoints(run / "checkpoints"))
-    assert last == STEPS - 1 if hangup.goes_on else last in (4, 5), (hangup, last)
+    assert last == STEPS - 1 if hangup.continues else last in (4, 5), (hangup, last)
     shop.train(run.name, ranks=ranks, prelude=FAULTS)
     assert len([event for event in metrics(run) if event["event"] == "validation"]) == 5
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.fault(
-    "a terminal is closed", "stops with a checkpoint; under nohup --processes and nohup python training goes on"
-)
+@pytest.mark.fault("a terminal is closed", "stops with a checkpoint; under nohup, without torchrun, training continues")
 def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
-    hangups = HANGUPS if exhaustive else [hangup for hangup in HANGUPS if hangup.name in FEW_HANGUPS]
-    for_each(hangups, lambda hangup: close_terminal(shop, hangup), at_once=2)
+    few = [hangup for hangup in HANGUPS if hangup.name in ("torchrun", "--processes")]
+    for_each(HANGUPS if exhaustive else few, lambda hangup: close_terminal(shop, hangup), at_once=2)
 
 
 @pytest.mark.slow
 @pytest.mark.fault("the reader of the output ends", "stops with a checkpoint")
-def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path) -> None:
+def test_the_reader_of_the_output_ends(shop: Workshop) -> None:
     """A run stops when the reader of its output ends, as `tee` in `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"
-    go = mark.with_suffix(".go")
-    script = with_faults(shop, run, f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)")
-    command = [sys.executable, str(script), run.name, str(shop.datasets), "--runs-dir", str(shop.runs)]
-    with subprocess.Popen(
-        command, cwd=shop.path, env=shop._environment({}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        while not mark.exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        assert process.stdout is not None
-        process.stdout.close()
-        go.touch()
-        assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    go, pipe = mark.with_suffix(".go"), shop.path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    output = f"import os\nfor stream in (1, 2):\n    os.dup2(os.open({str(pipe)!r}, os.O_WRONLY), stream)\n"
+    noting = f"before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)"
+    (process,) = shop.start(run.name, ranks=1, prelude=output + FAULTS + noting)
+    while not mark.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.close(reader)
+    go.touch()
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
     # The run notices it at its next line of output, which is the report after step 2.
     assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (2, 3)
     shop.train(run.name, ranks=1, prelude=FAULTS)

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 Start = Callable[[str], list[WarmProcess]]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # with --exhaustive, a dozen starts of torchrun
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +85,6 @@ def await_step(run: Path, step: int, processes: Sequence[WarmProcess]) -> None:
         time.sleep(0.01)
 
 
-def assert_continues(pair: Pair, run: Path, straight: Path) -> None:
-    """Assert that the same commands resume the run to the end of the straight run, although only the first host's disk
-    has checkpoints."""
-    checkpoint = (run / "checkpoints" / "latest").resolve().name
-    assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
-    ends = wait_for(pair.ranks(run.name), timeout=START_SECONDS)
-    assert [end.status for end in ends] == [0, 0], ends
-    assert f"{run.name}: continuing from {checkpoint}" in ends[0].stdout
-    assert_same_end(straight, run)
-
-
 def say_why(ends: Sequence[Result]) -> list[str]:
     """Return the error line of each result. Each command must have failed with exactly one such line, and without a
     traceback of its own."""
@@ -137,12 +126,19 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
     assert_same_end(run, runs[0])
 
 
-@pytest.mark.fault("one node is told to stop", "both stop after the same step; continued to the same end")
-def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
-    """SIGTERM to one node's torchrun, or to both as a scheduler sends it, stops both nodes after the same step."""
-    cases = [(1,), (0,), (0, 1)] if exhaustive else [(1,)]
-    for told in cases:
-        run = add_run(pair, f"stopped-{'-'.join(map(str, told))}")
+@pytest.mark.fault("one node is told to stop", "both stop after the same step; the same end")
+@pytest.mark.fault("rank 0 on another node than before", "refused with the node named that has the checkpoints")
+@pytest.mark.fault("the network fails", "both sides say so and end within the time-out and 30 s; the same end")
+@pytest.mark.fault("a node vanishes", "the other one says so and ends in as long; the same end")
+def test_faults_in_turn(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
+    """A run that is stopped, cut in two, and left by a node, one after the other, reaches the same end.
+
+    SIGTERM goes to one node's torchrun, or to both as a scheduler sends it. Packets are lost without an error, as in a
+    broken switch, or the carrier is lost, as with a pulled cable.
+    """
+    cases = [((1,), pair.drop, 1), ((0,), pair.unplug, 0), ((0, 1), pair.drop, 1)]
+    for number, (told, cut, lost) in enumerate(cases if exhaustive else cases[:1]):
+        run = add_run(pair, f"faults-{number}")
         processes = start(run.name)
         await_step(run, 20, processes)
         for index in told:
@@ -150,7 +146,26 @@ def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaust
         ends = wait_for(processes, timeout=END_SECONDS)
         assert all(end.status != 0 for end in ends), ends
         assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
-        assert_continues(pair, run, straight)
+        # Training does not start from scratch when only the order of the nodes has changed.
+        line, _ = say_why(wait_for(Pair(pair.second, pair.first).ranks(run.name), timeout=START_SECONDS))
+        assert "node-a" in line
+        processes = start(run.name)
+        await_step(run, 50, processes)
+        cut()
+        say_why(wait_for(processes, timeout=END_SECONDS))
+        pair.mend()
+        processes = start(run.name)
+        await_step(run, 80, processes)
+        pair.hosts[lost].crash()
+        ends = wait_for(processes, timeout=END_SECONDS)
+        assert ends[lost].status == -signal.SIGKILL
+        say_why([ends[1 - lost]])
+        checkpoint = (run / "checkpoints" / "latest").resolve().name
+        assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
+        ends = wait_for(pair.ranks(run.name), timeout=START_SECONDS)
+        assert [end.status for end in ends] == [0, 0], ends
+        assert f"{run.name}: continuing from {checkpoint}" in ends[0].stdout
+        assert_same_end(straight, run)
 
 
 @pytest.mark.fault("a node with other files", "refused with the file, the difference and both hosts named")
@@ -180,55 +195,7 @@ def refusal(pair: Pair, name: str) -> str:
     return line
 
 
-@pytest.mark.fault("rank 0 on another node than before", "refused with the node named that has the checkpoints")
-def test_rank_0_without_the_checkpoints(pair: Pair) -> None:
-    """Training does not start from scratch when only the order of the nodes has changed."""
-    run = add_run(pair, "swapped", min_train_tokens=512)
-    assert {end.status for end in wait_for(pair.ranks(run.name), timeout=START_SECONDS)} == {0}
-    line, _ = say_why(wait_for(Pair(pair.second, pair.first).ranks(run.name), timeout=START_SECONDS))
-    assert "node-a" in line
-    assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
-
-
-@pytest.mark.fault(
-    "the network fails",
-    "both sides say so and end within COLLECTIVE_TIMEOUT_SECONDS and 30 s; continued to the same end",
-)
-def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
-    """Both sides end with a reason if packets are lost without an error, as in a broken switch, or if the carrier is
-    lost, as with a pulled cable."""
-    slowest, cuts = 0.0, [pair.drop, pair.unplug] if exhaustive else [pair.drop]
-    for cut in cuts:
-        run = add_run(pair, f"cut-{cut.__name__}")
-        processes = start(run.name)
-        await_step(run, 20, processes)
-        began = time.monotonic()
-        cut()
-        say_why(wait_for(processes, timeout=END_SECONDS))
-        slowest = max(slowest, time.monotonic() - began)
-        pair.mend()
-        assert_continues(pair, run, straight)
-
-
-@pytest.mark.fault("a node vanishes", "the other one says so and ends in as long; continued to the same end")
-def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
-    slowest, cases = 0.0, [1, 0] if exhaustive else [1]
-    for lost in cases:
-        run = add_run(pair, f"vanished-{lost}")
-        processes = start(run.name)
-        await_step(run, 20, processes)
-        began = time.monotonic()
-        pair.hosts[lost].crash()
-        ends = wait_for(processes, timeout=END_SECONDS)
-        assert ends[lost].status == -signal.SIGKILL
-        say_why([ends[1 - lost]])
-        slowest = max(slowest, time.monotonic() - began)
-        assert_continues(pair, run, straight)
-
-
-@pytest.mark.fault(
-    "a rank dies, torchrun --max-restarts=2 on both nodes", "all ranks are started again and come to the same end"
-)
+@pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes", "all are started again, to the same end")
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool) -> None:
     """When a rank dies, the other node's torchrun also starts its ranks again, in its own time."""
     cases = [(1, False), (0, True)] if exhaustive else [(1, False)]

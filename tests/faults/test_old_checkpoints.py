@@ -11,10 +11,10 @@ import pytest
 from harness.runs import checkpoints
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
-from tests.support.jobs import assert_named_are_whole, ends_of, for_each, start, train, wait_for
+from tests.support.jobs import for_each, start, train, wait_for
 from tests.support.launch import Workshop, finish
 from tests.support.same_end import assert_same_end
-from tests.support.stopped_run import SETTINGS, operations_of, steps_of
+from tests.support.stopped_run import SETTINGS, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,12 @@ def assert_kept(path: Path, keep: int, start: str | None) -> None:
     assert lines
 
 
-@pytest.mark.fault(
-    "old checkpoints are deleted", "keep_checkpoints leaves best, latest, the one continued from, and the newest others"
-)
+@pytest.mark.fault("old checkpoints are deleted", "best, latest, the one continued from and the newest stay")
 def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
     """The right checkpoints are kept when `best` is an early one because losses grow, when the run is resumed from
     neither `best` nor `latest`, and when the clock goes back."""
     rates = {"learning_rate": 1.0, "warmup_steps": 21}
-    settings = SETTINGS | rates | {"min_train_tokens": 128 * 21, "precision": "fp32"}
+    settings = SETTINGS | rates | {"min_train_tokens": 64 * 21, "precision": "fp32"}
     whole = shop.add_run("kept-straight", **settings)
     train(shop, "kept-straight")
     assert steps_of(whole)[2] == 0, "losses grow, so that best is an old one"
@@ -86,12 +84,11 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a delete fails", "training goes on, and the next save deletes it")
-@pytest.mark.timeout(900)
+@pytest.mark.fault("a delete fails", "training continues, and the next save deletes it")
 def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
     settings, path = SETTINGS | {"keep_checkpoints": 1}, shop.path / "deletes"
     whole = shop.add_run("deletes", **settings)
-    shop.train("deletes", prelude=file_operations.prelude("save", 2, "log", path))
+    shop.train("deletes", ranks=1, prelude=file_operations.prelude("save", 2, "log", path))
     names = path.read_text().splitlines()
     begins = next(
         number for number, name in enumerate(names) if name.startswith("os.rename 2") and "-iteration-0" in name
@@ -106,36 +103,3 @@ def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
         assert not list((run / "checkpoints").glob(".*")), "the next save deletes what is left"
 
     for_each(places if exhaustive else places[::3], try_one)
-
-
-@pytest.mark.slow
-@pytest.mark.fault(
-    "a broken disk", "an I/O error at every operation of a save ends the run; all checkpoints are whole; the same end"
-)
-@pytest.mark.timeout(900)
-def test_an_operation_of_a_save_fails(shop: Workshop, exhaustive: bool) -> None:
-    # Left out are the creation of the folder, which may fail if the folder exists, and shutil's events, which only
-    # announce other operations.
-    names = operations_of(shop, "save", 2)
-    harmless = ("os.mkdir checkpoints", "shutil.")
-    possible = [place for place, name in enumerate(names) if not name.startswith(harmless)]
-
-    def try_one(place: int) -> None:
-        run = shop.add_run(f"broken-{place}", **SETTINGS)
-        ended = ends_of(start(shop, run.name, prelude=file_operations.prelude("save", 2, "fail", place)), 15)
-        assert ended.status == 1, ended
-        assert "Traceback" not in ended.stderr, ended.stderr
-        (line,) = ended.error_lines
-        assert "Input/output error" in line
-        assert str(run) in line
-        assert_survived_anywhere(shop, run)
-
-    places = possible if exhaustive else possible[4::16]
-    for_each(places, try_one)
-
-
-def assert_survived_anywhere(shop: Workshop, run: Path) -> None:
-    assert_named_are_whole(run)
-    train(shop, run.name)
-    assert_same_end(shop.runs / "straight", run)
-    assert not list((run / "checkpoints").glob(".*"))

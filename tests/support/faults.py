@@ -155,6 +155,11 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_after(seconds: float) -> Action:
+    """Return an action that kills this process some seconds later, whatever it does then."""
+    return lambda: threading.Timer(seconds, kill).start()
+
+
 def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -33,7 +33,6 @@ CALLS = {  # the calls in which operations are numbered, by a short name
     "cutting the metrics": "harness.runs.metrics:MetricsFile.rewind_to",
     "moving aside": "harness.runs.directory:RunDirectory.set_results_aside",
     "summary": "harness.runs.summary:replace_text",
-    "lock": "harness.runs.directory:RunDirectory.lock",
 }
 WITHOUT_CHARTS = "from harness.training.chart_process import ChartProcess\nChartProcess.draw = lambda self: None\n"
 

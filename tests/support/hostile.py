@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from pydantic import BaseModel
 
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
@@ -25,21 +26,21 @@ Check = Callable[[Any], object]
 LONGEST_LINE = 1500
 
 
-def explore(check: Check, cases: SearchStrategy[Any], count: int) -> int:
-    """Call `check` with `count` cases, which are the same every time. Return how many were really tried."""
-    tried = 0
+def explore(check: Check, cases: SearchStrategy[Any], count: int) -> float:
+    """Call `check` with `count` cases, which are the same every time. Return the share for which it returned a true
+    value."""
+    found: list[bool] = []
 
     @settings(
         max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(cases)
     def attempt(case: Any) -> None:
-        nonlocal tried
-        tried += 1
-        check(case)
+        found.append(False)
+        found[-1] = bool(check(case))
 
     attempt()
-    return tried
+    return sum(found) / len(found)
 
 
 # Texts of JSON files ------------------------------------------------------------------------------------------------
@@ -78,6 +79,27 @@ def value_texts(usual: SearchStrategy[Any]) -> SearchStrategy[str]:
     """Return a strategy for texts of JSON values: three in four are drawn by `usual`, the others are strange."""
     strange = VALUES.map(json.dumps) | STRANGE_TEXTS
     return st.integers(1, 8).flatmap(lambda number: strange if number > 6 else usual.map(json.dumps))
+
+
+# Values of a key's own type, from sensible to absurd.
+COUNTS = [1, 2, 3, 4, 7, 16, 20, 64, 1000, 2**31, 2**53 + 1, 2**63 - 1, 0, -1, 2**63, 10**400]
+RATES = [0, 1, 0.0, 1e-320, 1e-8, 0.5, 0.999, 1.0, 1.5, 100, 1e9, 1e300, -0.1, -1.0, 10000.0]
+
+
+def plausible(
+    described: type[BaseModel], own: dict[str, list[Any]], counts: Sequence[int] = COUNTS
+) -> dict[str, list[Any]]:
+    """Return values of the right type for each key of a JSON object, from its JSON Schema, or those of `own`."""
+    found = dict(own)
+    for key, field in described.model_json_schema()["properties"].items():
+        kinds = [field, *field.get("anyOf", [])]
+        types = {each.get("type") for each in kinds}
+        values: list[Any] = [*counts] if "integer" in types else [*RATES] if "number" in types else []
+        values += [True, False] * ("boolean" in types) + [None] * ("null" in types)
+        values += [choice for each in kinds for choice in each.get("enum", [])]
+        if values and key not in own:
+            found[key] = [*values, "other"]
+    return found
 
 
 def mutations(
@@ -229,6 +251,19 @@ class Bench:
         shutil.rmtree(self.shop.runs / "r")
         shutil.copytree(self.origin / "runs" / "r", self.shop.runs / "r", symlinks=True)
         return (self.shop.runs / "r" / "checkpoints" / "latest").resolve()
+
+    def refuses(
+        self, *arguments: str, words: Sequence[str] = (), run: str = "r", also: Path | None = None, status: int = 2
+    ) -> None:
+        """Assert that training is refused with one line that has these words, and changes neither what is here nor the
+        folder `also`."""
+        folders = [self.shop.path, *filter(None, [also])]
+        before = [tree(folder) for folder in folders]
+        result = self.shop.attempt(*arguments, run=run)
+        assert is_one_line(result, *words), result
+        assert result.status == status, result
+        for old, folder in zip(before, folders, strict=True):
+            same_as(old, folder)
 
     def meta(self) -> dict[str, Any]:
         """Return the latest checkpoint's meta.json without its own hash, as earlier versions wrote it. Without the

@@ -45,15 +45,15 @@ def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int 
                 future.cancel()
 
 
-def start(shop: Workshop, *arguments: str, prelude: str = WITHOUT_CHARTS) -> Sequence[Process]:
-    """Start two ranks as Workshop.start does. Any thread may call this."""
+def start(shop: Workshop, *arguments: str, ranks: int = 1, prelude: str = WITHOUT_CHARTS) -> Sequence[Process]:
+    """Start ranks as Workshop.start does. Any thread may call this."""
     with STARTING:
-        return shop.start(*arguments, prelude="".join(BEFORE_ALL) + prelude)
+        return shop.start(*arguments, ranks=ranks, prelude="".join(BEFORE_ALL) + prelude)
 
 
-def train(shop: Workshop, *arguments: str, expect: int | None = 0) -> Result:
-    """Train with two ranks as Workshop.train does. Any thread may call this."""
-    return finish(start(shop, *arguments), expect=expect, timeout=100)
+def train(shop: Workshop, *arguments: str, ranks: int = 1) -> Result:
+    """Train to the end, as Workshop.train does. Any thread may call this."""
+    return finish(start(shop, *arguments, ranks=ranks), expect=0, timeout=100)
 
 
 def wait_for(process: Process, timeout: float) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "faults"
 INTRODUCTION = """# Faults survived
 
-Every line is a test that injects the fault into the real `ddp_train.py`, mostly with two processes, and compares what
-is left with a run that nothing happened to. "Refused" and "ends" mean: with one line that names the file and the
+Every line is a test that injects the fault into the real `ddp_train.py`, with one process or several, and compares
+what is left with a run that nothing happened to. "Refused" and "ends" mean: with one line that names the file and the
 remedy, on all ranks, and with nothing harmed. "The same end" means: weights, optimizer state, random states and metrics
 bit for bit.
 

@@ -43,13 +43,15 @@ def assert_goes_on_to_the_same_end(shop: Workshop, run: Path) -> None:
 
 
 def assert_equal(one: Any, other: Any, where: str) -> None:
+    assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, where
         assert torch.equal(one, other), where
     elif isinstance(one, dict):
         assert one.keys() == other.keys(), where
         for key in one:
             assert_equal(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list):
+    elif isinstance(one, list | tuple):
         assert len(one) == len(other), where
         for index, (left, right) in enumerate(zip(one, other, strict=True)):
             assert_equal(left, right, f"{where}/{index}")

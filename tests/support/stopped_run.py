@@ -17,7 +17,7 @@ from tests.support.launch import Workshop, finish
 # Checkpoints are saved at steps 0, 2, 4, …; those at steps 0, 4, 8, … are validated and may become the best. With fp16
 # and a tokenizer, a checkpoint has all the files that it can have.
 SETTINGS: dict[str, Any] = {
-    "min_train_tokens": 128 * 11,
+    "min_train_tokens": 64 * 11,
     "validation_interval": 4,
     "checkpoint_interval": 2,
     "report_interval": 2,
@@ -28,17 +28,18 @@ FILES = ("model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt", "le
 
 
 def build_stopped_run(path: Path) -> Workshop:
-    """Train an undisturbed run, and one that is killed after step 6: its `latest` is step 6 and its `best` is step
-    4."""
+    """Train an undisturbed run on one rank, and one that is killed after step 6: its `latest` is step 6 and its `best`
+    is step 4."""
     shop = Workshop(path)
     folder = shop.add_dataset(tokens=8000)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "letters.json"}))
     (folder / "letters.json").write_text(json.dumps({"letters": 64}))
     shop.add_run("straight", **SETTINGS)
-    shop.train("straight", prelude=WITHOUT_CHARTS)
+    shop.train("straight", ranks=1, prelude=WITHOUT_CHARTS)
     stopped = shop.add_run("stopped", **SETTINGS)
-    result = shop.train("stopped", prelude=file_operations.prelude("save", 4, "kill", 0), expect=-signal.SIGKILL)
+    killed = file_operations.prelude("save", 4, "kill", 0)
+    result = shop.train("stopped", ranks=1, prelude=killed, expect=-signal.SIGKILL)
     assert {path.name for path in (stopped / "checkpoints" / "latest").iterdir()} == set(FILES), result
     assert steps_of(stopped) == ([0, 2, 4, 6], 6, 4)
     return shop
