@@ -4,9 +4,9 @@
 
 Each program runs in its own processes and takes one step at a time, so that other work on the machine slows all
 programs alike. For this project, ddp_train.py itself runs, with its whole training loop. The output head of its model
-is tied to the token embedding if the other program's is. Results are medians of all steps but the first three. The exit
-status is 1 if our command takes more processor seconds per step than the other program in any row (--at-least), so that
-a loss of speed is noticed.
+is tied to the token embedding if the other program's is. Results are medians of all steps but the first three. Each row
+also has the other program's processor seconds per step, divided by ours. The exit status is 1 if this ratio is below
+--at-least in any row, so that a loss of speed is noticed.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def take_turns(answers: TextIO) -> Iterator[None]:
 
 
 def run_ours(case: Case, turns: Iterator[None]) -> None:
-    """Run ddp_train.py as a user does. A turn lasts from the beginning of one optimizer step to the beginning of the
-    next."""
+    """Run ddp_train.py as a user does, but wait for the next of `turns` at the beginning of each optimizer step. A turn
+    therefore lasts, and is timed, until the beginning of the next step."""
     from harness.training.step import OptimizerStep
 
     run_step: Callable[..., Any] = OptimizerStep.run
@@ -261,8 +261,9 @@ def run_ours(case: Case, turns: Iterator[None]) -> None:
 
 def run_peer(name: str, case: Case, turns: Iterator[None]) -> None:
     """Train the model of another program on random tokens, as that program does: bf16 autocast if `name` ends in bf16,
-    clipping to norm 1.0, AdamW, and DDP if there is more than one rank. "upstream" (the notebook) uses torch's AdamW
-    without `fused` and reads the loss at each step. The other programs use the fused AdamW."""
+    clipping to norm 1.0, AdamW, and DDP if there is more than one rank. "upstream", the training program of Giles
+    Thomas's lab notebook, uses torch's AdamW without `fused` and reads the loss at each step. The other programs use
+    the fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -89,8 +89,8 @@ def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
 
 def satterthwaite(value: float, parts: Sequence[Variance]) -> Estimate:
     """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
-    freedom are by Satterthwaite (1946, Biometrics Bulletin 2: 110). If the parts are the variances of two arms' means,
-    this is Welch's t test (1947, Biometrika 34: 28)."""
+    freedom are by Satterthwaite (1946, Biometrics Bulletin 2: 110). If the parts are the variances of the mean losses
+    of two configurations, this is Welch's t test (1947, Biometrika 34: 28)."""
     variance = sum(part.value for part in parts)
     if variance == 0:
         return Estimate(value, 0.0, min(part.df for part in parts))
@@ -116,17 +116,22 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
-    """Return three numbers of runs per configuration with which a two-sided t test of two configurations at 5 % detects
-    a difference of `difference` nats with a power of 80 %: for the estimated variance over seeds, `spread`, and for the
-    low and the high end of its 95 % chi-squared interval. A number above MOST_SEEDS is returned as None."""
+    """Return how many runs with different seeds each of two configurations needs, so that a two-sided t test at 5 %
+    detects a difference of `difference` nats with a power of 80 %.
+
+    Returns three numbers. The first assumes the estimated variance over seeds, `spread`; the second and the third
+    assume the low and the high end of that variance's 95 % chi-squared interval. A number above MOST_SEEDS is returned
+    as None.
+    """
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
     return likely, fewest, most
 
 
 def _runs_for(difference: float, deviation: float) -> int | None:
-    """Return the smallest number of runs per arm with a power of at least POWER, or None if it is above MOST_SEEDS.
-    `deviation` is the standard deviation of a run over seeds."""
+    """Return the smallest number of runs per configuration with which a t test detects a difference of `difference`
+    nats with a power of at least POWER, or None if this number is above MOST_SEEDS. `deviation` is the standard
+    deviation of a run's loss over seeds."""
 
     def power(runs: int) -> float:
         """Return the probability that the test statistic, which has a noncentral t distribution, is significant."""

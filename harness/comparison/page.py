@@ -26,9 +26,10 @@ def render(
     baseline: str | None = None,
     made: str = "",
 ) -> str:
-    """Return the page's HTML, with a chart over each axis on which all curves can be drawn. Escapes all text from
-    files, because names of runs may come from other people. `references` are losses by label, drawn as lines. `made`
-    says when and by which command the page was made."""
+    """Return the page's HTML. It has one chart for each quantity in AXES (such as tokens or hours), unless some of the
+    curves cannot be drawn over that quantity. Escapes all text from files, because names of runs may come from other
+    people. `references` are losses by label, drawn as lines. `made` is a text with the time and the command that made
+    the page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

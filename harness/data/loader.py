@@ -114,7 +114,8 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch as consecutive tokens of the file: B·T + 1 tokens, because targets are inputs shifted by one."""
+    """Microbatch of B sequences of T tokens, kept as B·T + 1 consecutive tokens of a token file. The extra token is
+    the last target, because targets are inputs shifted by one."""
 
     tokens: np.ndarray
     context_length: int

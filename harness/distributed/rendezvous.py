@@ -97,8 +97,11 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
 
 
 def _open_store(timeout: timedelta) -> Any:
-    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has opened it. A rank 0 that
-    `run_ranks` started opens it on a socket that it inherits from `run_ranks`. Raises RunError if the port is taken."""
+    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens the store, unless torchrun has opened it.
+
+    If `run_ranks` (option --processes) started the ranks, rank 0 opens the store on a socket that it inherits from the
+    process of `run_ranks`. Raises RunError if the port is taken.
+    """
     if STORE_DESCRIPTOR in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket_number = int(os.environ[STORE_DESCRIPTOR])
@@ -150,9 +153,12 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
 @contextmanager
 def leaving_with_peers() -> Iterator[None]:
-    """Turn an error of the body into PeerError if a connection to another rank is gone, because the rank that failed
-    prints the reason. Raises RunError instead if the body timed out without a rank known to have failed, or if a rank
-    could not be reached at all."""
+    """Context manager that translates errors of gloo and nccl in its body.
+
+    Raises PeerError if the connection to another rank is gone. This rank then ends without a message, because the rank
+    that failed prints the reason. Raises RunError, which this rank prints, if the body timed out or if a rank could not
+    be reached at all, because then no rank is known to have failed. Other errors are not changed.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -51,14 +51,14 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Place `name` (a key of PLACES) of global step `step`, where a rank is working."""
+    """Part of a global step in which a rank is working. `name` is a key of PLACES, such as "validation"."""
 
     step: int
     name: str
 
     @property
     def order(self) -> int:
-        """Number that grows from place to place and is the same on all ranks."""
+        """Number of this place in the order of all places of all global steps, which is the same on all ranks."""
         return len(PLACES) * self.step + list(PLACES).index(self.name)
 
     def __str__(self) -> str:
@@ -88,8 +88,9 @@ class Progress:
     """Milestones that this rank has passed. Any thread may call any method."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """`record()` marks the end of the work given to the device so far, and returns a function that returns True
-        once the device has passed this mark. `record` is None if the main thread itself computes (on a CPU)."""
+        """Create the progress of a rank that has passed no milestone. `record()` marks the end of the work given to the
+        device so far, and returns a function that returns True once the device has passed this mark. `record` is None
+        if the main thread itself computes (on a CPU)."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
@@ -163,8 +164,11 @@ class Watchdog:
         is_stopping: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
-        """`is_stopping` returns True if a signal has asked this rank to stop; the watchdog's threads call it.
-        `progress` is the Progress of the rank's device, or None if the main thread itself computes."""
+        """Create a watchdog without starting it.
+
+        `is_stopping` returns True if a signal has asked this rank to stop; the watchdog's threads call it.
+        `progress` is the Progress of the rank's device, or None if the main thread itself computes.
+        """
         self.rank = rank
         self.timeout = timeout_seconds
         self._pause = min(POLL_SECONDS, timeout_seconds / POLLS_IN_TIMEOUT)
@@ -188,13 +192,13 @@ class Watchdog:
             self.idle(place)
 
     def idle(self, place: Place) -> None:
-        """Record that this rank has finished its work at `place`. From now on, it is no fault if it makes no progress,
-        for example because it waits for other ranks."""
+        """Record that this rank has finished its work at `place`. A lack of progress on this rank is no fault from now
+        on, because the rank may be waiting for other ranks."""
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
-        """Record that the main thread has finished another part of the work at its place. The parts are the same on all
-        ranks, so that their numbers can be compared."""
+        """Record that the main thread has finished one more part of the work at its current place. The parts are the
+        same on all ranks, so that the watchdog can compare how many parts each rank has finished."""
         if self._place is not None:
             self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 

@@ -2,7 +2,8 @@
 
 A folder for transformers has weights, configuration and tokenizer. The weights have the tensor names of GPT-2, Llama or
 Qwen 3; a model that none of these classes computes is exported with its own code. The tokenizer is a tokenizer.json; an
-encoding of tiktoken is converted to this format. A folder for the lab notebook has model.json and model.safetensors.
+encoding of tiktoken is converted to this format. A folder for the lab notebook of Giles Thomas, whose training program
+this project grew from, has model.json and model.safetensors.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model`, which was loaded from `files`, to a new folder that the lab notebook's scripts can load. Return
-    remarks for the user.
+    """Write `model`, which was loaded from `files`, to a new folder that the scripts of Giles Thomas's lab notebook
+    can load. Return remarks for the user.
 
     The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
     the tokenizer, and the tokenizer's file if there is one.

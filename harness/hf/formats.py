@@ -1,5 +1,5 @@
-"""Weights and configuration of a model in the formats of transformers and of the lab notebook. The library transformers
-need not be installed.
+"""Weights and configuration of a model in the formats of transformers and of Giles Thomas's lab notebook, whose
+training program this project grew from. The library transformers need not be installed.
 
 Native classes of transformers are GPT-2 (GPT2Config, GPT2LMHeadModel), Llama (LlamaConfig, LlamaForCausalLM) and Qwen 3
 (Qwen3Config, Qwen3ForCausalLM); harness/model/export_formats.py decides which of them computes a model. Any other model
@@ -76,8 +76,8 @@ TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
-    """Return our name of each tensor of the native class `kind`, in a dict by the tensor's name in that class. Our
-    model may lack some of the class's biases and norm gains."""
+    """Return a dict from the tensor names of transformers' class `kind` ("gpt2", "llama" or "qwen3") to our names of
+    these tensors. Some of the biases and norm gains in the dict may be missing in our model."""
     names = {}
     for module, own_module in MODULES[kind].items():
         if own_module == "out_head" and shape.tie_weights:
@@ -95,7 +95,7 @@ def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
 def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
     """Return the model's tensors under their names in transformers' class `kind`; some of the tensors are views. If the
     class has biases or norm gains that the model lacks, return zeros or ones for them. If `kind` is OWN_TYPE, return
-    the tensors under their names in DdpPretrainForCausalLM."""
+    the tensors under their names in DdpPretrainForCausalLM, the class that is exported together with the model."""
     shape, ours = model.config, model.state_dict()
     if kind == OWN_TYPE:
         return {f"model.{name}": tensor for name, tensor in ours.items() if not (shape.tie_weights and name == HEAD)}
@@ -112,11 +112,13 @@ def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
 
 
 def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
-    """Return the contents of config.json, except for the dtype and for the ids of the tokens at the beginning and the
-    end of a text.
+    """Return the contents of config.json for a model of transformers' type `kind`, except for the dtype and for the ids
+    of the tokens at the beginning and the end of a text.
 
-    Llama's `attention_bias` adds biases to all four projections. If `kind` is OWN_TYPE, config.json has the model's
-    sizes twice: in "shape" for gpt.py, and under the names that programs for transformers models look for.
+    Llama's `attention_bias` adds biases to the query, key, value and output projections together. If only the output
+    projection of our model has a bias, `peer_tensors` returns zeros for the other biases. If `kind` is OWN_TYPE (a
+    model that is exported with its own code), config.json has the model's sizes twice: in "shape" for gpt.py, and under
+    the names that other programs expect in the config of a transformers model.
     """
     rates = shape.drop_rates
     config: dict[str, Any] = {"model_type": kind}

@@ -180,11 +180,11 @@ class Experiment:
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """Return the run's budget in tokens, or None if train.json gives `min_train_tokens`, which is in tokens
-        already. If the checkpoint that `meta` describes has recorded the same budget, the recorded number of tokens is
-        returned; otherwise it is computed.
+        """Convert the run's budget in train.json (such as `train_steps` or `target_flops`) to tokens. Returns None if
+        the budget is `min_train_tokens`, which needs no conversion. If the checkpoint that `meta` describes has
+        recorded the same budget, the recorded number of tokens is returned; otherwise it is computed.
 
-        Raises UserError for a budget below one global batch, or of more tokens than can be counted.
+        Raises UserError if the budget is less than one global batch, or more tokens than can be counted.
         """
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget, getattr(config, config.budget)

@@ -56,9 +56,12 @@ class PlannedSpeed:
 def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
-    """Return the speed for this model and batch from the first source that has one, in this order: assumed by the user,
-    measured by an earlier run, reported for this run, estimated for the device. The result also has the seconds of this
-    run's earlier benchmarks. Estimates are for the device of --assume-device, or else this machine's, or else `meant`.
+    """Return the speed for this model and batch from the first source that has one, in this order: given by the user,
+    measured by an earlier run, published by somebody else in the run's reported.json, estimated for a GPU. The result
+    also has the seconds of this run's earlier benchmarks.
+
+    An estimate is for the GPU of --assume-device, or else for this machine's GPUs, or else for `meant`, the GPU of the
+    machine on which the run is meant to train.
 
     Raises UserError for an unknown --assume-device, or an invalid reported.json.
     """
@@ -138,11 +141,13 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
-    """Return the speed reported for this run. It is the speed over training and validation together if this run has the
-    report's validation settings, or else the speed over training alone.
+    """Return the speed that somebody else has published for this run in its reported.json (the report). It is the speed
+    over training and validation together if the report has that speed and this run has the report's validation
+    settings. Otherwise it is the speed over training alone.
 
-    Returns None if the report is for another model or batch, or for other devices than this machine's. Also returns
-    None if a setting in train.json that affects the time of a step has neither the default value nor the report's.
+    Returns None if there is no report or the report lacks the speed, the model or the batch. Also returns None if the
+    report is for another model or batch, or for another device than `own` (None: any device), or if a setting in
+    train.json that affects the time of a step has neither the default value nor the report's.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

@@ -49,8 +49,8 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
     """Resolve train.json's schedule for a run of `total_steps`. Raises UserError if warm-up and decay are longer than
     the run.
 
-    A warm-up in percent is rounded down to whole steps, as in the notebook's program (harness/runs/upstream.py). A
-    decay in percent is rounded to the nearest number of steps.
+    A warm-up in percent is rounded down to whole steps, as in the training program of Giles Thomas's lab notebook
+    (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps.
     """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
@@ -64,7 +64,7 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '
-            f"longer than the run of {total_steps} global steps"
+            f"longer than the run of {total_steps} global steps; shorten one of them or raise {config.budget}"
         )
     return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio)
 
@@ -102,8 +102,9 @@ def batch_factor(batch_tokens: int, reference_tokens: int) -> float:
 
 def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int, layers: int) -> ScaledSettings:
     """Scale the keys of train.json that end in learning_rate or weight_decay by the rules `scale_with_batch` and
-    `scale_with_depth`, and return the new values. They are for a global batch of `batch_tokens` (the largest of a
-    ramp), a run of `train_tokens`, and a model of `layers`.
+    `scale_with_depth`, and return the new values. The new values are for a run of `train_tokens` tokens, a model of
+    `layers` layers, and a global batch of `batch_tokens` tokens. If the batch grows during the run (`batch_ramp`), give
+    its largest size.
 
     Raises UserError if a scaled value overflows.
     """
@@ -151,16 +152,17 @@ class Rates:
 
     @classmethod
     def of(cls, config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Rates:
-        """Return the factors for a run of `total_steps`. Raises UserError if warm-up and decay are longer than the
-        run."""
+        """Return the Rates of a run of `total_steps` steps with the settings `config` (train.json). Raises UserError if
+        warm-up and decay are longer than the run."""
         return cls(build_schedule(config, total_steps), largest_batch_tokens if config.scale_with_batch else None)
 
     def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
         """Return the factors of the learning rates and of the weight decays in a global step of `batch_tokens` tokens.
 
-        train.json's values are scaled for a ramp's largest batch, but the square-root rule must hold for the batch of
-        each step. With this factor, weight decay forgets over the same number of tokens, B/(η·λ), in each part of the
-        ramp.
+        With `scale_with_batch`, train.json's values have been scaled for the largest global batch of the run. If the
+        batch grows during the run (`batch_ramp`), the factors therefore also scale each step for its own batch, by the
+        square-root rule (`batch_factor`). Weight decay then forgets over the same number of tokens, B/(η·λ), at each
+        batch size B.
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.schedule.multiplier(step) * ramp, ramp

@@ -1,5 +1,5 @@
-"""Files of "upstream" or "the notebook", the training program of Giles Thomas's lab notebook, where this format comes
-from: the keys of its train.json, and its checkpoints.
+"""Files of the training program of Giles Thomas's lab notebook: the keys of its train.json, and its checkpoints. This
+project calls the program "upstream" or "the notebook". Its train.json and checkpoints are where our formats come from.
 
 An upstream checkpoint holds model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt and a short meta.json.
 """
@@ -33,12 +33,13 @@ PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return the object of a train.json with upstream's keys replaced by ours.
+    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Upstream is
+    the training program of Giles Thomas's lab notebook.
 
-    `has_experts` says whether the model is a mixture of experts. If it is, and `raw` has any of upstream's keys,
-    moe_router_loss_scale is 0 unless `raw` has this key, because upstream does not balance experts. Raises ValueError
-    if `raw` has both the old and the new key for the same setting, or if an old key that must be true or false has
-    another value.
+    `has_experts` says whether the model is a mixture of experts. Upstream does not balance experts. So if the model has
+    experts and `raw` has any key that only upstream uses, the result has moe_router_loss_scale 0, unless `raw` itself
+    gives this scale. Raises ValueError if `raw` has upstream's key and our key for the same setting, or if a key of
+    upstream that must be true or false has another value.
     """
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
     for old, key, values in SPELLINGS:
@@ -59,10 +60,11 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state `saved` of an upstream checkpoint as a dict from our parameters' names to their
-    states. In `saved`, the parameters are numbered.
+    states. In `saved`, the parameters are numbered. Upstream is the training program of Giles Thomas's lab notebook.
 
     `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
-    same keys, and its tensors are fp32. The state of a fused parameter is the concatenated state of its parts.
+    same keys, and its tensors are fp32. Our model may fuse parameters that upstream keeps apart, such as query, key and
+    value; the state of a fused parameter is the concatenated state of its parts.
 
     Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if `saved` is the state of another model or
     optimizer, or no state at all.
@@ -75,7 +77,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def place(name: str) -> tuple[int, ...]:
-        """Return a sort key: the place of a parameter in the order in which upstream's optimizer numbers them."""
+        """Return the sort key of a parameter. Sorted by this key, parameters have the order of upstream's optimizer."""
         module, _, part = name.rpartition(".")
         first, _, inner = module.partition(".")
         block, _, layer = inner.partition(".")

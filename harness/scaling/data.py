@@ -82,8 +82,8 @@ class CostLaw:
 
     @classmethod
     def of(cls, points: Points) -> CostLaw:
-        """Return the rule of thumb if it is exact for all points, or else fit coefficient and exponent by a line
-        through the logarithms. In small models the rule is not exact, because the shares of embeddings (which are
+        """Return the rule of thumb C = 6ND if it is exact for all points. Otherwise fit coefficient and exponent by a
+        line through the logarithms. In small models the rule is not exact, because the shares of embeddings (which are
         looked up) and attention (which grows with the context) change with the size."""
         ratio = points.flops / points.tokens / points.parameters
         if np.allclose(ratio, FLOPS_PER_PARAMETER, rtol=1e-6):

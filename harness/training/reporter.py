@@ -262,11 +262,13 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write the summary of a finished run from its last checkpoint, if the run's process ended before it wrote the
-    summary. There is then no summary, or an older one with fewer tokens, from before the budget was raised.
+    """Write the summary of a finished run from the run's last checkpoint, if the run's process ended before it could
+    write the summary. In that case summary.json is missing, or it has fewer tokens than the checkpoint, because it was
+    written before the user raised the run's budget.
 
-    Nothing is written if the existing summary is damaged, or if the notebook's program wrote the checkpoint. Called
-    only on rank 0, because the ranks of another machine do not see the run's files.
+    Writes nothing if summary.json is damaged or does not record its tokens. Also writes nothing if the checkpoint comes
+    from the training program of Giles Thomas's lab notebook (harness/runs/upstream.py). Called only on rank 0, because
+    the ranks of another machine do not see the run's files.
     """
     meta, run = prepared.meta, prepared.experiment.run
     if meta is None or not meta.seconds:  # no `seconds`: a notebook's checkpoint

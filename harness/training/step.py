@@ -174,8 +174,8 @@ class OptimizerStep:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Free the gradients of a bare model. The gradients of a wrapped model are kept, because they are views of
-        DDP's buckets."""
+        """Free the gradients, unless the model is wrapped in DistributedDataParallel. Its gradients are then views of
+        DDP's buckets and are kept."""
         if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
 

@@ -132,7 +132,7 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
     tokenizer's, if there are no tokens, or if a file is shorter than it was when `open_shard` read its size.
     """
     if not any(shard.tokens for shard in shards):
-        raise UserError(f"{shards[0].path}: {split} would have no tokens")
+        raise UserError(f"{shards[0].path}: the {split} shards have no tokens; give shards that have some")
     size, byte_lengths = tokenizer.vocab_size, tokenizer.token_byte_lengths()
     tokens = documents = length = 0
     with token_file(folder / f"{split}.safetensors", tokenizer.dtype) as file:
@@ -151,9 +151,9 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
                 smallest, largest = int(block.min()), int(block.max())
                 if smallest < 0 or largest >= size:
                     raise UserError(
-                        f"{shard.path}: token id {smallest if smallest < 0 else largest} is beyond the tokenizer's "
-                        f"{size:,}; give the --tokenizer that the tokens were made with (and --token-dtype if they "
-                        "have no header)"
+                        f"{shard.path}: token id {smallest if smallest < 0 else largest} is not in the tokenizer's "
+                        f"vocabulary of {size:,}; give the --tokenizer that the tokens were made with (and "
+                        "--token-dtype if they have no header)"
                     )
                 tokens += count
                 documents += int((block == tokenizer.eot_token).sum())

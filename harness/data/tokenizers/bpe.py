@@ -55,8 +55,9 @@ def load_file(path: Path) -> Tokenizer:
 
 
 def character_of_byte() -> dict[int, str]:
-    """Return the character that stands for each byte in a tokenizer.json, as defined by GPT-2. A printable Latin-1
-    character stands for its own byte; the other bytes, in order, are the characters from U+0100 on."""
+    """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2. A
+    printable Latin-1 character stands for its own byte; the other bytes, in order, are the characters from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
