@@ -86,7 +86,7 @@ def test_shorter_sequences_than_the_context_are_allowed() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"n_layers": 12, "emb_dim": 64}, {"emb_dim": 256, "vocab_size": 4096, "n_layers": 6}],
+    [{}, {"n_layers": 12, "emb_dim": 64}, {"emb_dim": 256, "vocab_size": 4096, "n_layers": 2}],
     ids=str,
 )
 def test_a_fresh_model_knows_nothing(changes: dict[str, int], tied: bool) -> None:

@@ -1,5 +1,5 @@
 """Numbers that training measures and prints: losses between reports, validation on one rank and on all, speed,
-dollars, charts and samples."""
+dollars and samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
 from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
-from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
@@ -207,27 +207,3 @@ def test_the_clock_counts_each_second_once() -> None:
     seconds = clock.now()
     assert seconds["training"] == pytest.approx(100, abs=0.1)
     assert sum(seconds.values()) == pytest.approx(clock.total, abs=0.1)
-
-
-def test_a_chart_of_a_run_is_drawn_even_while_its_file_is_being_written(tmp_path: Path) -> None:
-    # Imported here, because every process that runs tests imports this file.
-    import matplotlib.image
-
-    from harness.runs.chart import draw_training_chart
-
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    for step in range(0, 300, 3):
-        loss = 3 + 7 * math.exp(-step / 50)
-        metrics.append(TrainEvent(global_step=step, loss=loss, loss_min=loss - 0.3, loss_max=loss + 0.3))
-        if step % 60 == 0:
-            metrics.append(ValidationEvent(global_step=step, loss=loss + 0.1))
-    metrics.append(TrainEvent(global_step=300, loss=math.nan, loss_min=math.nan, loss_max=math.nan))
-    with metrics.path.open("a") as file:
-        file.write('{"event": "train", "global_st')
-    assert len(read_metrics(metrics.path)) == 106
-    picture = tmp_path / "chart.png"
-    draw_training_chart(metrics.path, picture, title="a run")
-    pixels = matplotlib.image.imread(picture)
-    assert pixels.shape[0] >= 700
-    assert pixels.shape[1] >= 1200
-    assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 50
