@@ -1,7 +1,7 @@
 """The search for the largest microbatch: the algorithm against brute force, and the real command with -f on the CPU.
 
-The memory limits of these tests are added to the memory that the program uses before it builds a model (`base_of`).
-That memory is measured, because it depends on the machine's libraries and threads, and on what a forked process shares.
+The memory limits of these tests are added to `base_gib`, the memory that the program uses before it builds a model.
+That memory is measured, because it depends on the machine's libraries and threads.
 """
 
 from __future__ import annotations
@@ -170,18 +170,15 @@ def probes(result: Result) -> dict[int, str]:
     return {int(size): verdict for size, verdict in found}
 
 
-def base_of(refused: Result) -> float:
-    """Return the GiB of the smallest useful limit, from the message that refuses one of 0.1 GiB: the program's own
-    memory before it builds a model, and the reserve."""
-    assert (refused.status, len(refused.error_lines)) == (1, 1)
-    found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", refused.stderr)
-    assert found, refused.stderr
-    return float(found[1]) + 1 / 16
-
-
 @pytest.fixture(scope="module")
 def base_gib(workshop: Workshop) -> float:
-    return base_of(search(workshop, limit=0.1))
+    """GiB of the smallest useful limit: the program's own memory before it builds a model, read from the error message,
+    and the reserve."""
+    result = search(workshop, limit=0.1)
+    assert (result.status, len(result.error_lines)) == (1, 1)
+    found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
+    assert found, result.stderr
+    return float(found[1]) + 1 / 16
 
 
 @pytest.fixture(scope="module")
@@ -297,15 +294,13 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: f
     assert re.fullmatch(rf"{words}or context, or raise --memory-limit-gib", result.error_lines[0])
 
 
-@pytest.mark.slow
-def test_limits_just_above_the_program_get_an_answer(tmp_path: Path, exhaustive: bool) -> None:
+def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
     """For each limit near the program's own memory the command prints N or fails with one line."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=500)
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
-    base = base_of(cold(shop, "r", "-f", "--memory-limit-gib", "0.1", expect=1))
-    for limit in (base + step / 100 for step in (range(-3, 25) if exhaustive else (2,))):
-        result = cold(shop, "r", "-f", "--memory-limit-gib", f"{limit:.2f}", expect=None)
+    for step in range(-3, 25) if exhaustive else (0, 2, 8):
+        result = search(shop, limit=base_gib + step / 100, prelude="import torch\ntorch.set_num_threads(2)\n")
         if result.status == 0:
             answer(result)
             continue
@@ -314,15 +309,13 @@ def test_limits_just_above_the_program_get_an_answer(tmp_path: Path, exhaustive:
 
 
 def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
-    """Run ddp_train.py in new processes. Forked processes would also hold memory of their parent."""
+    """Run ddp_train.py in new processes, which import as late as a user's. Forks have imported all."""
     command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), arguments[0], str(shop.datasets)]
     command += [*arguments[1:], "--runs-dir", str(shop.runs)]
-    if ranks == 1:
-        return finish([shop.spawn(command, {})], expect=expect, timeout=PATIENCE_SECONDS)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = [shop.spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    return finish(processes, expect=expect, timeout=PATIENCE_SECONDS)
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+    return finish([shop.spawn(command, place) for place in places], expect=expect, timeout=PATIENCE_SECONDS)
 
 
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
@@ -358,7 +351,7 @@ def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: flo
 
 
 @pytest.mark.slow
-def test_the_answer_trains_under_the_same_limit(tmp_path: Path) -> None:
+def test_the_answer_trains_under_the_same_limit(base_gib: float, tmp_path: Path) -> None:
     """Training with the found microbatch succeeds on two ranks that can each allocate no more than the limit, with
     validations, checkpoints and charts. Training with three sequences more runs out of memory."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
@@ -366,7 +359,7 @@ def test_the_answer_trains_under_the_same_limit(tmp_path: Path) -> None:
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")  # enough for each microbatch
     settings: dict[str, Any] = {"gradient_accumulation_steps": None, "validation_interval": 1, "validation_batches": 1}
     shop.add_run(model=HUNGRY, **settings)
-    limit = round(base_of(cold(shop, "r", "-f", "--memory-limit-gib", "0.1", expect=1)) + ROOM, 3)
+    limit = round(base_gib + ROOM, 3)
     result = cold(shop, "r", "-f", "--memory-limit-gib", str(limit), ranks=2)
     number = answer(result)
     assert "trying 1 ...\n" in result.stdout
