@@ -53,7 +53,7 @@ def measure_stop_and_continue(bench: Workbench) -> None:
     """Record whether a run of two ranks that is stopped by SIGTERM and then resumed ends with the same weights, bit for
     bit, as a run that is not stopped."""
     # Enough steps for the signal to arrive before the last one.
-    microbatch, steps = (1, 150) if bench.tiny else (4, 60)
+    microbatch, steps = (1, 50) if bench.tiny else (4, 60)
     train: Row = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2, "train_steps": steps}
     train |= {"report_interval": 1, "validation_interval": steps // 3, "validation_batches": 4, "start_val_token": 0}
     train |= {"async_checkpoint": True, "validation_ranks": "all", "deterministic": True}

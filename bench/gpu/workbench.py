@@ -24,7 +24,7 @@ DATASET = "local/zipf"
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
 TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
 ZIPF_EXPONENT = 1.2
-TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 20_000, "validation": 2_000}}
+TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 6_500, "validation": 2_000}}
 SHOWN_LINES = 12
 Row = dict[str, Any]
 

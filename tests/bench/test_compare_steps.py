@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from bench import compare_steps
 from bench.compare_steps import Case, peers_loss
+from tests.support.isolation import ROOT
+from tests.support.launch import PATIENCE_SECONDS
+from tests.support.warm import FORK_PYTHONS, warm_server
 
 TINY = Case(1, 16, 2, 8, 64, 2)
 
@@ -28,18 +31,29 @@ def test_every_peer_trains_the_same_model(program: str) -> None:
     assert sum(each.numel() for each in loss.parameters()) == config.parameters
 
 
+# Runs the command with a tiny shape.
+RACE = f"""
+from bench import compare_steps
+from bench.compare_steps import Case
+compare_steps.SHAPES, compare_steps.WARM_UP = ({TINY},), 1
+compare_steps.PRECISIONS = compare_steps.PRECISIONS[2:]
+compare_steps.main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_race_of_the_real_command(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program takes the same number of steps, and an impossible --at-least exits with status 1 and the reason."""
-    monkeypatch.setattr(compare_steps, "SHAPES", (TINY,))
-    monkeypatch.setattr(compare_steps, "WARM_UP", 1)
-    monkeypatch.setattr(compare_steps, "PRECISIONS", compare_steps.PRECISIONS[2:])
-    file = tmp_path / "rows.json"
+def test_a_race_of_the_real_command(ranks: int, tmp_path: Path) -> None:
+    """Each program takes the same number of steps, and an impossible --at-least exits with status 1 and the reason.
+    Each process is forked from the one that starts it, so that torch is not imported again."""
+    program, file = tmp_path / "race.py", tmp_path / "rows.json"
+    program.write_text(RACE)
     given = ["--peer", "nanogpt", "--shape", "1", "--ranks", str(ranks), "--seconds", "0", "--steps", "2"]
-    result = CliRunner().invoke(compare_steps.main, [*given, "--at-least", "1e9", "--json", str(file)])
-    assert result.exit_code == 1, result.output
-    assert "behind nanogpt bf16: 1 × 16" in result.output
+    command = [str(program), *given, "--at-least", "1e9", "--json", str(file)]
+    process = warm_server().spawn(command, ROOT, {**os.environ}, FORK_PYTHONS)
+    output, errors = process.communicate(PATIENCE_SECONDS)
+    assert process.returncode == 1, output + errors
+    assert "behind nanogpt bf16: 1 × 16" in errors
     (row,) = json.loads(file.read_text())
     assert (row["ours"], row["peer"], row["steps"]) == ("auto", "nanogpt bf16", 2)
     assert all(each > 0 for what in ("processor_ms", "wall_ms") for each in row[what])

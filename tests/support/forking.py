@@ -46,7 +46,7 @@ def run_to_the_end(program: Callable[[], object]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Script:
-    """Script that a Python command runs: a file, or torchrun's module."""
+    """Script that a Python command runs: a file, torchrun's module, or the source after -c (with `name` "-c")."""
 
     name: str
     arguments: tuple[str, ...]
@@ -60,12 +60,17 @@ class Script:
         words = words[2:] if words[1:2] == ["-u"] else words[1:]
         if words[:2] == ["-m", "torch.distributed.run"]:
             return cls(words[1], tuple(words[2:]))
-        is_file = bool(words) and words[0].endswith(".py")
-        return cls(words[0], tuple(words[1:])) if is_file else None
+        is_script = bool(words) and (words[0].endswith(".py") or words[0] == "-c")
+        return cls(words[0], tuple(words[1:])) if is_script else None
 
     def run(self) -> None:
         """Run the script in this process, as Python does."""
         is_file = self.name.endswith(".py")
+        if self.name == "-c":
+            source, *sys.argv[1:] = self.arguments
+            sys.path.insert(0, os.getcwd())
+            exec(source, {"__name__": "__main__"})
+            return
         sys.argv = [self.name, *self.arguments]
         sys.path.insert(0, os.path.dirname(os.path.abspath(self.name)) if is_file else os.getcwd())
         if is_file:

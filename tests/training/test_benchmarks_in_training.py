@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ from harness.model.precision import Precision
 from harness.runs.metrics import read_metrics
 from harness.training.evaluations import EvaluationFailed, SharedBatches
 from tests.support.benchmark_files import sentence, write_task
-from tests.support.launch import Workshop, finish, metrics, without_times
+from tests.support.in_process import InProcess
+from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
 
 pytestmark = pytest.mark.slow
@@ -43,10 +45,10 @@ FP32 = Precision("fp32", "cpu")
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
     """Workshop with a dataset that has its own tokenizer, and with three benchmark tasks."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    shop = Workshop(folder, {"HF_HOME": str(folder / "hf")})
+    shop = InProcess(folder, {"HF_HOME": str(folder / "hf")})
     place = shop.datasets / "local" / "text"
     place.mkdir(parents=True)
     draw = random.Random(0)
@@ -63,92 +65,15 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
-def add_run(shop: Workshop, name: str, **train: Any) -> Path:
-    keys: dict[str, Any] = {
-        "dataset": "local/text",
-        "min_train_tokens": 1900,
-        "validation_interval": 4,
-        "learning_rate": 0.01,
-    }
+def add_run(shop: InProcess, name: str, **train: Any) -> Path:
+    keys: dict[str, Any] = {"dataset": "local/text", "min_train_tokens": 1900, "validation_interval": 4}
     # In bf16 scores depend on which texts share a batch.
-    keys["precision"] = "fp32"
-    return shop.add_run(name, model=SHAPE, **keys | train)
+    return shop.add_run(name, model=SHAPE, **keys, learning_rate=0.01, precision="fp32", **train)
 
 
-def with_benchmarks(shop: Workshop) -> dict[str, Any]:
+def with_benchmarks(shop: InProcess) -> dict[str, Any]:
     paths = [str(shop.path / f"{kind}.yaml") for kind in TASKS]
     return {"benchmark_interval": 4, "benchmark_tasks": paths, "benchmark_examples": EXAMPLES}
-
-
-@pytest.fixture(scope="module")
-def straight(shop: Workshop) -> Path:
-    run = add_run(shop, "straight", **with_benchmarks(shop))
-    replace(shop, draws=True).train("straight")
-    return run
-
-
-def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Path) -> None:
-    # Imported here, because every process that runs tests imports this file.
-    from harness.runs.chart import benchmark_lines
-
-    events = metrics(straight)
-    found = [event for event in events if event["event"] == "benchmark"]
-    assert [event["global_step"] for event in found] == [step for step in (0, 4, 8, 9) for _ in range(5)]
-    names = [("choice", "acc"), ("choice", "acc_norm"), ("last_word", "perplexity"), ("last_word", "acc")]
-    assert [(event["task"], event["metric"]) for event in found[:5]] == [*names, ("generate", "exact_match")]
-    for event in found:
-        assert event["examples"] == EXAMPLES
-        assert event["tokens_seen"] == (event["global_step"] + 1) * 192
-        assert event.keys() == {"event", "global_step", "tokens_seen", "seconds", "task", "metric", "value", "stderr", "examples"}  # fmt: skip  # noqa: E501
-    order = [event["event"] for event in events if event["global_step"] == 4]
-    assert order == ["train", "validation", *["benchmark"] * 5, "checkpoint"]
-    assert json.loads((straight / "summary.json").read_text())["seconds"]["benchmarks"] > 0
-    lines = benchmark_lines(read_metrics(straight / "metrics.jsonl"))
-    assert list(lines) == ["choice, acc_norm", "last_word, acc", "generate, exact_match"]
-    assert [step for step, _ in lines["choice, acc_norm"]] == [0, 4, 8, 9]
-
-
-def test_two_ranks_get_what_one_process_gets(shop: Workshop, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scores of the last checkpoint, computed here in one process, equal those of two ranks to the bit."""
-    import datasets
-
-    from harness.evaluation.benchmarks import run as benchmarks
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(shop.path / "hf" / "datasets"))
-    weights = straight / "checkpoints" / "latest" / "model.safetensors"
-    model = load_model(load_model_config(straight / "model.json"), weights, torch.device("cpu"))
-    tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
-    loaded = benchmarks.load(with_benchmarks(shop)["benchmark_tasks"])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the run's ranks
-    try:
-        results = benchmarks.run(loaded, Scorer(model, FP32, VOCAB_SIZE, 2), tokenizer, limit=EXAMPLES)
-    finally:
-        torch.set_num_threads(threads)
-    here = [asdict(score) for name in loaded.asked for score in benchmarks.scores(results, name)]
-    there = [event for event in metrics(straight) if event["event"] == "benchmark"][-len(here) :]
-    assert [{key: event[key] for key in here[0]} for event in there] == here
-
-
-def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Path) -> None:
-    run = add_run(shop, "without")
-    replace(shop, draws=True).train("without")
-    assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]
-    heights = [picture_height(folder / "training-run-chart.png") for folder in (straight, run)]
-    assert heights[0] > heights[1], "the chart has a panel for benchmarks"
-    others = [event for event in metrics(straight) if event["event"] != "benchmark"]
-    assert without_times(others) == without_times(metrics(run))
-    (straight / "all-metrics.jsonl").write_text((straight / "metrics.jsonl").read_text())
-    try:
-        (straight / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in others))
-        assert_same_end(straight, run)
-    finally:
-        (straight / "all-metrics.jsonl").replace(straight / "metrics.jsonl")
-
-
-def picture_height(path: Path) -> int:
-    """Height of a PNG file: the second number of its header."""
-    return int.from_bytes(path.read_bytes()[20:24], "big")
 
 
 # Sends SIGTERM to rank 1 alone in the middle of a step's benchmarks, between two kinds of lm-eval requests.
@@ -166,44 +91,110 @@ SharedBatches.__call__ = interrupted
 """
 
 
-def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
-    shop: Workshop, straight: Path, exhaustive: bool
-) -> None:
-    """The run is stopped in the benchmarks after the last step, and with --exhaustive also in those after step 4."""
-    run = add_run(shop, "stopped", **with_benchmarks(shop))
+@pytest.fixture(scope="module")
+def benchmarked(shop: InProcess, exhaustive: bool) -> Path:
+    """Finished run that was stopped in the benchmarks after the last step, and with --exhaustive also in those after
+    step 4."""
+    run = add_run(shop, "benchmarked", **with_benchmarks(shop))
     for step, before in [(4, 1), (9, 3)] if exhaustive else [(9, 3)]:
         prelude = SIGNAL.replace("STEP", str(step))
-        stopped = finish(shop.start("stopped", prelude=prelude), expect=128 + signal.SIGTERM, timeout=120)
+        stopped = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
         assert f"stopped by SIGTERM after global step {step}; to continue" in stopped.stderr
         assert len([event for event in metrics(run) if event["event"] == "benchmark"]) == 5 * before
         meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
         assert (meta["benchmarks_due"], meta["validation_due"], meta["planned"]) == (True, False, False)
-    shop.train("stopped")
-    assert_same_end(straight, run)
+    replace(shop, draws=True).train(run.name)
+    return run
 
 
-def test_a_failure_while_training_is_a_warning(shop: Workshop) -> None:
+def test_scores_are_in_the_metrics_and_the_summary(shop: InProcess, benchmarked: Path) -> None:
+    # Imported here, because every process that runs tests imports this file.
+    from harness.runs.chart import benchmark_lines
+
+    events = metrics(benchmarked)
+    found = [event for event in events if event["event"] == "benchmark"]
+    assert [event["global_step"] for event in found] == [step for step in (0, 4, 8, 9) for _ in range(5)]
+    names = [("choice", "acc"), ("choice", "acc_norm"), ("last_word", "perplexity"), ("last_word", "acc")]
+    assert [(event["task"], event["metric"]) for event in found[:5]] == [*names, ("generate", "exact_match")]
+    for event in found:
+        assert event["examples"] == EXAMPLES
+        assert event["tokens_seen"] == (event["global_step"] + 1) * 192
+        assert event.keys() == {"event", "global_step", "tokens_seen", "seconds", "task", "metric", "value", "stderr", "examples"}  # fmt: skip  # noqa: E501
+    order = [event["event"] for event in events if event["global_step"] == 4]
+    assert order == ["train", "validation", *["benchmark"] * 5, "checkpoint"]
+    assert json.loads((benchmarked / "summary.json").read_text())["seconds"]["benchmarks"] > 0
+    lines = benchmark_lines(read_metrics(benchmarked / "metrics.jsonl"))
+    assert list(lines) == ["choice, acc_norm", "last_word, acc", "generate, exact_match"]
+    assert [step for step, _ in lines["choice, acc_norm"]] == [0, 4, 8, 9]
+
+
+def test_two_ranks_get_what_one_process_gets(
+    shop: InProcess, benchmarked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores of the last checkpoint, computed here in one process, equal those of two ranks to the bit."""
+    import datasets
+
+    from harness.evaluation.benchmarks import run as benchmarks
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(shop.path / "hf" / "datasets"))
+    weights = benchmarked / "checkpoints" / "latest" / "model.safetensors"
+    model = load_model(load_model_config(benchmarked / "model.json"), weights, torch.device("cpu"))
+    tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
+    loaded = benchmarks.load(with_benchmarks(shop)["benchmark_tasks"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the run's ranks
+    try:
+        results = benchmarks.run(loaded, Scorer(model, FP32, VOCAB_SIZE, 2), tokenizer, limit=EXAMPLES)
+    finally:
+        torch.set_num_threads(threads)
+    here = [asdict(score) for name in loaded.asked for score in benchmarks.scores(results, name)]
+    there = [event for event in metrics(benchmarked) if event["event"] == "benchmark"][-len(here) :]
+    assert [{key: event[key] for key in here[0]} for event in there] == here
+
+
+def test_a_run_with_benchmarks_ends_as_one_without(shop: InProcess, benchmarked: Path) -> None:
+    """Although it was stopped in the middle of benchmarks."""
+    run = add_run(shop, "without")
+    replace(shop, draws=True).train("without")
+    assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]
+    heights = [picture_height(folder / "training-run-chart.png") for folder in (benchmarked, run)]
+    assert heights[0] > heights[1], "the chart has a panel for benchmarks"
+    same = Path(shutil.copytree(benchmarked, shop.runs / "same", symlinks=True))
+    others = [event for event in metrics(same) if event["event"] != "benchmark"]
+    (same / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in others))
+    assert_same_end(same, run)
+
+
+def picture_height(path: Path) -> int:
+    """Height of a PNG file: the second number of its header."""
+    return int.from_bytes(path.read_bytes()[20:24], "big")
+
+
+def test_a_failure_while_training_is_a_warning(
+    shop: InProcess, benchmarked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(shop.path / "hf" / "datasets"))
     run = add_run(shop, "failing", **with_benchmarks(shop) | {"benchmark_tasks": [str(shop.path / "choice.yaml")]})
-    prelude = """
-from harness.evaluation.likelihood import Scorer
-score, calls = Scorer._score_batch, []
-def failing(self, batch):
-    calls.append(batch)
-    if len(calls) == 2:
-        raise OSError("no space")
-    return score(self, batch)
-Scorer._score_batch = failing
-"""
-    done = shop.train("failing", ranks=1, prelude=prelude)
-    assert done.stderr.count("global step 0: no benchmarks: OSError: no space") == 1
+    score, calls = Scorer._score_batch, list[Any]()
+
+    def failing(self: Scorer, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 2:
+            raise OSError("no space")
+        return score(self, batch)
+
+    monkeypatch.setattr(Scorer, "_score_batch", failing)
+    with pytest.warns(UserWarning, match="global step 0: no benchmarks: OSError: no space") as warnings:
+        shop.train_here("failing")
+    assert len(warnings) == 1
     found = [event["global_step"] for event in metrics(run) if event["event"] == "benchmark"]
     assert found[0] == 4
     assert found[-1] == metrics(run)[-1]["global_step"]
 
 
-def test_what_is_wrong_is_told_before_the_first_step(shop: Workshop) -> None:
+def test_what_is_wrong_is_told_before_the_first_step(shop: InProcess) -> None:
     run = add_run(shop, "wrong", benchmark_interval=4, benchmark_tasks=[str(shop.path / "gone.yaml")])
-    done = shop.train("wrong", ranks=1, expect=2)
+    done = shop.train_here("wrong", expect=2)
     assert done.error_lines == [f"error: {shop.path}/gone.yaml: no such task file"]
     assert not (run / "metrics.jsonl").exists()
 
@@ -284,7 +275,7 @@ def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
     assert [type(each) for each in found] == [RunStopped] * 3
 
 
-def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:
+def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: InProcess) -> None:
     """If lm-eval fails on one rank while the others evaluate, all ranks raise EvaluationFailed with its message."""
     import lm_eval.evaluator  # noqa: F401 - imported before the ranks start, since they wait only 30 s for one another
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 import harness.training.chart_process as chart_process
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import MetricsFile, ValidationEvent
+from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
 from harness.training.chart_process import ChartProcess
 
 PATIENCE_SECONDS = 60.0
@@ -25,20 +26,22 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "r")
 
 
-def validated(run: RunDirectory, step: int) -> None:
-    MetricsFile(run.metrics).append(ValidationEvent(global_step=step, loss=5.0 - step))
+def validated(run: RunDirectory, step: int, loss: float = 5.0) -> None:
+    MetricsFile(run.metrics).append(ValidationEvent(global_step=step, loss=loss))
 
 
-def slow_worker(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Replace the drawing process by one that counts the lines of metrics.jsonl, sleeps for `seconds`, and then appends
-    the count to the chart's file."""
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the drawing process by one that counts the lines of metrics.jsonl, waits until this file exists, and then
+    appends the count to the chart's file."""
     source = (
-        "import sys, time\n"
+        "import os, sys, time\n"
         "lines = len(open(sys.argv[1]).readlines())\n"
-        f"time.sleep({seconds})\n"
+        f"while not os.path.exists({str(tmp_path / 'gate')!r}): time.sleep(0.01)\n"
         "open(sys.argv[2], 'a').write(f'{lines}\\n')\n"
     )
-    monkeypatch.setattr(chart_process, "WORKER", [sys.executable, "-c", source])
+    monkeypatch.setattr(chart_process, "WORKER", [sys.executable, "-S", "-c", source])
+    return tmp_path / "gate"
 
 
 def worker_pid(chart: ChartProcess) -> int:
@@ -46,63 +49,75 @@ def worker_pid(chart: ChartProcess) -> int:
     return chart._process.pid
 
 
-def test_the_chart_of_the_last_state_is_there_at_the_end(run: RunDirectory) -> None:
+def test_the_last_state_is_drawn_even_while_the_file_is_being_written(run: RunDirectory) -> None:
+    metrics = MetricsFile(run.metrics)
+    for step in range(0, 300, 3):
+        loss = 3 + 7 * math.exp(-step / 50)
+        metrics.append(TrainEvent(global_step=step, loss=loss, loss_min=loss - 0.3, loss_max=loss + 0.3))
+        if step % 60 == 0:
+            validated(run, step, loss + 0.1)
+    metrics.append(TrainEvent(global_step=300, loss=math.nan, loss_min=math.nan, loss_max=math.nan))
+    with metrics.path.open("a") as file:
+        file.write('{"event": "train", "global_st')
+    assert len(read_metrics(metrics.path)) == 106
     chart = ChartProcess(run)
-    validated(run, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chart.draw()
         pid = worker_pid(chart)
         chart.finish(PATIENCE_SECONDS)
-    assert run.chart.read_bytes().startswith(b"\x89PNG")
+    with PIL.Image.open(run.chart) as picture:
+        assert picture.format == "PNG"
+        assert picture.width >= 1200
+        assert picture.height >= 700
+        assert len(picture.getcolors(2**24) or []) > 50
     assert [path.name for path in sorted(run.path.iterdir())] == ["metrics.jsonl", "training-run-chart.png"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_training_does_not_wait_for_a_drawing_and_many_requests_are_one(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = 2.0
-    slow_worker(monkeypatch, seconds)
+def test_training_does_not_wait_for_a_drawing_and_many_requests_are_one(run: RunDirectory, gate: Path) -> None:
     chart = ChartProcess(run)
-    began = time.monotonic()
     for step in range(10):
         validated(run, step)
         chart.draw()
     assert not run.chart.exists(), "the first drawing has already ended"
-    assert time.monotonic() - began < seconds
+    gate.touch()
     chart.finish(PATIENCE_SECONDS)
     drawn = [int(line) for line in run.chart.read_text().splitlines()]
     assert drawn[-1] == 10
     assert len(drawn) <= 2
 
 
-def test_no_failure_of_drawing_ends_the_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is a warning: no metrics, a process that cannot be started, hangs or is killed. The next chart is
-    drawn by another process."""
+def test_without_metrics_there_is_no_chart(run: RunDirectory) -> None:
     chart = ChartProcess(run)
     chart.draw()
     with pytest.warns(UserWarning, match=r"training-run-chart\.png: no chart: .*metrics\.jsonl"):
         chart.finish(PATIENCE_SECONDS)
+
+
+def test_no_failure_of_drawing_ends_the_run(run: RunDirectory, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is a warning: a process that cannot be started, hangs or is killed. The next chart is drawn by
+    another process."""
+    chart = ChartProcess(run)
     validated(run, 0)
     with monkeypatch.context() as patch:
         patch.setattr(chart_process, "WORKER", [str(run.path / "nothing")])
         with pytest.warns(UserWarning, match="no chart: No such file"):
             chart.draw()
-        slow_worker(patch, seconds=PATIENCE_SECONDS)
-        for patience, kill, warning in (
-            (0.1, False, r"no chart: not drawn in 0\.1 s"),
-            (PATIENCE_SECONDS, True, "no chart: the process that draws has ended with status -9"),
-        ):
-            chart.draw()
-            pid = worker_pid(chart)
-            if kill:
-                os.kill(pid, signal.SIGKILL)
-            with pytest.warns(UserWarning, match=warning):
-                chart.finish(patience)
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+    for patience, kill, warning in (
+        (0.1, False, r"no chart: not drawn in 0\.1 s"),
+        (PATIENCE_SECONDS, True, "no chart: the process that draws has ended with status -9"),
+    ):
+        chart.draw()
+        pid = worker_pid(chart)
+        if kill:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.warns(UserWarning, match=warning):
+            chart.finish(patience)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    gate.touch()
     chart.draw()
     chart.finish(PATIENCE_SECONDS)
-    assert run.chart.read_bytes().startswith(b"\x89PNG")
+    assert run.chart.read_text() == "1\n"

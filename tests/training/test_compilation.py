@@ -19,7 +19,13 @@ from harness.training.step import OptimizerStep
 from tests.support.configs import model_in, train_in
 from tests.support.launch import Workshop
 
-SHORT = {"min_train_tokens": 256, "validation_interval": None, "validation_batches": None, "checkpoint_interval": 99}
+SHORT: dict[str, Any] = {
+    "min_train_tokens": 256,
+    "validation_interval": None,
+    "validation_batches": None,
+    "checkpoint_interval": 99,
+    "model": {"n_layers": 1},
+}
 # Lets "auto" compile on the CPU.
 WANTED = """
 import os, torch
@@ -34,12 +40,21 @@ import torch._inductor.config as inductor
 inductor.cpp.cxx = "false"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("cache")
 """
-# Compiling fails on rank 1 and succeeds on rank 0, where the backend "eager" generates no machine code.
-BROKEN_ON_RANK_1 = f"""{WANTED}
+# Compiles with the backend "eager": TorchDynamo traces the model and splits it at DDP's buckets, but no machine code is
+# generated, which would take minutes. The same holds for the loss kernel. tests/model/test_linear_cross_entropy.py
+# tests that kernel's machine code.
+COMPILED = f"""{WANTED}
+from harness.model import cross_entropy
+kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
+cross_entropy._compile = lambda: kernel
+backend = "eager"
+torch.nn.Module.compile = lambda self: compile_module(self, backend=backend)
+"""
+BROKEN_ON_RANK_1 = f"""{COMPILED}
 def broken(graph, inputs):
     raise RuntimeError("no such instruction")
-backend = broken if own_rank() == 1 else "eager"
-torch.nn.Module.compile = lambda self: compile_module(self, backend=backend)
+if own_rank() == 1:
+    backend = broken
 """
 NOTE = "note: the model is not compiled, and trains more slowly: compiling failed: "
 
@@ -103,7 +118,7 @@ def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
-    shop.add_run("r", **SHORT, compile=True, model={"n_layers": 1})
+    shop.add_run("r", **SHORT, compile=True)
     result = shop.train("r", ranks=1, prelude=BROKEN, expect=2)
     (line,) = result.error_lines
     assert line.startswith('error: train.json: key "compile": the model cannot be compiled here: ')
@@ -111,22 +126,11 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
     assert "Traceback" not in result.stderr
 
 
-# Compiles with the backend "eager": TorchDynamo traces the model and splits it at DDP's buckets, but no machine code is
-# generated, which would take minutes. The same holds for the loss kernel. tests/model/test_linear_cross_entropy.py
-# tests that kernel's machine code.
-COMPILED = f"""{WANTED}
-from harness.model import cross_entropy
-kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
-cross_entropy._compile = lambda: kernel
-torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
-"""
-
-
 @pytest.mark.slow
 def test_two_ranks_with_a_compiled_model_continue_to_the_same_bits(shop: Workshop) -> None:
     """A resumed run on two ranks with a compiled model ends in the same bits. Each rank runs the compiling pass by
     itself, before the pass after which DDP rebuilds its buckets."""
-    run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 128})
+    run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 256, "n_layers": 1})
     result = shop.train(prelude=COMPILED)
     assert "note:" not in result.stdout
     straight = weights(run)

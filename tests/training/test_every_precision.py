@@ -105,6 +105,7 @@ def checkpoint(wanted: str = "auto", **values: Any) -> CheckpointMeta:
         ("auto", True, checkpoint("fp32", device=HERE, precision="fp32"), "bf16"),  # train.json has changed
         ("fp32", True, checkpoint(device=HERE, precision="bf16"), "fp32"),
         ("auto", True, checkpoint(), "bf16"),  # by the notebook's program, which records no device
+        ("fp32", True, None, "fp32"),
     ],
 )
 def test_auto_keeps_what_the_run_began_in(

@@ -43,8 +43,11 @@ from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finis
 HUNGRY: dict[str, Any] = {"context_length": 1024, "emb_dim": 16, "n_heads": 4, "n_layers": 1, "drop_rate": 0.1}
 GIB = 2**30
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
-LEVERS = {**ALL, "qkv_bias": False, "n_heads": 4, "head_dim": 6, "n_layers": 2}
+LEVERS = {**ALL, "qkv_bias": False, "n_heads": 4, "head_dim": 6, "n_layers": 2} | {
+    "moe": {"num_experts": 4, "num_active_experts": 2}
+}
 ROOM = 0.3  # GiB above base_gib, enough for a few sequences
+TWO_SEQUENCES = 0.1  # GiB
 
 
 class Sizes:
@@ -129,17 +132,6 @@ def test_a_right_guess_ends_the_search_and_a_refuted_one_costs_nothing() -> None
 
 
 @pytest.fixture(scope="module")
-def base_gib(workshop: Workshop) -> float:
-    """GiB of the smallest useful limit: the program's own memory before it builds a model, read from the error message,
-    and the reserve."""
-    result = cold(workshop, "r", "-f", "--memory-limit-gib", "0.1", expect=1)
-    assert len(result.error_lines) == 1
-    found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
-    assert found, result.stderr
-    return float(found[1]) + 1 / 16
-
-
-@pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp("search"), {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=200_000)
@@ -176,6 +168,17 @@ def probes(result: Result) -> dict[int, str]:
     found = re.findall(r"^microbatch (\d+): (fits|out of memory)$", result.stdout, re.MULTILINE)
     assert len(found) == len({size for size, _ in found}), "a size was tried more than once"
     return {int(size): verdict for size, verdict in found}
+
+
+@pytest.fixture(scope="module")
+def base_gib(workshop: Workshop) -> float:
+    """GiB of the smallest useful limit: the program's own memory before it builds a model, read from the error message,
+    and the reserve."""
+    result = search(workshop, limit=0.1)
+    assert (result.status, len(result.error_lines)) == (1, 1)
+    found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
+    assert found, result.stderr
+    return float(found[1]) + 1 / 16
 
 
 @pytest.fixture(scope="module")
@@ -247,76 +250,57 @@ def test_write_changes_one_number_and_nothing_else(
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
 
-def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
-    """After SEARCH_SECONDS no further size is tried, and the answer is the largest size that has fitted."""
-    hurried = "import harness.training.batch_size_finder as finder\nfinder.SEARCH_SECONDS = 0.0\n"
-    result = workshop.train("r", "-f", ranks=2, prelude=hurried)
-    assert probes(result) == {1: "fits"}
-    assert "Max microbatch size was 1\nMore may fit; the search has ended after 0 s\n" in result.stdout
-
-
-# For each forward pass on rank 0, writes a line with the number of sequences and the bytes of gradients then allocated.
+# For each forward pass on rank 0, writes the bytes of gradients then allocated.
 GRADIENTS = """
 import os
 import gpt
 plain = gpt.GPTModel.forward
 def forward(self, inputs, *others):
     held = sum(each.grad.nbytes for each in self.parameters() if each.grad is not None)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ["RANK"] == "0":
         with open({path!r}, "a") as file:
-            file.write(f"{{len(inputs)}} {{held}}\\n")
+            file.write(f"{{held}}\\n")
     return plain(self, inputs, *others)
 gpt.GPTModel.forward = forward
 """
+HURRIED = "import harness.training.batch_size_finder as finder\nfinder.SEARCH_SECONDS = 0.0\n"
 
 
-def test_a_search_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path: Path) -> None:
-    """The search on two ranks allocates as many bytes of gradients as training. On several ranks gradients are views of
-    DDP's buckets, which are allocated during each forward pass."""
+def test_a_late_search_ends_and_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path: Path) -> None:
+    """After SEARCH_SECONDS no further size is tried, and the answer is the largest size that has fitted. On two ranks
+    the search allocates as many bytes of gradients as training, where they are views of DDP's buckets, which are
+    allocated during each forward pass."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=16 * 2 * 2 + 1)
     settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "microbatch_size": 1, "min_train_tokens": -1}
     shop.add_run(**settings, optimizer="muon", shard_optimizer=True)
-    most = []
-    for options in (["-f"], []):
-        path = tmp_path / f"passes{len(options)}"
-        shop.train("r", *options, prelude=GRADIENTS.format(path=str(path)))
-        most.append(max(int(line.split()[1]) for line in path.read_text().splitlines()))
+    paths = [tmp_path / "searched", tmp_path / "trained"]
+    found = shop.train("r", "-f", prelude=HURRIED + GRADIENTS.format(path=str(paths[0])))
+    assert probes(found) == {1: "fits"}
+    assert "Max microbatch size was 1\nMore may fit; the search has ended after 0 s\n" in found.stdout
+    shop.train("r", prelude=GRADIENTS.format(path=str(paths[1])))
+    most = [max(map(int, path.read_text().split())) for path in paths]
     assert most[0] == most[1] > 0
 
 
-def test_a_hard_limit_of_the_system_below_the_option(
-    workshop: Workshop, first: tuple[int, Result], base_gib: float
-) -> None:
-    """The search stays within `ulimit -d` if that is below --memory-limit-gib. Here it is 0.1 GiB, two sequences, below
-    the limit of `first`."""
-    hard = int((base_gib + ROOM - 0.1) * GIB)
-    bound = f"import resource\nresource.setrlimit(resource.RLIMIT_DATA, ({hard}, {hard}))\n"
-    assert first[0] - 3 <= answer(search(workshop, limit=64, prelude=bound)) <= first[0] - 1
-
-
-@pytest.mark.parametrize(("ranks", "limit"), [(1, -0.1), (2, -0.1), (1, 0.05)])
-def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ranks: int, limit: float) -> None:
+@pytest.mark.parametrize(("ranks", "given"), [(2, 0.1), (1, 0.05)])
+def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: float) -> None:
     """A limit below what the program itself takes is refused, also one below the reserve."""
-    given = limit if limit > 0 else base_gib + limit
     result = search(workshop, limit=given, ranks=ranks)
-    assert result.status == 1
+    assert (result.status, len(result.error_lines)) == (1, 1)
     assert "Traceback" not in result.stderr
     assert "Max microbatch size" not in result.stdout
-    assert len(result.error_lines) == 1
     words = rf"error: not even a microbatch of 1 fits in {given:.2f} GiB, of which .*; use a smaller model "
     assert re.fullmatch(rf"{words}or context, or raise --memory-limit-gib", result.error_lines[0])
 
 
-@pytest.mark.slow
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
-    """For each limit near `base_gib` the command prints N or fails with one line."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
+    """For each limit near the program's own memory the command prints N or fails with one line."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=500)
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
-    limits = [base_gib + step / 100 for step in (range(-3, 25) if exhaustive else (2,))]
-    for limit in limits:
-        result = cold(shop, "r", "-f", "--memory-limit-gib", f"{limit:.2f}", expect=None)
+    for step in range(-3, 25) if exhaustive else (0, 2, 8):
+        result = search(shop, limit=base_gib + step / 100, prelude="import torch\ntorch.set_num_threads(2)\n")
         if result.status == 0:
             answer(result)
             continue
@@ -325,15 +309,13 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
 
 
 def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
-    """Run ddp_train.py in new processes. Forked processes would also hold memory of their parent."""
+    """Run ddp_train.py in new processes, which import as late as a user's. Forks have imported all."""
     command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), arguments[0], str(shop.datasets)]
     command += [*arguments[1:], "--runs-dir", str(shop.runs)]
-    if ranks == 1:
-        return finish([shop.spawn(command, {})], expect=expect, timeout=PATIENCE_SECONDS)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = [shop.spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    return finish(processes, expect=expect, timeout=PATIENCE_SECONDS)
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+    return finish([shop.spawn(command, place) for place in places], expect=expect, timeout=PATIENCE_SECONDS)
 
 
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
@@ -352,18 +334,20 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     assert shop.attempt("--plan").status == 0
 
 
-BALLAST = """
-import mmap, os
+# Lowers the limit of rank 1 itself, as `ulimit -d` does.
+BOUND = """
+import os, resource
 if os.environ["RANK"] == "1":
-    os.ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)
+    resource.setrlimit(resource.RLIMIT_DATA, ({bytes}, {bytes}))
 """
 
 
 def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, first: tuple[int, Result]) -> None:
-    """If rank 1 runs out of memory first, its smaller answer is printed, by rank 0 alone, which does not wait for it
-    forever. The limit holds for each process separately."""
-    result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=BALLAST.format(bytes=int(0.1 * GIB)))
-    assert 1 <= answer(result) <= first[0] - 2
+    """If rank 1 runs out of memory first, here because of a `ulimit -d` below --memory-limit-gib, its smaller answer is
+    printed, by rank 0 alone, which does not wait for it forever. The limit holds for each process separately."""
+    bound = BOUND.format(bytes=int((base_gib + ROOM - TWO_SEQUENCES) * GIB))
+    result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=bound)
+    assert first[0] - 3 <= answer(result) <= first[0] - 1
 
 
 @pytest.mark.slow
@@ -411,23 +395,21 @@ class InThisProcess(MicrobatchSearcher):
             raise MemoryError
 
 
-def searcher(tmp_path: Path, model: dict[str, Any] | None = None, **train: Any) -> InThisProcess:
-    shop = Workshop(tmp_path)
+def loaded(shop: Workshop, **keys: Any) -> Experiment:
     shop.add_dataset(tokens=20_000)
-    experiment = Experiment.load(
-        RunDirectory(shop.add_run(model={"n_layers": 1} | (model or {}), **train)), shop.datasets
-    )
+    return Experiment.load(RunDirectory(shop.add_run(**keys)), shop.datasets)
+
+
+def searcher(tmp_path: Path, **keys: Any) -> InThisProcess:
+    shop = Workshop(tmp_path)
+    experiment = loaded(shop, **keys)
     limit = MemoryLimit(1.0, 100 * InThisProcess.holds + 50, "")
     return InThisProcess(experiment, ALONE, Dataset.open(shop.datasets, experiment.config.dataset), limit)
 
 
-@pytest.mark.parametrize(
-    ("accumulated", "model"),
-    [(1, {}), (2, {}), (1, LEVERS), (1, {"moe": {"num_experts": 4, "num_active_experts": 2}})],
-    ids=["once", "accumulated", "levers", "experts"],
-)
+@pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
-    accumulated: int, model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward passes of a tried size run with the same gradients in memory as in training: none with one microbatch in
     a step, those of the previous microbatches with two. Gradients of a size that failed are freed."""
@@ -441,7 +423,7 @@ def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
         return plain(self, inputs, *others)
 
     monkeypatch.setattr(gpt.GPTModel, "forward", forward)
-    assert searcher(tmp_path, model, gradient_accumulation_steps=accumulated).find(1000) == InThisProcess.holds
+    assert searcher(tmp_path, model=LEVERS, gradient_accumulation_steps=accumulated).find(1000) == InThisProcess.holds
     assert met == ({False} if accumulated == 1 else {False, True})
 
 
@@ -466,7 +448,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_compiled_each_size_has_a_program_of_its_own(tmp_path: Path, programs: Any) -> None:
-    assert searcher(tmp_path, compile=True).find(2) == 2
+    assert searcher(tmp_path, model={"n_layers": 1}, compile=True).find(2) == 2
     assert programs["stats"]["unique_graphs"] == 2, "one graph for one sequence, and one for two"
 
 
@@ -477,7 +459,7 @@ def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_module(self, backend=broken))
     with pytest.raises(UserError, match=r'^train.json: key "compile": the model cannot be compiled here: .*instruc'):
-        searcher(tmp_path, compile=True).find(1000)
+        searcher(tmp_path, model={"n_layers": 1}, compile=True).find(1000)
 
 
 def test_a_gpu_has_its_exchange_buffers_before_its_memory_is_looked_at(
@@ -488,9 +470,7 @@ def test_a_gpu_has_its_exchange_buffers_before_its_memory_is_looked_at(
     def reach(*_: Any) -> None:
         raise InterruptedError
 
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    experiment = loaded(Workshop(tmp_path))
     monkeypatch.setattr(World, "exchange_once", lambda self, count: done.append(count))
     monkeypatch.setattr(batch_size_finder, "remark_on_machine", lambda *_: None)
     monkeypatch.setattr(batch_size_finder, "release_memory", lambda device: done.append("released"))

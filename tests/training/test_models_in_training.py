@@ -1,4 +1,4 @@
-"""Real commands on a run with all model options in model.json, and on one with a mixture of experts."""
+"""Real commands on a run with all model options in model.json and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ import torch
 from gpt import GPTModel
 from harness.data.loader import BatchLayout
 from harness.distributed.world import World
-from harness.model.config import ModelConfig
-from harness.planning.experiment import Experiment
+from harness.model.config import load_model_config
 from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.checkpoints import list_checkpoints
-from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, read_metrics
 from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
@@ -32,14 +30,15 @@ from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop, metrics
 from tests.support.same_end import assert_goes_on_to_the_same_end
 
-LEVERS: dict[str, Any] = {
+MOE = {"num_experts": 4, "num_active_experts": 2}
+MODEL: dict[str, Any] = {
     **ALL,
+    "moe": MOE,
     "qkv_bias": False,
     "n_heads": 4,
     "head_dim": 6,
     "drop_rate": {"embedding": 0.1, "attention_weights": 0.1, "mlp_output": 0.2},
 }
-MOE = {"num_experts": 4, "num_active_experts": 2}
 SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "clipping_max_norm": 1.0, "precision": "fp32"}
 CPU = torch.device("cpu")
 
@@ -55,21 +54,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
 
 
 @pytest.fixture(scope="module")
-def levers(shop: InProcess) -> Trained:
-    run = shop.add_run("levers", model=LEVERS, **SETTINGS)
-    return shop, run, shop.train("levers")
-
-
-@pytest.fixture(scope="module")
 def trained(shop: InProcess) -> Trained:
-    run = shop.add_run("experts", model={"moe": MOE}, **SETTINGS)
+    run = shop.add_run("experts", model=MODEL, **SETTINGS)
     return shop, run, shop.train("experts")
-
-
-@pytest.fixture(params=["levers", "trained"], ids=["levers", "experts"])
-def either(request: pytest.FixtureRequest) -> Trained:
-    trained: Trained = request.getfixturevalue(request.param)
-    return trained
 
 
 def train_events(run: Path) -> list[TrainEvent]:
@@ -82,23 +69,23 @@ def loads_of(event: TrainEvent) -> list[list[float]]:
     return [[load for load in block if load is not None] for block in event.expert_load]
 
 
-def test_it_learns_on_two_ranks(either: Trained) -> None:
-    losses = [event["loss"] for event in metrics(either[1]) if event["event"] == "validation"]
+def test_it_learns_on_two_ranks(trained: Trained) -> None:
+    run = trained[1]
+    losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
     assert losses[-1] < losses[0] - 0.3
-    summary = json.loads((either[1] / "summary.json").read_text())
-    recorded = summary["model"]
-    assert recorded.get("rope_base") == (10_000 if recorded["position"] == "rope" else None), "the default is recorded"
-    config = ModelConfig.model_validate(json.loads((either[1] / "model.json").read_text()))
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["model"]["rope_base"] == 10_000, "the default is recorded"
+    config = load_model_config(run / "model.json")
     assert (summary["parameters"], summary["flops_per_token"]) == (config.parameters, config.flops_per_token)
 
 
-def test_it_goes_on_bit_for_bit(either: Trained) -> None:
+def test_it_goes_on_bit_for_bit(trained: Trained) -> None:
     """A run resumed from a checkpoint between two reports, which holds the experts' loads so far, has the same end."""
-    assert_goes_on_to_the_same_end(either[0], either[1])
+    assert_goes_on_to_the_same_end(trained[0], trained[1])
 
 
-def test_its_test_loss_is_measured(either: Trained) -> None:
-    shop, run, _ = either
+def test_its_test_loss_is_measured(trained: Trained) -> None:
+    shop, run, _ = trained
     files = [str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")]
     said = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", DATASET, "--split", "test").stdout
     loss = re.search(r"\d\.\d+", said)
@@ -106,14 +93,15 @@ def test_its_test_loss_is_measured(either: Trained) -> None:
     assert 2 < float(loss[0]) < 4.2
 
 
-def test_the_plan_counts_it(either: Trained) -> None:
-    shop, run, _ = either
-    said = shop.attempt("--plan", "--restart", run=run.name).stdout
-    config = ModelConfig.model_validate(json.loads((run / "model.json").read_text()))
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_the_plan_counts_it(shop: InProcess, is_dense: bool) -> None:
+    run = shop.add_run("planned", model=MODEL | {"moe": None if is_dense else MOE})
+    said = shop.attempt("--plan", run=run.name).stdout
+    config = load_model_config(run / "model.json")
     assert re.search(rf"^parameters +{config.parameters:,}$", said, re.M)
     assert re.search(rf"^FLOPs per token +{config.flops_per_token:,}$", said, re.M)
-    on_paper = " ".join(shop.attempt("--plan", "--restart", "--assume-device", "H100", run=run.name).stdout.split())
-    if config.moe is None:
+    on_paper = " ".join(shop.attempt("--plan", "--assume-device", "H100", run=run.name).stdout.split())
+    if is_dense:
         assert "estimated" in on_paper
         return
     assert re.search(rf"^active +{config.active_parameters:,} parameters for each token$", said, re.M)
@@ -134,7 +122,7 @@ def test_the_load_is_reported(trained: Trained) -> None:
         assert (event.expert_load_min, event.expert_load_max) == pytest.approx((min(flat), max(flat)), abs=1e-4)
         shown = f"experts {event.expert_load_min:.2f}-{event.expert_load_max:.2f}"
         assert re.search(rf"^global step {event.global_step}/.* {re.escape(shown)}", result.stdout, re.M), result.stdout
-    config = ModelConfig.model_validate(json.loads((run / "model.json").read_text()))
+    config = load_model_config(run / "model.json")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["active_parameters"] == config.active_parameters
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
@@ -144,24 +132,25 @@ def test_the_load_is_reported(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "weight"),
+    ("active", "train", "weight"),
     [
-        ({}, 0.005),
-        ({"schedule_learning_rate": True}, 0),
-        ({"schedule_learning_rate": True, "moe_router_loss_scale": 0.01}, 0.01),
+        # As in Switch Transformers, over the active experts.
+        (2, {}, 0.005),
+        (4, {}, 0.0025),
+        (2, {"moe_router_loss_scale": 0.0}, 0),
+        # Runs of the notebook's program have a balancing loss only if train.json sets one.
+        (2, {"schedule_learning_rate": True}, 0),
+        (2, {"schedule_learning_rate": True, "moe_router_loss_scale": 0.01}, 0.01),
     ],
 )
-def test_the_notebooks_runs_balance_experts_where_they_say_so(
-    tmp_path: Path, train: dict[str, Any], weight: float
-) -> None:
-    """Runs of the notebook's program have a balancing loss only if train.json sets one, and so do runs derived from
-    them. "log_moe_balance_file" in "moe" has no effect."""
-    shop = InProcess(tmp_path)
-    shop.add_dataset()
-    shop.add_run(model={"moe": MOE | {"log_moe_balance_file": "routing_logits.jsonl"}}, **train)
-    derived = shop.command("derive_run.py", "r", "derived", "--set", "random_seed=1", "--runs-dir", str(shop.runs))
+def test_experts_are_balanced_by_this_much(shop: InProcess, active: int, train: dict[str, Any], weight: float) -> None:
+    """The weight of the balancing loss is the same in derived runs. "log_moe_balance_file" in "moe" has no effect."""
+    moe = {"num_experts": 4, "num_active_experts": active, "log_moe_balance_file": "routing_logits.jsonl"}
+    run = shop.add_run("balanced", model={"moe": moe}, **train)
+    shutil.rmtree(shop.runs / "derived", ignore_errors=True)
+    derived = shop.command("derive_run.py", run.name, "derived", "--set", "random_seed=1", "--runs-dir", str(shop.runs))
     assert "  random_seed: 42 -> 1\n" in derived.stdout, derived.stderr
-    for name in ("r", "derived"):
+    for name in (run.name, "derived"):
         plan = shop.attempt("--plan", run=name)
         assert f"\nbalancing loss   x {weight:g} " in plan.stdout, plan.stderr
 
@@ -178,7 +167,7 @@ def test_half_precision_ends_near_fp32(trained: Trained, changes: dict[str, Any]
     scores are nearly equal, so the losses are close but not equal."""
     shop, run, _ = trained
     name = str(changes["precision"])
-    shop.add_run(name, model={"moe": MOE}, **SETTINGS | changes)
+    shop.add_run(name, model=MODEL, **SETTINGS | changes)
     shop.train(name)
     ends = [
         [event["loss"] for event in metrics(each) if event["event"] == "validation"][-1]
@@ -214,7 +203,7 @@ def test_muon_sees_each_experts_matrices_and_the_router() -> None:
 
 
 def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
-    config = shape(vocab_size=300, context_length=256, moe=MOE)
+    config = shape(vocab_size=300, context_length=256, n_layers=1, emb_dim=16, moe=MOE)
     write_checkpoint(tmp_path / "c", config)
     (tmp_path / "model.json").write_text(config.model_dump_json())
     files = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors")]
@@ -223,20 +212,12 @@ def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
     assert said.startswith("def f(")
     examples = [{"instruction": "f", "input": "", "output": "def"}] * 20
     (tmp_path / "data.json").write_text(json.dumps(examples))
-    tuned = shop.script("test_ift.py", *files, "--data", str(tmp_path / "data.json"), "--responses-only")
+    tuned = shop.script(
+        "test_ift.py", *files, "--data", str(tmp_path / "data.json"), "--responses-only", "--max-epochs", "1"
+    )
     assert "epoch 1: training loss" in tuned.stdout + tuned.stderr
     said = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out")).stdout
     assert "with code of its own" in said
-
-
-@pytest.mark.parametrize(("given", "active", "scale"), [({}, 2, 0.005), ({}, 4, 0.0025), ({"own": 0.0}, 2, 0.0)])
-def test_the_scale_is_switch_transformers_over_the_active_experts(
-    tmp_path: Path, given: dict[str, float], active: int, scale: float
-) -> None:
-    shop = InProcess(tmp_path)
-    moe = {"num_experts": 4, "num_active_experts": active}
-    run = shop.add_run(model={"moe": moe}, moe_router_loss_scale=given.get("own"))
-    assert Experiment.load(RunDirectory(run), shop.datasets).moe_router_loss_scale == scale
 
 
 def test_a_budget_by_parameters_counts_the_active_ones() -> None:

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 0.01,
     "precision": "fp32",
 }
-WORLDS = (4, 2)  # numbers of ranks; each world starts from the state that the previous world saved
+WORLDS = (3, 2)  # numbers of ranks; each world starts from the state that the previous world saved
 # Name of the case -> keys of train.json, and "moe", a key of model.json.
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw"},
