@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
@@ -99,6 +98,8 @@ def test_a_card_of_the_fine_tuned_model_says_so(journey: Journey) -> None:
 
 
 def test_exported_and_sampled_by_transformers(journey: Journey) -> None:
+    import transformers  # imported here because the quick tests load this file, too
+
     journey.do("convert_hf", "export", journey.tuned, journey.exported)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(journey.exported)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(journey.exported)
