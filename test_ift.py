@@ -131,7 +131,7 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
     if options["save"]:
         check_writable(next(folder for folder in options["save"].absolute().parents if folder.exists()))
     if options["name"] is not None and not (options["name"].strip() and is_unicode(options["name"])):
-        raise UserError(f"--name {options['name']!r}: not a name")
+        raise UserError(f"--name {options['name']!r}: blank or not valid Unicode; give another name")
 
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stages that run ddp_train.py as a user does, and read its output and files."""
+"""Stages of the benchmark bench/on_gpu.py that run ddp_train.py as a user does, and read its output and files."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ class HubWork:
         return problem, f"{remedy}, or {self.by_hand}", status >= 500
 
     def explain_local(self, error: OSError) -> tuple[str, str]:
-        """Return the problem and the remedy for a full disk, or for a folder that cannot be written to."""
+        """Return the problem and the remedy for a local file error. For a full disk, the remedy is to free space; for
+        every other error, it is to check that the folder can be written to."""
         where = self.folder.parent
         if error.errno in FULL_DISK:
             return f"no space left for {where}", f"free some; {self.again}"

@@ -117,7 +117,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
     """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
     the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the number of tokens
-    is unknown or the batches are impossible. Raises UserError if a file of the run is wrong."""
+    is unknown, if a global batch is not a whole number of microbatches, or if the training is shorter than one global
+    batch. Raises UserError if a file of the run is wrong."""
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
@@ -140,8 +141,9 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
 
 
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
-    """Return the speeds in a run's folder, at most two: the one that this program measured, if for long enough, and the
-    one that others published (reported.json). Raises UserError if a file of the run is wrong."""
+    """Return the training speeds in a run's folder, at most two: the speed that this program measured, if it measured
+    enough steps and seconds, and the speed that others published (reported.json). Raises UserError if a file of the
+    run is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None

@@ -40,8 +40,8 @@ class SplitMeta(BaseModel):
 
 
 class DatasetMeta(BaseModel):
-    """Contents of a dataset folder's meta.json. Datasets of the lab notebook have only the first three keys, and their
-    tokens are GPT-2's."""
+    """Contents of a dataset folder's meta.json. The published datasets of Giles Thomas's lab notebook have only the
+    first three keys, and their tokens are GPT-2's."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -248,7 +248,8 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     if largest >= vocab_size:
         raise UserError(
             f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
-            f'set "vocab_size" in model.json to at least {needed_vocabulary(dataset)}, or use the matching dataset'
+            f'set "vocab_size" in model.json to at least {needed_vocabulary(dataset)}, '
+            "or use a dataset made with the model's tokenizer"
         )
 
 

@@ -86,7 +86,8 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that does the work of the whole job: checkpoints, charts, progress, unshared validation."""
+        """True on rank 0, which alone writes checkpoints and charts, prints progress, and validates unless all ranks
+        share the validation."""
         return self.rank == 0
 
     def barrier(self) -> None:

@@ -49,7 +49,8 @@ def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Ten
 
 
 def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a model's state dict by public name, as views, not copies."""
+    """Return the tensors of a model's state dict under the names that they have in checkpoints, as views, not copies. A
+    fused tensor gives several views."""
     split = (split_fused(name, tensor.detach(), config) for name, tensor in state.items())
     return {name: part for parts in split for name, part in parts.items()}
 
@@ -60,7 +61,8 @@ def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
 
 
 def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by public name, checked against the model that `config` describes.
+    """Return the tensors of a weights file under the names that they have in checkpoints, after a check that they are
+    those of the model that `config` describes.
 
     The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack one of two tied
     tensors. Raises UserError, naming `source` and the differences, if it holds another model.

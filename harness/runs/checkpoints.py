@@ -86,7 +86,8 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
-    """Raise UserError if the notebook's program wrote the checkpoint and the user did not name it (`name` is None)."""
+    """Raise UserError if the training program of Giles Thomas's lab notebook (upstream.py) wrote the checkpoint
+    `start` and the user did not name the checkpoint (`name` is None)."""
     if name is None and meta.is_from_notebook:
         raise UserError(f"{start}: {FOREIGN}, or use --restart")
 
@@ -215,7 +216,8 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
     half-written.
 
     Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
-    checkpoint of the notebook's program has no hashes to verify, and is only accepted if the user named it.
+    checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
+    For such a checkpoint, raises UserError unless the user named it.
     """
     _remove_leftovers(folder)
     with offering_another(folder, name):
@@ -257,7 +259,8 @@ def newest_whole(folder: Path) -> Path | None:
 
 def verify_checkpoint(path: Path) -> None:
     """Compare every file of a checkpoint with its hash in meta.json. Raises UserError naming the first file that is
-    missing or damaged, or if the notebook's program wrote the checkpoint, because it has no hashes."""
+    missing or damaged. Also raises UserError if the training program of Giles Thomas's lab notebook (upstream.py)
+    wrote the checkpoint, because that program's meta.json has no hashes."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -309,9 +312,12 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
-    """Make the checkpoint `start` the latest: move checkpoints of later steps into the folder that `make_aside`
-    returns, and point the links `latest` and `best` to checkpoints that remain. Return True if any checkpoint was
-    moved."""
+    """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the links
+    `latest` and `best` to checkpoints that remain. Return True if any checkpoint was moved.
+
+    `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
+    to move, which become the folder's subfolder checkpoints/.
+    """
     meta, known = read_meta(start), list_checkpoints(folder)
     later = [path for at, path in known if at > meta.global_step]
     # `best` may point to the wrong checkpoint: the process may have been killed between replacing the two links, or the

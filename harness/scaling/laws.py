@@ -44,8 +44,9 @@ class Coefficient(Estimate):
 
 @dataclass(frozen=True)
 class Law:
-    """One law, or several at once: each coefficient is a number, or an array [B]. A and B are stored as logarithms,
-    since they may overflow a float."""
+    """Coefficients of one scaling law L(N, D) = E + A / N^alpha + B / D^beta, or of several laws. For one law each
+    field is a number; for several laws it is an array with one element per law. A and B are stored as logarithms, since
+    they may overflow a float."""
 
     e: np.ndarray
     log_a: np.ndarray
@@ -89,7 +90,8 @@ class LawFit:
     residuals: np.ndarray  # [n], of ln L
 
     def coefficients(self) -> dict[str, Coefficient]:
-        """Return the coefficients by their printed names."""
+        """Return the coefficients of the law that is fitted to all points, with intervals and standard errors from the
+        resamples. The keys are the printed names: E, A, B, α and β."""
         values, drawn = self.law.coefficients(), self.resampled.coefficients()
         return {name: _coefficient(values[name], drawn[name]) for name in values}
 
@@ -112,7 +114,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The loss expected of one more run that is trained like the runs of the points."""
+    """The predicted loss of one more run that is trained like the runs to whose losses the law was fitted."""
 
     plan: Plan
     loss: Estimate
@@ -232,15 +234,16 @@ def _implausible(law: Law, points: Points) -> str | None:
 def _minimum(
     start: np.ndarray, weights: np.ndarray, u: np.ndarray, v: np.ndarray, y: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Search from `start` for the coefficients [5] with the least weighted sum of Huber losses, divided by delta.
+    """Search from `start` for the coefficients [5] with the least error. The error is the weighted sum of the points'
+    Huber losses, divided by HUBER_DELTA.
 
     `u` and `v` [n] are ln N and ln D minus their means, `y` [n] is ln L, and `weights` [n] are the weights of the
-    points. Returns the sum and the coefficients, or infinity and `start` if the search overflows.
+    points. Returns the error and the coefficients, or infinity and `start` if the search overflows.
     """
     from scipy.optimize import minimize
 
     def error(x: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the sum and its gradient [5]."""
+        """Return the sum of Huber losses that the search minimizes, and its gradient [5], for the coefficients `x`."""
         log_a, log_b, log_e, alpha, beta = x
         by_size, by_tokens, floor = np.exp(log_a - alpha * u), np.exp(log_b - beta * v), np.exp(log_e)
         loss = by_size + by_tokens + floor
@@ -259,11 +262,12 @@ def _minimum(
 
 
 def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
-    """Predict the loss of one more run. Its interval includes the uncertainty of the law and the scatter of single runs
+    """Predict the loss of one more run. The interval includes the uncertainty of the law and the scatter of single runs
     about the law.
 
-    The scatter is drawn from the residuals with random signs, since a few residuals can be lopsided by chance. The
-    residuals are enlarged, since the law has been fitted to them.
+    The scatter is drawn from the residuals of the fit, with random signs, since a few residuals can be lopsided by
+    chance. The residuals are first enlarged, since the fit to these same points makes them smaller than those of a new
+    run.
     """
     drawn = fit.resampled.loss(plan.parameters, plan.tokens)
     generator = np.random.default_rng(0)

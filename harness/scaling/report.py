@@ -25,8 +25,9 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that fit_scaling.py reports. If no law was fitted, `predictions` and `splits` are empty, even if the
-    user asked for some (`asked`)."""
+    """Everything that fit_scaling.py reports. A split is the best division of a number of FLOPs between model
+    size and tokens. If no law could be fitted, `predictions` and `splits` are empty, even if the user asked for them
+    (`asked`)."""
 
     points: Points
     cost: CostLaw

@@ -115,8 +115,9 @@ class DerivedRun:
         """Raise UserError if training would refuse the run, however many processes it has. `train_tokens` is the number
         of tokens in the train split. If it is None, only problems that do not depend on the data are found.
 
-        The check assumes one process, because one process has the smallest global batch. If the files do not fix the
-        number of steps, one process therefore takes the most steps.
+        The check assumes one process, because a run that can start with several processes can also start with one. One
+        process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most
+        steps, so that the longest warm-up fits.
         """
         experiment = self.experiment(self.run.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
@@ -145,8 +146,9 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def load_base(runs_dir: Path, name: str) -> DerivedRun:
-    """Load a run from which other runs can be derived. Keys of train.json that the notebook's program spells
-    differently are translated. Raises UserError if the run does not exist or one of its files is wrong."""
+    """Load a run from which other runs can be derived. If its train.json has keys of the training program of
+    Giles Thomas's lab notebook (harness/runs/upstream.py), they are replaced by this program's keys. Raises UserError
+    if the run does not exist or one of its files is wrong."""
     run = RunDirectory.find(runs_dir, name)
     model_config = load_model_config(run.model_json)
     has_experts = model_config.moe is not None
@@ -189,8 +191,8 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns. If `changes` name another dataset that is in `datasets_dir`, also fit the
     run to that dataset: set its vocabulary size, and a microbatch size and validation batches that the validation split
-    can fill. If the train split is too short for the base's budget, train on the whole split. `changes` take
-    precedence.
+    can fill. If the train split is too short for the training that the base's train.json asks for, train on the whole
+    split. `changes` take precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.
     """

@@ -23,9 +23,9 @@ EPSILON = 1e-7
 
 
 def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an approximation of U·Vᵀ for each matrix U·S·Vᵀ (its singular value decomposition) of a batch, computed
-    and returned in `dtype`. M must be at most N, so that the products X·Xᵀ have the smaller size, MxM. A matrix of
-    zeros stays zero."""
+    """Orthogonalize each MxN matrix X of a batch: return an approximation of U·Vᵀ, where U·S·Vᵀ is the singular value
+    decomposition of X. The result is computed and returned in `dtype`. M must be at most N, because then the products
+    X·Xᵀ (MxM) are smaller than XᵀX (NxN). A matrix of zeros stays zero."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -107,8 +107,8 @@ class Muon:
     """Muon (Jordan et al. 2024): momentum whose Nesterov form is orthogonalized, with decoupled weight decay. Formulas,
     names and order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum.
 
-    This rank orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum. The
-    methods have the same purpose as AdamW's, whose docstrings describe them.
+    This rank orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum. Methods
+    without a docstring do the same as the methods of the same names in AdamW (adamw.py).
     """
 
     def __init__(

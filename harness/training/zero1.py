@@ -30,7 +30,7 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
     """Raise ValueError if the parameters, keys and shapes in `saved` are not exactly those in `shapes`, or a tensor is
     not fp32. The check is needed because fused kernels would read beyond the end of smaller tensors."""
     if saved.keys() != shapes.keys():
-        raise ValueError("the parameters are not the model's")
+        raise ValueError("the names of its parameters are not the model's")
     for name, wanted in shapes.items():
         state = saved[name]
         if state.keys() != wanted.keys():
@@ -77,8 +77,8 @@ class StatePartition:
         return cls(world.rank, world.size, world.size > 1, world.control)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
-        """Cut parameters of the given sizes into shards, and return the shards. Every rank owns the same number of
-        elements, to within GRAIN."""
+        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. Every
+        rank owns the same number of elements, to within GRAIN, because cuts are at multiples of GRAIN elements."""
         total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]

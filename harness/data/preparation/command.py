@@ -155,9 +155,10 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) 
 def _tokenize(
     batches: Iterator[Encoded], text: TokenStream, pool: TokenStream, rules: SplitRules, work: WorkFolder, show: Show
 ) -> None:
-    """Write the tokens of documents that may be held out to `pool`, and those of all other documents to `text`. Call
-    `show` after each batch. If an error or an interrupt ends this, save the journal, so that the work can be
-    resumed."""
+    """Write the tokens of documents that may go into the validation or test split to `pool` (none if --split-order is
+    `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each
+    batch. If UserError, RunError or KeyboardInterrupt ends this function, save the journal (the work folder's record of
+    what is done), so that the work can be resumed."""
     journal = work.journal
     text.open_at(journal.here.size)
     pool.open_at(journal.here.pool)
@@ -196,8 +197,9 @@ def _tokenize(
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
-    """Write the files of the splits from the streams `text` and `pool`, and set `journal.splits`. Skips the steps that
-    are already done according to the journal."""
+    """Write the files of the splits, and store the list of splits in the journal (the work folder's record of what is
+    done). `pool` has the documents that may go into the validation or test split (none if --split-order is `given`),
+    and `text` has all others. Skips steps that are done according to the journal."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool

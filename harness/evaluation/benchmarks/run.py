@@ -254,8 +254,8 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """Return the same standard error as lm-eval's `bootstrap_stderr`, which this function replaces, for up to 1,000
-    resamples."""
+    """Return the bootstrap standard error of a statistic. Replaces lm-eval's `bootstrap_stderr`, and returns the same
+    number if `iters` is at most 1,000. lm-eval draws further resamples with other seeds."""
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
