@@ -65,7 +65,7 @@ def main(
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
     and can be given several times. The tasks' data is downloaded from the Hugging Face Hub. The tokenizer is the one in
     the folder of the weights, or GPT-2's if that folder has none. Scores of a run's checkpoint are also written to the
-    run's folder results/.
+    folder results/ of the run.
     """
     configure_libraries()
     specs = [name for each in tasks for name in each.split(",") if name]

@@ -39,7 +39,7 @@ def main(
     folder's name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
     For several models, a table is printed, lowest loss first. Results of a run's checkpoints are also written to the
-    run's folder results/.
+    folder results/ of the run.
     """
     configure_libraries()
     from harness.runs.trained_model import each_once, find_models

@@ -96,7 +96,7 @@ def verify(dataset: Dataset) -> list[str]:
             faults.append(f"holds {tokens.dtype}, but meta.json says {quoted(meta.token_dtype)}")
         facts = survey(tokens, tokenizer)
         if facts.largest >= tokenizer.vocab_size:
-            faults.append(f"token id {facts.largest} is beyond the tokenizer's {tokenizer.vocab_size:,}")
+            faults.append(f"token id {facts.largest} is not in the tokenizer's vocabulary of {tokenizer.vocab_size:,}")
         else:
             for what in ("tokens", "documents", "bytes"):
                 number, expected = getattr(facts, what), getattr(meant, what, None)
