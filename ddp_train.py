@@ -66,7 +66,8 @@ class Trainer:
         self.reporter = Reporter(prepared, world)
         self.state = prepared.state(world)
         tokens = prepared.dataset.split("train")
-        self.loader = TokenLoader(tokens, position.start_token, layout, prepared.batches)
+        start_token = experiment.config.start_train_token + position.tokens_seen
+        self.loader = TokenLoader(tokens, start_token, layout, prepared.batches)
         self.rates = Rates.of(experiment.config, position.total_steps, layout.global_tokens)
         self.evaluations = Evaluations(prepared, world, self.optimizer_step, stop)
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)

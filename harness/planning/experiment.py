@@ -24,11 +24,10 @@ from harness.runs.train_config import TrainConfig, load_train_config
 
 @dataclass(frozen=True)
 class Position:
-    """The global steps still to do, and the token of the train split at which they start."""
+    """The global steps still to do."""
 
     first_step: int
     total_steps: int
-    start_token: int  # first token of step `first_step`
     tokens_seen: int  # number of tokens before step `first_step`
 
     @property
@@ -237,7 +236,7 @@ class Experiment:
                 f'"start_train_token") {error}; lower {keys}'
             ) from None
         build_schedule(config, done_steps + steps)
-        return Position(done_steps, done_steps + steps, start, done_tokens)
+        return Position(done_steps, done_steps + steps, done_tokens)
 
     def provenance(self, dataset: Dataset) -> Provenance:
         """Return the model, its number of parameters, train.json and the dataset, as this experiment's checkpoints

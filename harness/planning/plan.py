@@ -350,7 +350,8 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _wrap(text: str, following: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
+    # A long path stays whole, so that it can be copied.
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, break_long_words=False)
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:

@@ -308,7 +308,7 @@ def test_a_full_disk_is_one_line_and_the_work_goes_on_with_room(preparer: Prepar
         preparer.run(*arguments)
         assert len(documents_of(disk / "out", "train")) > 2900
     finally:
-        os.spawnvp(os.P_WAIT, "umount", ["umount", str(disk)])
+        os.spawnvp(os.P_WAIT, "umount", ["umount", "--lazy", str(disk)])
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
