@@ -66,7 +66,7 @@ def main(
     if machines and as_json:
         raise UserError("--machines and --json: give one of them")
     if machines and not runs:
-        raise UserError("--machines: name the runs to estimate; measured speeds of other runs are used anyway")
+        raise UserError("--machines: name the runs to estimate; runs that only supply a speed need no name")
     if reference and not (html or chart):
         raise UserError("--reference belongs with --html or --chart")
     if chart is not None and chart.suffix.lower() != ".png":

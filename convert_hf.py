@@ -22,8 +22,9 @@ READERS = {"transformers": "transformers", "notebook": "the lab notebook's scrip
 
 @click.group(cls=Group, no_args_is_help=False)
 def main() -> None:
-    """Export models for transformers or for the lab notebook's scripts, import models, and publish models on the
-    Hugging Face Hub. If a native class of transformers computes a model, it is exported as that class."""
+    """Export models for transformers or for the scripts of Giles Thomas's lab notebook
+    (github.com/gpjt/ddp-base-model-from-scratch), import models, and publish models on the Hugging Face Hub. If a
+    native class of transformers computes a model, the model is exported as that class."""
 
 
 @main.command("export", short_help="A checkpoint for transformers, or the notebook.")
@@ -39,8 +40,9 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
 
     transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model that no
     class of transformers computes is written with its own code, which runs only with trust_remote_code=True. With
-    --format notebook, OUT has a model.json and a model.safetensors for the scripts of the lab notebook. Their
-    load_state_dict requires attention masks and a separate output head, so these are written, too.
+    --format notebook, OUT has a model.json and a model.safetensors for the scripts of Giles Thomas's lab notebook
+    (github.com/gpjt/ddp-base-model-from-scratch). Their load_state_dict requires attention masks and a separate output
+    head, so these are written, too.
     """
     configure_libraries()
     files = find_files(checkpoint, model_json, runs_dir)
@@ -68,8 +70,8 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
 @click.argument("run")
 @RUNS_DIR
 def import_(source: str, run: str, runs_dir: Path) -> None:
-    """Import a GPT-2 (OpenAI's small to XL, or a model of the same architecture), or a model that the lab notebook's
-    author published ("model_type": "gpjtgpt2"), as the new run runs/RUN.
+    """Import a GPT-2 (OpenAI's small to XL, or a model of the same architecture), or a model that Giles Thomas
+    (github.com/gpjt) published ("model_type": "gpjtgpt2"), as the new run runs/RUN.
 
     SOURCE is a folder that transformers saved, or the name of a model on the Hugging Face Hub, such as
     openai-community/gpt2. Only weights, configuration and tokenizer are read; code that comes with a model is neither

@@ -278,8 +278,8 @@ class MixtureOfExperts(nn.Module):
         return output_NxC.view_as(x_BxTxC), routing
 
     def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """Return the weights and the indices of each token's experts, both (N, A), and the Routing, which is the
-        balancing loss and the number of tokens of each expert."""
+        """Return the weights and the indices of the A experts of each of the N tokens, both (N, A), and the Routing,
+        which is the balancing loss and the number of tokens of each expert."""
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
             shares_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
@@ -291,11 +291,11 @@ class MixtureOfExperts(nn.Module):
 
 
 def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
-    """Return E·Σ f·P, a sum over experts: f is the share of the tokens that an expert processes, and P the mean
-    probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6, where A is 1).
+    """Return E·Σ f·P, a sum over the E experts: f is the share of the tokens that an expert processes, and P the mean
+    probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6).
 
-    The shares f add up to A, so that the loss is A if tokens and probabilities are spread evenly. Only P has a
-    gradient.
+    Each token is processed by A experts; in the paper, A is 1. The shares f add up to A, so that the loss is A if
+    tokens and probabilities are spread evenly. Only P has a gradient.
     """
     tokens, experts = shares_NxE.shape
     return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()

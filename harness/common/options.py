@@ -93,7 +93,7 @@ class TrainOptions:
             if getattr(self, one) and getattr(self, other):
                 raise UserError(f"{_as_typed(one)} and {_as_typed(other)}: give one of them")
         if checkpoint is not None and (self.restart or self.find):
-            raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")
+            raise UserError("CHECKPOINT cannot be given with --restart or -f; remove CHECKPOINT or the option")
 
 
 def _as_typed(name: str) -> str:

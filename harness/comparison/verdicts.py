@@ -62,13 +62,14 @@ class Arm:
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
-        """Mean loss of each window over the runs, [windows]."""
+        """Mean loss of each window (sequence of context length) over the arm's runs, [windows]."""
         return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Part of the variance of a run's loss, in nats², that comes from text noise which differs between the
-        replicates: other text would change their losses by different amounts. None if this part cannot be estimated."""
+        """Part of the variance of a run's loss, in nats², that comes from the choice of the text: other text would
+        change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the losses of
+        windows are missing, differ in number, are too few or are not finite."""
         if self.windows is None or self.runs < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
@@ -78,7 +79,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean loss of an arm minus that of the baseline, in nats. Negative if the arm is better."""
+    """Mean loss of an arm (a group of runs that differ only in the seed) minus the mean loss of the baseline, in nats.
+    Negative if the arm is better."""
 
     value: float
     training: Estimate | None  # with training noise alone; None if it is not known
@@ -92,7 +94,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one arm. Differences are the arm's loss minus the baseline's, in nats: negative is better."""
+    """Verdict on one arm, a group of runs that differ only in the seed. Differences are the arm's loss minus the
+    baseline's, in nats: negative is better."""
 
     arm: str
     baseline: str
@@ -107,17 +110,20 @@ class Verdict:
 
 
 def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
-    """Return a verdict on each arm, in the order of `arms`, with Holm's correction for all arms that can be tested.
+    """Return a verdict on each arm against the baseline, in the order of `arms`. The verdicts have Holm's correction
+    for the number of arms that can be tested. An arm is a group of runs; the baseline is an arm, too.
 
-    The caller ensures that all losses are of the same text, and that the runs of an arm are replicates
-    (harness/comparison/arms.py). The losses are of one kind, such as test losses or validation losses.
+    The caller ensures that all losses are of the same text, and that the runs of an arm are replicates, which differ
+    only in the seed (harness/comparison/arms.py). The losses are of one kind, such as test losses or validation losses.
+    Training noise comes from the seed, text noise from the choice of the text.
 
-    - Both arms have two runs or more: Welch's interval for training noise. Text noise is added if it is known.
-    - One of the two arms has a single run: the pooled spread of all arms that have replicates is used, and the sentence
-      says so. If the arm of the single run is 4 times as noisy as the others, the 95 % interval contains the true
-      difference in 65 % of experiments or fewer.
-    - No arm has replicates: inconclusive. `difference.text` still has the interval for these trained models on other
-      text.
+    - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
+      it is known.
+    - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates, and
+      the sentence says so. If the arm of the single run is 4 times as noisy as the others, the 95 % interval contains
+      the true difference in 65 % of experiments or fewer.
+    - No arm has replicates: inconclusive. `difference.text` still has the interval of the difference that these trained
+      models would have on other text.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
     standard deviations differ by up to a factor of 4. With 2 runs in an arm, 90 to 98 % of them do, because Welch's
@@ -143,8 +149,9 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
-    """Estimate the loss of `arm` minus that of `baseline`. `arms` has all arms of the comparison, which are needed to
-    pool the spread over seeds. Returns Inconclusive if one of the two arms has no run or a loss that is not finite."""
+    """Estimate the loss of `arm`, a group of runs that differ only in the seed, minus the loss of `baseline`. `arms`
+    has all arms of the comparison: if one of the two has a single run, the spread over seeds is pooled from all arms.
+    Returns Inconclusive if one of the two has no run or a loss that is not finite."""
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
     pair = (baseline, arm)
@@ -182,8 +189,9 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
-    """Return an inconclusive verdict on an arm whose training noise could not be estimated. If text noise is known, the
-    sentence says whether the difference is within it."""
+    """Return an inconclusive verdict on an arm (runs that differ only in the seed), because training noise, which comes
+    from the seed, is unknown or is estimated as 0. If text noise, which comes from the choice of the text, is known,
+    the verdict's sentence says whether the difference is within it."""
     reason = "training noise is unknown"
     if difference.training is not None:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
@@ -201,8 +209,9 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
 def _tested(
     baseline: Arm, arm: Arm, difference: Difference, both: Estimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict on an arm by the interval of `both`, the difference with all known noise, at level 1 − alpha.
-    The sentence mentions `tests`, the number of arms tested."""
+    """Return the verdict on an arm, a group of runs that differ only in the seed. It is inconclusive if the interval of
+    `both` at level 1 − alpha contains 0. `both` is the arm's difference from the baseline, with all noise that is
+    known. The verdict's sentence mentions `tests`, the number of tested arms, if there are several."""
     low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     digits, is_unclear = _digits(interval), both.may_be_zero(alpha)
@@ -233,11 +242,16 @@ def _tested(
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
-    """Return sentences on training noise and on the number of seeds that it takes to detect 0.01 nats. If training
-    noise alone can explain the difference of an inconclusive verdict, they also give the number of seeds to detect a
-    difference of this size. If text noise that more seeds do not reduce can explain the difference, they say this, too.
-    `arms` are all compared arms, including the baseline. The numbers are those of a t test of two arms, without Holm's
-    correction and text noise."""
+    """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
+    to detect a difference of 0.01 nats. `arms` are all compared groups of runs, including the baseline; the runs of an
+    arm differ only in the seed.
+
+    Up to two more sentences are about inconclusive verdicts. One gives the number of seeds to detect a difference of
+    the size that was measured, for each arm where training noise alone can explain this difference. The other names the
+    arms where text noise (from the choice of the text) can explain the difference, and more seeds would not reduce it.
+
+    The numbers of seeds are those of a t test of two arms, without Holm's correction and text noise.
+    """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
         return "Training noise is unknown: 3 seeds of each arm would give a first idea of it."

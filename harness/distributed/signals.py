@@ -43,8 +43,9 @@ class StopSignal:
         on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
-        """Record SIGHUP as the signal that asks this process to stop. Called when nobody is left to stop this process
-        or to read its output. A process that ignores SIGHUP stops only if its launcher is gone."""
+        """Record SIGHUP as the signal that asks this process to stop. Called when the process's launcher has ended, or
+        when nobody reads its output any more. If the process ignores SIGHUP, as under nohup, do nothing unless the
+        launcher has ended."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
@@ -96,16 +97,18 @@ class SharedWork:
     place: Place
 
     def guarded(self, indexes: range) -> AbstractContextManager[object]:
-        """Return the watchdog's guard if this rank has pieces to do. Otherwise mark the rank as idle and return a null
-        context."""
+        """Return the context in which this rank does the pieces of work numbered `indexes`. Inside it, the watchdog
+        reports a fault if this rank makes no progress for too long. If `indexes` is empty, mark this rank as idle and
+        return a null context instead."""
         if indexes:
             return self.world.watchdog.guard(self.place)
         self.world.watchdog.idle(self.place)
         return contextlib.nullcontext()
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
-        """Yield the indexes. Raises Interrupted if this rank was asked to stop, or if another rank was according to its
-        last received heartbeat."""
+        """Yield `indexes`, the numbers of this rank's pieces of work. Before each, raises Interrupted if this rank was
+        asked to stop, or if another rank's last heartbeat (its regular status message) says that this other rank was
+        asked to stop."""
         for index in indexes:
             if self.stop.signal or self.world.watchdog.is_anyone_stopping():
                 raise Interrupted

@@ -34,7 +34,8 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     """Write model.json, model.safetensors, meta.json and the tokenizer (if there is one) to a new run directory `run`.
     Return a line of text about the tokenizer.
 
-    `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models.
+    `source` is a folder with a GPT-2 in transformers' format, or with a model that Giles Thomas (github.com/gpjt) has
+    published.
     `name` is the model's name on the Hub, or None for a local folder. Raises UserError if the folder holds anything
     else, or RunError if the run cannot be written; no partial run directory remains.
     """
@@ -126,8 +127,8 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Return a GPT-2's tensors under our public names. The tensor names in `offered` may have the prefix
-    `transformer.`. Mask buffers are left out.
+    """Return a GPT-2's tensors under the names that our checkpoints use. `offered` has the tensors under transformers'
+    names, with or without the prefix `transformer.`. Buffers of attention masks are left out.
 
     Raises UserError, naming the tensors, if they are not those of the model that `config` describes.
     """
@@ -147,12 +148,13 @@ def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) ->
 
 
 def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for `raw`, the config.json of a model that the lab notebook's author has published.
+    """Return the keys of model.json for `raw`, the config.json of a model that Giles Thomas (github.com/gpjt) has
+    published.
 
-    Such a model is the book's GPT (Raschka, Build a Large Language Model (From Scratch), chapter 4) in a wrapper
+    Such a model is the GPT of Raschka's book (Build a Large Language Model (From Scratch), chapter 4) in a wrapper
     (`GPJTGPT2Config`, `GPJTGPT2ModelForCausalLM` of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/).
     config.json holds the contents of model.json under "cfg", and every tensor's name begins with `model.`. The
-    wrapper's own code is never run, because it only passes "cfg" to the model.
+    wrapper's own code is never run. It is not needed, because all it does is to pass "cfg" to the model.
 
     Raises UserError, naming the key, if the model computes something that our models do not.
     """

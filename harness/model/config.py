@@ -186,7 +186,7 @@ class ModelConfig(RunFile):
 
     @property
     def drop_rates(self) -> DropRates:
-        """The dropout rate at each of the four places."""
+        """Dropout rates at the four places where GPT-2 has dropout, whether model.json gives four rates or one."""
         if isinstance(self.drop_rate, DropRates):
             return self.drop_rate
         return DropRates(**dict.fromkeys(DropRates.model_fields, self.drop_rate))

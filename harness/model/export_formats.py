@@ -1,6 +1,7 @@
 """Check which formats of other programs can represent a model, given its model.json. Does not import torch.
 
-Three formats are classes of transformers, named by their `model_type`. The fourth is the lab notebook's program.
+Three formats are classes of transformers, named by their `model_type`. The fourth, "notebook", is the training
+program of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch).
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def describe_formats(shape: ModelConfig) -> str:
 
 
 def check_for_notebook(shape: ModelConfig, source: Path) -> None:
-    """Raise UserError if the lab notebook's program cannot compute a model of this shape. The error names `source`, the
-    file that the shape was read from, and the keys to change."""
+    """Raise UserError if the training program of Giles Thomas's lab notebook (the format "notebook") cannot compute a
+    model of this shape. The error names `source`, the file that the shape was read from, and the keys to change."""
     missing = missing_for_export(shape)[NOTEBOOK]
     if missing:
         raise UserError(
-            f"{source}: --format notebook cannot write this model, --format transformers can; to train one for the "
-            f"notebook, let model.json have {', '.join(missing)}"
+            f"{source}: --format notebook cannot write this model; use --format transformers, or train a model whose "
+            f"model.json has {', '.join(missing)}"
         )

@@ -67,7 +67,7 @@ class PowerLaw:
         return np.exp(np.polyval(self.line, np.log(flops)))
 
     def interval_at(self, flops: np.ndarray) -> np.ndarray:
-        """Return the 95 % interval at each of these FLOPs, [2, n]."""
+        """Return the ends of the 95 % interval of the quantity at each of `flops`, [2, n]."""
         drawn = self.drawn[:, 1, None] + self.drawn[:, :1] * np.log(flops)
         return np.exp(np.percentile(drawn, [2.5, 97.5], axis=0))
 
@@ -126,11 +126,13 @@ def fit_isoflop(
     resamples: int = 1000,
     seed: int = 0,
 ) -> IsoFlop | Inconclusive:
-    """Return the profiles among the points and their power laws, or the reason why there are no profiles.
+    """Return the profiles (groups of points with nearly equal FLOPs) and the power laws of their lowest points, or the
+    reason why there are no profiles.
 
-    Intervals come from a parametric bootstrap. Each draw changes the coefficients of a parabola by normal noise whose
-    variance is itself drawn, so that the coefficients have their t distribution. Resampling the few points of a profile
-    (such as five) with replacement would give a very different distribution.
+    The intervals of the lowest points and of the power laws come from a parametric bootstrap. Each draw adds normal
+    noise to the coefficients of each profile's parabola. The variance of the noise is drawn, too, so that the
+    coefficients have a t distribution. Resampling the few points of a profile (such as five) with replacement would
+    give a very different distribution.
     """
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:

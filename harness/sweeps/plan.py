@@ -51,8 +51,8 @@ class Status:
 
 
 def status_of(run: DerivedRun) -> Status:
-    """Return the status of a run, with one of the states that compare_runs.py prints. The state is also `damaged` if
-    the run's folder holds something other than this run of the sweep."""
+    """Return the status of a sweep's run. Its state is "not made" if the run has no folder, and "damaged" if the path
+    of its folder holds something other than this run. Otherwise it is the state that compare_runs.py prints."""
     try:
         if not run.is_made():
             return Status(run, "not made")

@@ -105,8 +105,8 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
     config = shape(vocab_size=300, **levers, value_embeddings=1, linear_bias=False)
     write_checkpoint(tmp_path / "c", config)
     needed = (
-        "--format notebook cannot write this model, --format transformers can; to train one for the notebook, let "
-        'model.json have "position": "learned", "norm": "layernorm", "qk_norm": false, "value_embeddings": null, '
+        "--format notebook cannot write this model; use --format transformers, or train a model whose "
+        'model.json has "position": "learned", "norm": "layernorm", "qk_norm": false, "value_embeddings": null, '
         '"mlp": "gelu", "linear_bias": true\n'
     )
     refused(tmp_path, "export", "c", "out", "--format", "notebook", says=needed)

@@ -59,7 +59,7 @@ class TokenStream:
         ):
             path.touch()
             if size.tokens and path.stat().st_size < length:
-                raise FileNotFoundError(2, "shorter than the journal says", str(path))
+                raise FileNotFoundError(2, "shorter than journal.json says; begin again with --restart", str(path))
             os.truncate(path, length)
         self._tokens = self.path.open("ab")
         self._index = self.index_path.open("ab")
@@ -156,7 +156,7 @@ def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
     while length > 0:
         block = source.read(min(length, COPIED_BYTES))
         if not block:
-            raise EOFError("a token stream is shorter than its documents")
+            raise EOFError("a token file is shorter than its index file says; begin again with --restart")
         target.write(block)
         length -= len(block)
 

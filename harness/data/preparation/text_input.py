@@ -37,7 +37,9 @@ NOT_TEXT = (
 
 @dataclass(frozen=True)
 class TextFile:
-    """Input file: its name in messages and in the journal, and its path on the disk."""
+    """Input file. `name` is for messages, and for files.json, the list of input files by which an interrupted
+    preparation is resumed. `path` is the file on the disk; a file on the Hub has its name there until it is
+    downloaded."""
 
     number: int
     name: str

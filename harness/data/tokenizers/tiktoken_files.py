@@ -57,11 +57,12 @@ def load_encoding_offline(name: str) -> Tokenizer | None:
 
 
 def encoding_file(name: str) -> str:
-    """Return the contents of a file that describes a tiktoken encoding. The file is stored with the dataset whose
-    tokens were made with the encoding.
+    """Return the contents of a file that describes the tiktoken encoding `name`. Such a file is stored with a dataset
+    whose tokens were made with the encoding.
 
-    The text is JSON with the keys name, pattern (the regular expression that splits text into words), special_tokens,
-    and ranks (tokens in base64 with their ids). Raises UserError like `load_encoding`.
+    The contents are JSON with the keys name, pattern (the regular expression that splits text into words),
+    special_tokens, and ranks (tokens in base64 with their ids). Raises UserError if the encoding's vocabulary is not on
+    this machine and cannot be downloaded.
     """
     encoding = read_encoding(name)
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
