@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from harness.common.errors import RunError
 from harness.common.files import atomic_file, sync
 from harness.data.preparation.encode import Encoded
 
@@ -50,7 +51,7 @@ class TokenStream:
         self._open = np.zeros(2, np.int64)  # tokens and bytes of a document whose end is not yet appended
 
     def open_at(self, size: StreamSize) -> None:
-        """Open the files for appending after `size`, and cut off everything beyond `size`. Raises OSError if a file is
+        """Open the files for appending after `size`, and cut off everything beyond `size`. Raises RunError if a file is
         shorter than `size`."""
         self.size = size
         for path, length in (
@@ -59,7 +60,7 @@ class TokenStream:
         ):
             path.touch()
             if size.tokens and path.stat().st_size < length:
-                raise FileNotFoundError(2, "shorter than journal.json says; begin again with --restart", str(path))
+                raise RunError(f"{path}: shorter than journal.json says; begin again with --restart")
             os.truncate(path, length)
         self._tokens = self.path.open("ab")
         self._index = self.index_path.open("ab")
@@ -152,11 +153,12 @@ def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target:
 
 
 def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
-    """Append `length` bytes from the current position of `source` to `target`."""
+    """Append `length` bytes from the current position of `source` to `target`. Raises RunError if `source` is
+    shorter."""
     while length > 0:
         block = source.read(min(length, COPIED_BYTES))
         if not block:
-            raise EOFError("a token file is shorter than its index file says; begin again with --restart")
+            raise RunError(f"{source.name}: shorter than its index file says; begin again with --restart")
         target.write(block)
         length -= len(block)
 
