@@ -192,7 +192,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
     The same command starts a run, continues an unfinished one from its latest checkpoint, and does nothing to a
     finished one. CHECKPOINT is a folder name in runs/RUN/checkpoints, `latest` or `best`: training continues from it,
-    and later results are moved to runs/RUN/aside.
+    and what later steps have written is moved to runs/RUN/aside.
 
     \b
     On all GPUs of a machine, or of several with torchrun on each:

@@ -1,4 +1,5 @@
-"""Time prepare_datasets.py against the lab notebook's method and Hugging Face datasets.
+"""Time prepare_datasets.py against Hugging Face datasets and the method of the lab notebook (the project that this one
+grew from).
 
     uv run --with datasets bench/prepare_vs_peers.py my-parquet --rounds 5
 

@@ -78,8 +78,8 @@ class Chart:
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """Return one chart for each of the `axes`. All charts show the validation losses of the runs, or the training
     losses if no run has enough validation losses for a curve. Runs are left out if their losses were not measured on
-    the text that most runs share. Runs that differ only in the seed share a curve, which has the same name as in the
-    verdicts against the run `baseline`."""
+    the text that most runs share. Finished runs that differ only in the seed share a curve, which has the same name
+    as in the comparison of the runs with the run `baseline`."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -152,7 +152,8 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
-    the axis's unit. Raises UserError if the axis needs a price or FLOPs per token, and the run's are not known."""
+    the axis's unit. Raises UserError for the axis "dollars" if the run's price per hour is not known, and for "flops"
+    if its model's FLOPs per token are not known."""
     if axis == "dollars":
         price = record.train.get("price_per_hour")
         if not isinstance(price, int | float):
@@ -166,7 +167,8 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """Return a note if the verdicts compare another kind of loss than the chart shows, or else an empty text."""
+    """Return a note if the comparison with the baseline is by another kind of loss than the chart shows, or else an
+    empty text."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -247,7 +249,7 @@ def _plain(text: str) -> str:
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
     """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves, unless the
     steep first part of the curves would take more than half of the height; then it contains the curves without this
-    part. The range also contains the references that are near the curves."""
+    part. The range also contains those `references` (losses drawn as dotted lines) that are near the curves."""
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]
     whole = [*settled, *(y for curve in curves for y in curve.y)]

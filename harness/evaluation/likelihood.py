@@ -28,15 +28,15 @@ LOGITS_AT_ONCE = 2**26  # 256 MiB in fp32; all logits of a batch of long texts w
 
 
 class Likelihood(NamedTuple):
-    """Natural logarithm of a continuation's probability, and whether each of its tokens is the likeliest one at its
-    position."""
+    """Natural logarithm of a continuation's probability, and whether all of its tokens are the likeliest ones at their
+    positions."""
 
     total: float
     is_greedy: bool
 
 
 class Window(NamedTuple):
-    """Tokens that the model sees at once, and the targets of its last `len(targets)` positions."""
+    """Tokens that the model sees at once, and the tokens that it must predict at the last `len(targets)` positions."""
 
     inputs: Tokens
     targets: Tokens
@@ -72,7 +72,7 @@ class Scorer:
     each_batch: EachBatch = one_by_one
 
     def sharing(self, each_batch: EachBatch) -> Scorer:
-        """Return a copy of this scorer that uses `each_batch` to process its batches."""
+        """Return a copy of this scorer whose batches are processed by `each_batch`, for example on several ranks."""
         return replace(self, each_batch=each_batch)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:

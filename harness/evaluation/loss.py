@@ -1,5 +1,6 @@
-"""Loss of a model on text: of each microbatch, for validation during training, and of each sequence of a held-out text,
-for test_loss.py and model cards. Also formats the losses as a table and writes them to the run's results."""
+"""Losses of a model on text. Validation during training measures the loss of each microbatch. test_loss.py and model
+cards measure the loss of each sequence of a held-out text, which is also formatted as a table and written to the run's
+results."""
 
 from __future__ import annotations
 
@@ -115,11 +116,11 @@ class HeldOutText:
     ) -> HeldOutText:
         """Return the text for testing a model with the shape `config` and the weights in the file `weights`.
 
-        The default dataset is the one that the model was trained on, or the lab notebook's dataset if that is not
-        known. A missing dataset is downloaded. The default split is "test" if there is one, or else "validation". By
-        default the text is the whole split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text
-        starts at that token (unless `start_token` is given) and has at most NOTEBOOK_BATCHES batches (unless `batches`
-        is given), as in the notebook.
+        The default dataset is the one that the model was trained on, or NOTEBOOK_DATASET if that is not known. A
+        missing dataset is downloaded. The default split is "test" if there is one, or else "validation". By default the
+        text is the whole split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text starts at
+        that token (unless `start_token` is given) and has at most NOTEBOOK_BATCHES batches (unless `batches` is given).
+        The NOTEBOOK_ values are those of the lab notebook (the project that this one grew from).
 
         Raises UserError if there is no such dataset, if the split is too short, or if it has token ids that are not in
         the model's vocabulary.

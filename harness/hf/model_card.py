@@ -27,7 +27,8 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts for the model card. Most of them are missing for an imported model or a checkpoint of the lab notebook."""
+    """Facts for the model card. Most of them are missing for an imported model, and for a checkpoint of the lab
+    notebook (the project that this one grew from)."""
 
     name: str  # owner/name
     files: TrainedModel

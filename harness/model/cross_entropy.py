@@ -73,9 +73,12 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 
 
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
-    """Return the number of rows per chunk if `rows` rows of `width` logits are cut into as few chunks as CHUNK_LOGITS
-    (and in fp16 FP16_ROWS) allows; only the last chunk may have fewer. The number is a multiple of TILE if a chunk may
-    have at least TILE rows. Apart from this, the chunks are as equal as possible."""
+    """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
+
+    There are as few chunks as the limits allow. A chunk may have the device's CHUNK_LOGITS logits (twice as many if
+    they are 16-bit on a CPU) and, in fp16, FP16_ROWS rows. The number is a multiple of TILE if a chunk may have at
+    least TILE rows. Apart from this, the chunks are as equal as possible.
+    """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
         # With 2 bytes per logit, twice as many logits take as much memory as in fp32. Fewer, larger chunks save time,
@@ -224,7 +227,8 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Kernel of separate torch operations, which work on a few rows at a time."""
+    """Write the loss of each row of a chunk of logits to `losses_R`. If `wants_errors` is set, overwrite the logits
+    with the loss's gradient. Separate torch operations work on a few rows at a time."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
         slice_logits *= torch.get_num_threads()  # all threads share a slice, and wait for each other after each op
@@ -247,7 +251,7 @@ def eager_kernel(
 
 
 def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
-    """Cap logits in place. Return the derivative of the cap at each logit, or None unless `wants_errors`."""
+    """Cap logits in place. Return the derivative of the cap at each logit if `wants_errors` is set, or None if not."""
     work.div_(cap).tanh_()
     slope = 1 - work.square() if wants_errors else None
     work.mul_(cap)
@@ -257,8 +261,8 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
 def fused_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Kernel for torch.compile, written as one reduction over whole rows, so that the compiler makes a single kernel of
-    it, which reads and writes the logits in their own precision.
+    """Compute the same as `eager_kernel`, for torch.compile. The function is written as one reduction over whole rows,
+    so that the compiler makes a single kernel of it, which reads and writes the logits in their own precision.
 
     Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
     kernel, and the whole chunk would have to be written to memory in fp32 in between.

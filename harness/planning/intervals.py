@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def due_after(step: int, position: Position, config: TrainConfig, *, first: str = "report") -> set[str]:
-    """Return the names of the work that is due after a global step, without the work that precedes `first` in the order
-    in which work is done."""
+    """Return the names of the work that is due after a global step. Work is done in the order "report", "validation",
+    "benchmarks", "sample", "checkpoint", "weights_check", and names before `first` in this order are left out."""
     intervals = {  # in the order in which it is done
         "report": config.report_interval,
         "validation": config.validation_interval,

@@ -38,8 +38,8 @@ class Budget(BaseModel):
 
 
 def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-    """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of a run. `layout` is
-    the layout of the largest batch.
+    """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of a run. `layout` says
+    how the largest global batch is divided among ranks, accumulation steps and sequences.
 
     Raises UserError if a batch of a ramp is not a whole number of microbatches on every rank.
     """

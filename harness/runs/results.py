@@ -126,7 +126,7 @@ class LossResult(Result):
 
     @property
     def windows_name(self) -> str:
-        """Name of the file with the losses of the windows."""
+        """Name of the file with the loss of each window, which is one sequence of `text`."""
         return f"{self.name()}.safetensors"
 
 
@@ -184,7 +184,8 @@ class TriedMicrobatch(Recorded):
 
 
 class MicrobatchSearch(StoredResult):
-    """Result of `-f`: the largest microbatch that fits, and the peak memory of each size that was tried and fits."""
+    """Result of ddp_train.py -f: the largest microbatch that fits, and the peak memory of each size that was tried
+    and fits."""
 
     same: ClassVar[tuple[str, ...]] = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
     again: ClassVar[str] = "use -f again"
@@ -225,8 +226,8 @@ class Results:
         return [each for each in self.found if isinstance(each, kind)]
 
     def has_unread(self, kind: type[StoredResult], checkpoint: str = "") -> bool:
-        """Return True if the name of any unreadable file is that of a result of `kind` and, if `checkpoint` is given,
-        of this checkpoint."""
+        """Return True if any unreadable file is, by its name, a result of this kind. If `checkpoint` is given, only
+        results of this checkpoint count."""
         beginning = f"{kind.prefix()}-{checkpoint}-" if checkpoint else f"{kind.prefix()}-"
         return any(name.startswith(beginning) for name in self.unread)
 
@@ -263,7 +264,7 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """Read all results of a run. A loss result is listed in `problems` if its loss is not the mean of its windows'
+    """Return all results of a run. A loss result counts as unreadable if its loss is not the mean of its windows'
     losses."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):

@@ -54,8 +54,9 @@ Settings = dict[str, JsonValue]
 
 
 class Sweep(BaseModel):
-    """Contents of a SWEEP.json. Each combination of values of all keys of `vary` with an entry of `together` is a
-    run."""
+    """Contents of a SWEEP.json. `vary` maps keys to lists of values, and each entry of `together` sets several keys at
+    once. There is one run for each combination of an entry of `together` with one value of each key of `vary`. Either
+    of the two may be left out."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
@@ -110,7 +111,9 @@ class Sweep(BaseModel):
                 raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each its own')
         count = math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
         if count > LARGEST_POINTS:
-            raise ValueError(f'keys "vary" and "together": make {count:,} runs; a sweep can have {LARGEST_POINTS:,}')
+            raise ValueError(
+                f'keys "vary" and "together": make {count:,} runs; a sweep can have at most {LARGEST_POINTS:,}'
+            )
         return self
 
     def points(self) -> Iterator[tuple[Settings, Settings]]:

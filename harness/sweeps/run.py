@@ -80,7 +80,7 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 def groups_before(run: DerivedRun) -> int:
     """Return the number of groups into which the machine was divided when earlier sweeps trained the run, as recorded
     in the run's sweep.log. Return the smallest number if there are several, or 1 if the log has none. Also return 1 if
-    the run was trained without a sweep since."""
+    metrics.jsonl is newer than the log, because then the run was last trained outside a sweep."""
     log, metrics = run.run.sweep_log, run.run.metrics
     if not log.is_file() or (metrics.is_file() and metrics.stat().st_mtime > log.stat().st_mtime):
         return 1
@@ -91,8 +91,9 @@ def groups_before(run: DerivedRun) -> int:
 @dataclass
 class Attempt:
     """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
-    not known. `dollars_before` is what the run had cost when the attempt began, and `dollars_at_end` is its planned
-    cost at the end. Both are at the price of the whole machine."""
+    not known. `dollars_before` is what the run had cost when the attempt began. `dollars_at_end` is its planned cost at
+    the end, or `dollars_before` if that is unknown. Both count the whole machine's price, even if the run shares the
+    machine with other runs."""
 
     run: DerivedRun
     group: Group
@@ -160,9 +161,9 @@ class SweepRunner:
         self._said_waiting: set[str] = set()
 
     def run(self) -> None:
-        """Train the runs. Returns when all runs are finished or have failed, or when a signal or the budget has ended
-        the sweep and its processes have stopped. On a terminal, progress is shown in place of the last line; elsewhere
-        it is printed every REPORT_SECONDS."""
+        """Train the runs. Returns when all runs are finished or have failed, or when a signal or the limit
+        `max_dollars` has ended the sweep and its processes have stopped. On a terminal, progress is shown in place of
+        the last line; elsewhere it is printed every REPORT_SECONDS."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
@@ -194,7 +195,7 @@ class SweepRunner:
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """Ask all processes to write a checkpoint and end, if a signal has arrived or the budget is spent."""
+        """Ask all runs to write a checkpoint and end, if a signal has arrived or `max_dollars` are spent."""
         if self.signal:
             self.reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
@@ -233,8 +234,8 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str:
-        """Return a message if the budget cannot pay for the machine until `run` and the runs under way have ended.
-        Return an empty string if it can, or if there is no budget. A run of unknown cost counts as free."""
+        """Return a message if `max_dollars` cannot pay for the machine until `run` and the runs under way have ended.
+        Return an empty string if they can, or if there is no such limit. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return ""
         wanted = (planned.dollars if planned else None) or 0.0
@@ -296,8 +297,8 @@ class SweepRunner:
                 log.close()
 
     def _look_at(self, attempt: Attempt) -> str:
-        """Return the progress of a run that is being trained, as text. If there is a budget, also update what has been
-        spent."""
+        """Return the progress of a run that is being trained, as text. If `max_dollars` is given, also update
+        `spent`, the cost of all runs so far."""
         progress = None
         with suppress(UserError):
             progress = read_progress(attempt.run.run.metrics)
@@ -307,9 +308,9 @@ class SweepRunner:
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
     def _count(self, attempt: Attempt, status: Status) -> None:
-        """Add to `spent` what a run has cost since the last call for this run. The cost is taken from the run's records
-        or from the clock, whichever is larger. It is divided by the number of runs under way instead of groups, because
-        the machine costs as much while some groups have no run."""
+        """Add to `spent` a run's share of the machine's cost since the last call for this run. The run's cost is taken
+        from its records or from the clock, whichever is larger. Its increase is divided by the number of runs under
+        way, not by the number of groups, because a group without a run does not make the machine cheaper."""
         dollars = max(status.dollars, attempt.dollars())
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars

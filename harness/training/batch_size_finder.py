@@ -340,9 +340,11 @@ def largest_that_fits(
 
     `guess` returns an estimate of the result from the measurements so far, or None. Before a guess is tried, it is
     moved to at least a distance d away from the sizes already tried, where d is 1 for the first two guesses, then 4,
-    16, and so on. A guess that is more than d outside the range of possible results is ignored, and so is every guess
-    once that range is narrower than 2 d. A right guess therefore ends the search, and wrong guesses add at most two
-    calls of `fits` plus half as many as bisection needs.
+    16, and so on, but never less than the permitted error of the result. A guess that is more than d outside the range
+    of possible results is ignored, and so is every guess once that range is narrower than 2 d. While all tried sizes
+    fit, a guess must also be smaller than the next size that growth would try. If the first guess n is right, the next
+    one is moved to n + d, which does not fit, and the search ends. Wrong guesses add at most two calls of `fits` plus
+    half as many as bisection needs.
     """
     good, bad, guesses = 0, ceiling + 1, 0
     while bad - good > max(1, good // fineness):

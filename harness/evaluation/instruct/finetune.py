@@ -1,5 +1,5 @@
-"""Fine-tuning on instructions until the validation loss first rises, and answers by the model as it was before the
-rise.
+"""Fine-tuning of a model on instructions, and its answers to them. Training stops when the validation loss first rises,
+and the model gets back the weights from before the rise.
 
 Shapes: B entries, T tokens of the longest entry.
 """
@@ -182,7 +182,7 @@ def fine_tune(
 
 
 def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the targets of a batch that are not IGNORED. There must be at least one."""
+    """Return the mean cross-entropy over the targets in a batch, except IGNORED ones. Not all may be IGNORED."""
     device = next(model.parameters()).device
     learnt_BxT = batch.targets != IGNORED
     features_NxC = model.features(batch.inputs.to(device))[learnt_BxT.to(device)]
@@ -191,7 +191,7 @@ def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
-    """Return the mean cross-entropy over the targets of all batches that are not IGNORED. The mean does not depend on
+    """Return the mean cross-entropy over the targets in all batches, except IGNORED ones. The mean does not depend on
     how the examples are divided into batches."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():

@@ -121,13 +121,13 @@ class JudgeClient:
 
     def without_key(self, text: str) -> str:
         """Return a text from outside, such as a server's error message, as one line of at most 300 characters without
-        the key. The line is safe for messages and files."""
+        the API key. The line is safe for messages and files."""
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, key: str, prompt: Prompt) -> Record:
-        """Send a prompt, and return the record of the judge's answer, valid or not. A failed request is retried until a
-        reply begins; a request that brought an invalid answer is not.
+        """Send a prompt, and return the record of the judge's answer, valid or not. If a request fails before a reply
+        begins, it is retried, with at most `attempts` tries in all. After an invalid answer it is not retried.
 
         Raises UnavailableError if the judge does not answer, or UserError if other prompts would fail in the same way.
         """
