@@ -167,6 +167,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         remark = None if meta else _unused_vocabulary(model, dataset)
     else:
         remark = neighbour_remark(folder, config.dataset)
+        remark = remark or f"{config.dataset} is not in {folder}, so the plan is not checked against its tokens"
         if not folder.is_dir():
             remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.dataset} there"
         if config.min_train_tokens != -1:
@@ -350,8 +351,7 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _wrap(text: str, following: str) -> list[str]:
-    # A long path stays whole, so that it can be copied.
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, break_long_words=False)
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:

@@ -28,7 +28,7 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
-from harness.runs.upstream import translate_upstream
+from harness.runs.upstream import SPELLINGS, translate_upstream
 
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
@@ -142,6 +142,9 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     known, near = advice(key, "train.json"), nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
     remedy = f'did you mean "{near}"?' if near else "docs/configuration.md lists the keys"
     said = known[1] if known else f"unknown; {remedy}"
+    for theirs, ours, _ in SPELLINGS:
+        if key == theirs:
+            said = f'is the lab notebook\'s name for "{ours}"; set that'
     return f"key {quoted(key)}: {said}"
 
 

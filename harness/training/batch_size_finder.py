@@ -44,6 +44,7 @@ from harness.distributed.world import World, say
 from harness.model.kernels import explain_nondeterminism, should_compile
 from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment
+from harness.planning.plan import make_plan
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
@@ -83,12 +84,11 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if world.is_main:
         search.report(found, is_all_data=found == ceiling)
 
-    def validation_error(size: int) -> str | None:
-        """Return the message of training's error if the validation split is too short for a microbatch of `size`, or
-        None if the split is long enough."""
-        changed = replace(experiment, config=config.model_copy(update={"microbatch_size": size}))
+    def refusal(size: int) -> str | None:
+        """Return the error with which training would refuse a microbatch of `size`, or None if it would not. A larger
+        microbatch can need more tokens than a split has, or leave fewer steps than the warm-up has."""
         try:
-            changed.check_validation_slice(changed.layout(world.size), dataset)
+            make_plan(replace(experiment, config=config.model_copy(update={"microbatch_size": size})), world.size, None)
         except UserError as error:
             return str(error)
         return None
@@ -96,10 +96,10 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     # Training needs a size that divides each rank's part of every global batch that train.json sets.
     batches = config.global_batches
     sizes = [size for size in range(found, 0, -1) if all(each % (size * world.size) == 0 for each in batches)]
-    if error := validation_error(sizes[0]):
+    if error := refusal(sizes[0]):
         say(world, f"note: with a microbatch of {sizes[0]}, {error}")
     if write:
-        size = next((size for size in sizes if not validation_error(size)), None)
+        size = next((size for size in sizes if not refusal(size)), None)
         if size is None:
             raise UserError(f"{experiment.run.train_json}: not changed, because training refuses every microbatch")
         world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))

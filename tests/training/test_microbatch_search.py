@@ -318,6 +318,24 @@ def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] 
     return finish([shop.spawn(command, place) for place in places], expect=expect, timeout=PATIENCE_SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [({"train_steps": 20}, "train split of local/letters is too short"), ({"warmup_steps": 6}, "warm-up")],
+)
+def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: str) -> None:
+    """A larger microbatch takes more tokens for the same steps, or leaves fewer steps for the same tokens."""
+    shop = InProcess(tmp_path)
+    shop.add_dataset(tokens=4000)
+    tokens = None if "train_steps" in budget else 800
+    changes: dict[str, Any] = {"lr_schedule": "cosine", "min_train_tokens": tokens, **budget}
+    run = shop.add_run(validation_interval=None, validation_batches=None, checkpoint_interval=9, **changes)
+    result = shop.attempt("-f", "--write")
+    assert f"note: with a microbatch of {answer(result)}, " in result.stdout
+    assert reason in result.stdout
+    assert json.loads((run / "train.json").read_text())["microbatch_size"] < answer(result)
+    assert shop.attempt().status == 0
+
+
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     """A note is printed if the found microbatch is too large for the validation split, because training would refuse
     it. --write writes one that training accepts, and says what becomes of the global batch."""
