@@ -1,6 +1,6 @@
 """Other implementations of the same model, in the form in which their authors train them, for comparison with ours.
 
-The models written here share no code with gpt.py. The notebook's model has the tensor names of the notebook's author.
+The models written here share no code with gpt.py. `NotebookModel` has the tensor names of Giles Thomas's lab notebook.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT of the lab notebook: separate query, key and value projections, norms and attention in elementary operations,
-    and all logits stored."""
+    """GPT as in Giles Thomas's lab notebook: separate query, key and value projections, norms and attention in
+    elementary operations, and all logits stored."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm

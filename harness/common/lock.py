@@ -111,8 +111,8 @@ def is_held(path: Path) -> bool | None:
     """Return True if a living process holds the lock `path`, False if no process holds it, and None if its owner is on
     another machine or in another container, whose processes this process cannot see.
 
-    Tries to take the lock only if a process with the owner's pid is alive, because another process that takes the lock
-    at the same moment would be refused.
+    A test of the lock itself takes the lock for a moment, and another process that wants it at this moment is refused.
+    So the lock is tested only if a process with the owner's pid is alive.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

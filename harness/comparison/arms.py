@@ -33,14 +33,16 @@ UNKNOWN = "not recorded"
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms of an experiment. `runs` maps the name of each arm to the names of its runs. `notes` has remarks on runs
-    that are in no arm, or not in the arm where one might expect them."""
+    """Arms of an experiment: groups of finished runs that differ only in the seed. `runs` maps the name of each arm to
+    the names of its runs. `notes` has remarks on runs that are in no arm, or not in the arm where one might expect
+    them."""
 
     runs: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
 
     def arm_of(self, run: str) -> str | None:
-        """Return the name of the arm that contains the run, or None if no arm does."""
+        """Return the name of the arm (group of runs that differ only in the seed) that contains the run `run`, or None
+        if no arm does."""
         return next((arm for arm, runs in self.runs.items() if run in runs), None)
 
 
@@ -112,8 +114,12 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     """Return two JSON texts that are both equal for runs that differ only in the seed (replicates). The first has the
     settings that affect the result, without the seed; the second has torch's version, the device and the number of
-    ranks. Returns Inconclusive if the run's replicates cannot be recognized: a setting was not recorded, or the run
-    starts from `initial_weights`, and these make the seed ineffective or may be other weights in another run."""
+    ranks.
+
+    Returns Inconclusive if the run's replicates cannot be recognized. This is so if a setting was not recorded. It is
+    also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing, or if the
+    weights are in the run's own folder, because another run's may differ.
+    """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
@@ -139,8 +145,9 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with the schema's defaults for keys that an earlier version did not write. Keys that this version
-    no longer has are left out if their value is None or False, because the removed feature was then off."""
+    """Return the configuration `values` of a run, with the defaults of `schema` for keys that an earlier version did
+    not write. A key that `schema` does not have belongs to a removed feature. It is left out if its value is None or
+    False, because the feature was then off."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}

@@ -185,8 +185,8 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
-    """Return the field `in_summary` of a finished run's summary. If the run has no summary yet, returns the field
-    `in_progress` of its progress."""
+    """Return the number that summary.json records under the key `in_summary`. If the run has no summary yet, return the
+    number that its progress so far has under the key `in_progress`. Returns None if the number is not recorded."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number
@@ -206,8 +206,9 @@ def _best_loss(record: RunRecord) -> Number:
 
 
 def final_validation_losses(record: RunRecord) -> Values:
-    """Return the last validation loss, to be used in a verdict. If a finished run ended with a loss that is not finite,
-    returns NaN instead of Inconclusive."""
+    """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. If a
+    finished run's last validation loss was not finite, the measurement is NaN, so that a verdict on the run counts it
+    instead of leaving it out as missing."""
     summary, basis = record.summary, validation_basis(record)
     values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
     is_validated = record.train.get("validation_interval") is not None
@@ -246,14 +247,14 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return a dict from the basis of each test loss to the basis of the bits per byte in the same result. A basis
-    identifies what was measured. Bits per byte can be compared if they were measured on the same slice of tokens, and
-    also if they were measured on the same text in other tokens.
+    """Return a dict with two bases per result: the key is the basis of its test loss, the value that of its bits per
+    byte. A basis identifies the text that a number was measured on; numbers with the same basis can be compared. Test
+    losses need the same tokens. Bits per byte also have the same basis if the same text was cut into other tokens.
 
-    Results do not record whether two datasets with different tokenizers hold the same text. The datasets count as the
-    same text if both were measured in the same precision and from the first token of a split of the same name, and if
-    the measured numbers of bytes differ by at most one window. They may differ because the last tokens of a split are
-    not measured if they do not fill a window.
+    Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
+    text under three conditions: the precision is the same; both were measured from the first token of a split of the
+    same name; and the measured numbers of bytes differ by at most one window. The numbers may differ a little because
+    the last tokens of a split are not measured if they do not fill a window.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
@@ -282,12 +283,14 @@ def _measurements(
     basis_of: Callable[[AnyResult], Basis],
     read: Callable[[AnyResult], tuple[float | None, str] | None],
 ) -> Values:
-    """Return a run's measurements from its results of the class `kind`, one for each basis, or the reason why there are
-    none. `read` returns a result's number and its uncertainty, or None if the result does not have this quantity.
+    """Return a run's measurements from its results of the class `kind`, or the reason why there are none. There is one
+    measurement for each basis (the text or task that was measured). `basis_of` returns a result's basis. `read` returns
+    its number and uncertainty, or None if the result does not have this quantity.
 
-    For each basis, uses the result of the best checkpoint, or else of the latest, or else of the checkpoint with the
-    highest step. The remark names this checkpoint, unless it is the best one and no other was measured. Results of an
-    earlier training, whose checkpoints were moved to aside/, are left out.
+    For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
+    checkpoint with the highest step. The measurement's `remark` names this checkpoint, unless it is the best one and no
+    other was measured. Results of an earlier training, whose checkpoints were moved to the run's folder aside/, are
+    left out.
     """
 
     def preference(result: Result) -> tuple[bool, bool, int, str]:
@@ -352,8 +355,9 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 
 
 def judging_basis(result: InstructionResult) -> Basis:
-    """Return the basis of an instruction score. Scores can be compared if the answers were judged together, or if each
-    model's answers were judged alone with the same judge, prompt, questions and number of repeats."""
+    """Return the basis of an instruction score, which identifies what was measured; scores with the same basis can be
+    compared. Scores have the same basis if the answers were judged together. If each model's answers were judged alone,
+    the judge, prompt, questions and number of repeats must be the same."""
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
     words = f"{result.questions} questions ({result.questions_sha256[:8]}), judge {result.judge}"
     if len(result.judged_with) > 1:
@@ -388,8 +392,8 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
 
 
 def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
-    """Return the score of the last evaluation while training. Its basis is never equal to the basis of a score by
-    evaluate_benchmarks.py, because training does not record lm-eval's version."""
+    """Return the benchmark score of the last evaluation while training, or the reason why there is none. It is never
+    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version."""
     event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")

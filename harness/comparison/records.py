@@ -163,8 +163,8 @@ class RunRecord:
 
     @property
     def global_batch(self) -> int | None:
-        """Sequences per optimizer step over all ranks, or None if they depend on a number of ranks that is not
-        known."""
+        """Number of sequences per optimizer step over all ranks: as recorded, or else train.json's global_batch_size.
+        None if neither is known."""
         parts = [self.recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         if None not in parts:
             return int(parts[0] * parts[1] * parts[2])
@@ -252,8 +252,8 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 def _unfinished_state(
     run: RunDirectory, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
-    """Return the state of a run that has no summary, or whose configuration files ask for more than its summary records
-    (`is_outdated`)."""
+    """Return the state of a run that has no summary. With `is_outdated`, the run has a summary, but its configuration
+    files ask for another shape or budget than the summary records."""
     held = is_held(run.path / ".lock")
     if not held and (end := _last_end(run)):
         return end

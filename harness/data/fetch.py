@@ -56,8 +56,8 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
 
 @contextmanager
 def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
-    """Add a "did you mean" hint to a UserError of the body if a dataset on this machine has a similar name. The error
-    of the Hub or of the network does not suggest a typing error."""
+    """If the `with` body raises UserError and a dataset on this machine has a name similar to `name`, add a "did you
+    mean" hint to the message. The Hub's own message does not tell the user that the name may be mistyped."""
     try:
         yield
     except UserError as error:

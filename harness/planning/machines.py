@@ -94,10 +94,11 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
     """Return the dollars per hour of `gpus` GPUs of the kind `device`, and a text that explains the price. If the price
     is unknown, return None and the reason. `device` is None if the kind of GPU is unknown.
 
-    `given` is train.json's price_per_hour. It is returned if the price list has no machine with this price, or if
-    `device` is None. Otherwise, or if `given` is None, the price is that of a listed machine with `gpus` GPUs of the
-    kind `device`. If there is no such machine, `given` is returned if the machine with this price has GPUs of this
-    kind.
+    `given` is train.json's price_per_hour, or None. The first of these prices that exists is returned:
+
+    1. `given`, if no machine of the price list has this price, or if `device` is None;
+    2. the price of a listed machine with `gpus` GPUs of the kind `device`;
+    3. `given`, if the listed machine with this price has GPUs of the kind `device`, but another number of them.
     """
     machines = read_machines()
     owner = next((each for each in machines if each.price_per_hour == given), None)

@@ -75,7 +75,8 @@ class TrainState(Progress):
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens that this program trained, in the recorded seconds of training."""
+        """Number of tokens that the run was trained on by this program. The recorded seconds of training are the time
+        for these tokens; tokens that another program trained before are left out."""
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
@@ -212,14 +213,14 @@ class CheckpointMeta(Progress):
 
     @property
     def due(self) -> str | None:
-        """The evaluation that a signal interrupted after the last step ("validation" or "benchmarks"), or None. That
-        evaluation and the work that follows it are still due."""
+        """The first evaluation that a resumed run must still do for the last step: "validation" or "benchmarks". None
+        if no signal stopped the run before its evaluations were done."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the notebook's program wrote the checkpoint. False for a damaged checkpoint of this program, because
-        it still has some of this program's own keys."""
+        """True if the checkpoint was written by Giles Thomas's lab notebook, another training program. Such a meta.json
+        has none of the keys that only this program writes. A damaged checkpoint of this program still has some."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
@@ -271,13 +272,13 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return `meta` with the keys that a checkpoint of the notebook's program lacks. The meta.json of a checkpoint of
-    this program is returned unchanged.
+    """Return `meta` with the keys added that Giles Thomas's lab notebook, another training program, does not write. If
+    this program wrote the checkpoint, `meta` is returned unchanged.
 
-    The checkpoint `path` is assumed to belong to the run in whose folder it is. The result has the `provenance` of this
-    run, unless that is None because it is not known yet. It counts the tokens of the run's `batches` from the start of
-    the run up to the checkpoint's global step, and records no seconds for them. An optimizer.pt, if there is one, is
-    assumed to be AdamW's state.
+    The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin
+    (model, train.json and dataset), or None if it is not known yet; then these keys are not added. The number of tokens
+    is taken from the run's `batches`, from the start up to the checkpoint's global step. No seconds are recorded for
+    these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
     """
     if not meta.is_from_notebook:
         return meta

@@ -82,8 +82,8 @@ class Reported(BaseModel):
     def training_speed(self) -> float | None:
         """Tokens per second of training alone, or None if unknown.
 
-        This is the tokens of a whole run divided by its seconds without validation. If either is not reported, it is
-        the reported speed, unless that is the speed of a whole run (`whole_run_speed`).
+        If the tokens of a whole run and its seconds without validation are known, this is their quotient. Otherwise it
+        is the reported speed. But if the reported speed includes validation (`whole_run_speed`), this is None.
         """
         tokens, seconds = self.value("tokens_seen"), self.seconds_without_validation
         if tokens and seconds:

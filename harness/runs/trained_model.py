@@ -37,8 +37,9 @@ WEIGHTS_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights of a model, its configuration and its meta.json. It may be a checkpoint of this program or of the
-    notebook's (harness/runs/upstream.py), an imported model, or any other weights with a configuration."""
+    """The weights of a model, its configuration and its meta.json. The model may be a checkpoint of this program or of
+    Giles Thomas's lab notebook (harness/runs/upstream.py), an imported model, or any other weights with a
+    configuration."""
 
     label: str  # its name in tables
     weights: Path

@@ -132,8 +132,8 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 @dataclass(frozen=True)
 class SharedBatches:
-    """Function that a Scorer calls as `each_batch`, and that divides the batches among all ranks. Each of N ranks
-    evaluates every N-th batch and receives the results of all batches."""
+    """Function that divides the batches of a benchmark among all ranks. Each of N ranks evaluates every N-th batch and
+    receives the results of all batches. `Scorer`, which scores texts with the model, calls it as `each_batch`."""
 
     work: SharedWork
 

@@ -49,10 +49,12 @@ class Batch:
 
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
-    """Yield batches of about BATCH_CHARACTERS characters. Documents without any text are counted and left out.
+    """Gather `pieces` (documents or parts of documents) into batches of about BATCH_CHARACTERS characters, and yield
+    the batches. Documents without any text are counted and left out.
 
-    The first piece belongs to file number `file` and follows the first `documents` documents of that file. A piece with
-    no text and with `ends` False marks the end of a file; it has the next file's number.
+    Reading may begin in the middle of the input: `file` is the number of the first piece's file, and `documents` is the
+    number of documents before it in that file. A piece with no text and with `ends` False marks the end of a file; its
+    `file` is the next file's number.
     """
     gathered: list[Piece] = []
     characters = empty = position = 0
@@ -231,13 +233,13 @@ def _begin() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block STOPPING_SIGNALS, except SIGTERM, in the processes that the body starts. Delay all STOPPING_SIGNALS in this
-    process until the end of the body. SIGTERM is not blocked, because the pool ends its processes with it.
+    """Delay all STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body
+    starts, block all of them except SIGTERM, which the process pool needs to end its processes.
 
     A terminal sends its signals to all of its processes, but only this process should handle them. The started
     processes inherit the blocked signals. In this process, a handler records each signal, whichever thread receives it.
-    The first recorded signal is raised after the body. If it were raised earlier, a half-started process would print an
-    error.
+    After the body, the first recorded signal is sent to this process again. An earlier reaction would interrupt the
+    start of a process, and the half-started process would print an error.
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}

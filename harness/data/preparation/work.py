@@ -60,7 +60,8 @@ def _not_of_a_dataset(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Mark:
-    """Position in the input at the end of a document, and the sizes of the streams at that position."""
+    """Position in the input at the end of a document, and the sizes of the two written token streams at that position.
+    The stream `pool` has the documents that may be held out; the other has the rest."""
 
     file: int = 0  # number of the file that is read next
     documents: int = 0  # documents of `file` that have been read, including those without text
@@ -86,7 +87,8 @@ class Journal:
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Return the journal from the contents of its file. Files of earlier versions have no size of the pool."""
+    """Return the journal from the contents of its file. Files of earlier versions lack the key "pool", the size of the
+    stream of documents that may be held out; it then counts as empty."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()
@@ -107,7 +109,7 @@ def _read(path: Path, make: Callable[[Any], Any]) -> Any:
 
 
 class WorkFolder:
-    """Hidden folder beside the target in which the dataset is made, by one process at a time."""
+    """Hidden folder in which one process at a time makes a dataset. It is beside `target`, the dataset's final path."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -172,8 +174,8 @@ class WorkFolder:
         `restart` is true. Also set `self.journal`. `options` are the options that determine the dataset's bytes;
         `files` are the names and versions of the input files.
 
-        If options or files have changed and the interrupted work has written no tokens, new work begins. If it has
-        written tokens, raises UserError if its options differ, or if a file that it has read to the end has changed.
+        If the interrupted work has written no tokens, new work begins when options or files have changed. If it has
+        written tokens, other options raise UserError, and so does a change of a file that was already read to the end.
         The option replace_invalid may be added, because all text that was read without it was valid UTF-8. If the file
         that was being read has changed, it is read again from its beginning.
         """
