@@ -247,13 +247,13 @@ def _text_words(result: LossResult) -> str:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """Return a dict with two bases per result: the key is the basis of its test loss, the value that of its bits per
-    byte. A basis identifies the text that a number was measured on; numbers with the same basis can be compared. Test
-    losses need the same tokens. Bits per byte also have the same basis if the same text was cut into other tokens.
+    """Return a dict from the basis of each result's test loss to the basis of its bits per byte. A basis identifies the
+    text that a number was measured on; numbers with the same basis can be compared. Two test losses have the same basis
+    only if their tokens are the same, two values of bits per byte also if the same text was cut into other tokens.
 
     Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
     text under three conditions: the precision is the same; both were measured from the first token of a split of the
-    same name; and the measured numbers of bytes differ by at most one window. The numbers may differ a little because
+    same name; and the measured numbers of bytes differ by at most one window. The numbers of bytes may differ because
     the last tokens of a split are not measured if they do not fill a window.
     """
     bases: dict[Basis, Basis] = {}

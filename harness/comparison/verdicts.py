@@ -209,9 +209,10 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
 def _tested(
     baseline: Arm, arm: Arm, difference: Difference, both: Estimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict on an arm, a group of runs that differ only in the seed. It is inconclusive if the interval of
-    `both` at level 1 − alpha contains 0. `both` is the arm's difference from the baseline, with all noise that is
-    known. The verdict's sentence mentions `tests`, the number of tested arms, if there are several."""
+    """Return the verdict on an arm, a group of runs that differ only in the seed. `both` estimates its difference from
+    the baseline, with an error that combines training noise and, if that is known, text noise. The verdict is
+    inconclusive if the interval of `both` at level 1 − alpha contains 0. Its sentence mentions `tests`, the number of
+    tested arms, if there are several."""
     low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     digits, is_unclear = _digits(interval), both.may_be_zero(alpha)

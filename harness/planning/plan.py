@@ -101,7 +101,7 @@ class Plan:
 
     def disk_shortage(self, folder: Path) -> str | None:
         """Return a message with a remedy if the disk under `folder` cannot hold the checkpoints. Return None if it can,
-        or if the number of checkpoints is unknown because `position` is None."""
+        or if the number of checkpoints is unknown because the plan's `position` is None."""
         free = shutil.disk_usage(folder).free
         if self.position is None or self.disk_bytes() <= free:
             return None

@@ -86,8 +86,8 @@ class TrainState(Progress):
         self.measured_from_seconds = training_seconds
 
     def measured(self, training_seconds: float) -> Measured:
-        """Return the steps, tokens and seconds of training that the speed is measured over. `training_seconds` is the
-        run's training time so far."""
+        """Return the steps, tokens and seconds of training since the measurement of the speed began (see
+        `measure_from_here`). `training_seconds` is the run's training time so far, including the time before that."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,

@@ -229,7 +229,7 @@ def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, obje
     if summary.final_validation_loss is None:
         raise UserError("has no finite validation loss at its end")
     if text is None:
-        raise UserError("does not record the text of its validation losses")
+        raise UserError("does not record which text its validation losses were measured on")
     flops = float(summary.flops_per_token) * summary.tokens_seen
     facts = {f"validation {key}": value for key, value in text._asdict().items()}
     facts["training text (SHA-256)"] = (dataset.get("train") or {}).get("sha256")

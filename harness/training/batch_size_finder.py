@@ -338,13 +338,16 @@ def largest_that_fits(
     `fits` must be true up to some n and false for every larger n. It is called at most once for each n, and never for
     more than `growth` times the largest n known to fit. The returned n may be too small, by at most n / `fineness`.
 
-    `guess` returns an estimate of the result from the measurements so far, or None. Before a guess is tried, it is
-    moved to at least a distance d away from the sizes already tried, where d is 1 for the first two guesses, then 4,
-    16, and so on, but never less than the permitted error of the result. A guess that is more than d outside the range
-    of possible results is ignored, and so is every guess once that range is narrower than 2 d. While all tried sizes
-    fit, a guess must also be smaller than the next size that growth would try. If the first guess n is right, the next
-    one is moved to n + d, which does not fit, and the search ends. Wrong guesses add at most two calls of `fits` plus
-    half as many as bisection needs.
+    `guess` returns an estimate of the result from the measurements so far, or None. A guess replaces the next size of
+    growth or bisection, but it is tried only at a distance of at least d from the sizes already tried. So if a guess n
+    is right, and the next guess is n again, then n + d is tried and does not fit. d is 1 for the first two guesses,
+    then 4, 16, and so on, but never less than n / `fineness`. A guess is ignored if
+
+    - it is more than d outside the range of possible results,
+    - that range is narrower than 2 d, or
+    - all tried sizes fit, and it is not below the next size of growth.
+
+    Wrong guesses add at most two calls of `fits` plus half as many as bisection needs.
     """
     good, bad, guesses = 0, ceiling + 1, 0
     while bad - good > max(1, good // fineness):

@@ -157,7 +157,8 @@ def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> Non
 @pytest.mark.fault("disk full while results are moved", "every checkpoint stays whole; with space the same end")
 @pytest.mark.fault("disk full at the end", "ends with summary.json named; with space it is written")
 def test_disk_full_in_a_resumed_run(shop: Workshop, exhaustive: bool) -> None:
-    """The disk becomes full while a copy of `stopped` moves results aside, or when it writes its summary at the end."""
+    """A killed run is resumed. The disk becomes full while earlier results are moved aside or metrics.jsonl is cut, or
+    when summary.json is written at the end."""
     earlier = next(path for step, path in checkpoints.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
 
     def stages(call: str, argument: str) -> list[Fault]:

@@ -111,8 +111,8 @@ MOMENTS += [f"'harness.runs.checkpoints:point', {{action}}, call={call}" for cal
 @pytest.mark.fault("told to stop while saving", "the save is completed; latest is the last step; the same end")
 @pytest.mark.fault("a save that fails", "ends with the checkpoint named; older ones are whole; the same end")
 def test_a_save_that_is_disturbed(shop: Workshop, straight: Path, exhaustive: bool) -> None:
-    """A signal during a save waits for it. An error in the writer's thread ends the run later: at the next step, the
-    next save or the end of the run."""
+    """If a signal to stop arrives during a save, the run completes the save before it ends. An error in the writer's
+    thread ends the run later: at the next step, the next save or the end of the run."""
     moments = MOMENTS if exhaustive else [MOMENTS[4], MOMENTS[-1]]
     told, last = "in_turn(tell(SIGTERM), pause(0.2))", "WRITE, {action}, call=5"  # the last save
     # The injected action, its moment, and the steps that `latest` may point to afterwards

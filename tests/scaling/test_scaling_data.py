@@ -122,7 +122,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
     assert reasons["diverged"] == "has no finite validation loss at its end"
     assert reasons["tuned"].startswith("begins with weights that were trained before")
     assert reasons["experts"].startswith("has a mixture of experts")
-    assert reasons["unknown"] == "does not record the text of its validation losses"
+    assert reasons["unknown"] == "does not record which text its validation losses were measured on"
     assert reasons["copied"] == "has exactly the size, tokens and loss of whole: a copy, counted once"
     assert reasons["bare"].startswith("its summary.json, of an earlier version, lacks")
     with pytest.raises(UserError, match="no finished run to fit: going: has not finished"):
