@@ -67,8 +67,11 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     `final`.
 
     If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
-    this process's pid in its name, so that no two processes share a draft. `draft` sets another path.
+    this process's pid in its name, so that no two processes share a draft. `draft` sets another path. Raises OSError if
+    `final` is a device, a pipe or a socket.
     """
+    if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
+        raise OSError(errno.EINVAL, "not a regular file", str(final))
     draft = draft or final.with_name(f".{final.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)  # a symbolic link of this name would redirect the write to another file
     try:

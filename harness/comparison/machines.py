@@ -19,7 +19,7 @@ from harness.comparison.table import aligned, cut_names, number_text, paragraph
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.estimated_speed import find_device
-from harness.planning.machines import PRICES, Machine, read_machines
+from harness.planning.machines import PRICES, Machine, machine_of_run, read_machines
 from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import read_reported
@@ -123,7 +123,9 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
     try:
-        layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.context_length)
+        meant = machine_of_run(run.path.name, config.price_per_hour)
+        ranks = meant[0].gpus if meant else 1
+        layout = BatchLayout(ranks, config.accumulation_steps(ranks), config.microbatch_size, model.context_length)
         if summary is not None and summary.microbatch_size and summary.accumulation_steps:
             ranks, steps, size = summary.world_size, summary.accumulation_steps, summary.microbatch_size
             layout = BatchLayout(ranks, steps, size, model.context_length)

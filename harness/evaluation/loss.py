@@ -28,12 +28,20 @@ from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import load_encoding_offline
+from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.model.config import ModelConfig
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
 from harness.runs.results import LossResult, Text, now, write_loss
-from harness.runs.trained_model import TrainedModel, dataset_of, model_in_run, warned_if_not_kept
+from harness.runs.trained_model import (
+    TrainedModel,
+    dataset_of,
+    model_in_run,
+    names_tokenizer,
+    tokenizer_file_of,
+    warned_if_not_kept,
+)
 
 # Test text of the lab notebook: the part of FineWeb's validation split that none of the notebook's runs validated on.
 NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
@@ -122,15 +130,23 @@ class HeldOutText:
         that token (unless `start_token` is given) and has at most NOTEBOOK_BATCHES batches (unless `batches` is given).
         The NOTEBOOK_ values are those of the lab notebook (the project that this one grew from).
 
-        Raises UserError if there is no such dataset, if the split is too short, or if it has token ids that are not in
-        the model's vocabulary.
+        Raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not in the
+        model's vocabulary, or if the dataset's tokenizer is not the one that meta.json beside the weights names.
         """
-        name = dataset or dataset_of(weights) or NOTEBOOK_DATASET
+        own = tokenizer_file_of(weights)
+        name = dataset or dataset_of(weights) or (NOTEBOOK_DATASET if own == "gpt2" else None)
+        if name is None:
+            raise UserError(f"{weights.parent}: the model's dataset is not known; test_loss.py takes it as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
         opened = Dataset.open(datasets_dir, name)
         split = split or ("test" if opened.has_split("test") else "validation")
         tokens = opened.split(split)
         check_token_ids(opened, split, config.vocab_size)
+        if names_tokenizer(weights) and not is_same_tokenizer(own, opened.tokenizer):
+            raise UserError(
+                f"{name}: made with another tokenizer than that of {weights}, so its token ids are another text to "
+                "this model; give a dataset made with the model's tokenizer"
+            )
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
         layout = BatchLayout(1, 1, batch_size, config.context_length)
@@ -198,8 +214,7 @@ class HeldOutText:
         Returns None if this machine has no tokenizer for these tokens (GPT-2's vocabulary is not downloaded for this),
         or if the tokens have no bytes at all.
         """
-        name = self.dataset.tokenizer
-        tokenizer = load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
+        tokenizer = _tokenizer_here(self.dataset.tokenizer)
         if tokenizer is None:
             return None
         lengths, total = tokenizer.token_byte_lengths(), 0
@@ -209,6 +224,20 @@ class HeldOutText:
                 return None
             total += int(lengths[targets].sum())
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None
+
+
+def is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
+    """Return True if the two tokenizers ("gpt2", or a file) give the same bytes to each token id, or if one of them is
+    GPT-2's and its vocabulary is not on this machine."""
+    if first == second:
+        return True
+    one, other = _tokenizer_here(first), _tokenizer_here(second)
+    return one is None or other is None or one.has_tokens_of(other)
+
+
+def _tokenizer_here(name: str | Path) -> Tokenizer | None:
+    """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine."""
+    return load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
 
 
 def _number_of_batches(count: int) -> str:

@@ -195,6 +195,11 @@ def tokenizer_file_of(weights: Path) -> str | Path:
     return "gpt2" if name == "gpt2" else weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer")
 
 
+def names_tokenizer(weights: Path) -> bool:
+    """Return True if there is a meta.json beside the weights that names their tokenizer."""
+    return "tokenizer" in _meta_beside(weights)
+
+
 def dataset_of(weights: Path) -> str | None:
     """Return the name of the dataset that the weights were trained on, or None if no meta.json beside them gives it."""
     dataset = _meta_beside(weights).get("dataset")

@@ -59,6 +59,14 @@ def test_an_existing_folder_file_or_link_is_not_replaced(tmp_path: Path, there: 
     assert (final if there == "file" else final / "file").read_text() == "theirs"
 
 
+def test_a_device_or_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """As root, a rename would replace /dev/null by a file."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"), atomic_file(tmp_path / "pipe") as draft:
+        draft.touch()
+    assert (tmp_path / "pipe").is_fifo()
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_body_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     def fill_folder() -> None:

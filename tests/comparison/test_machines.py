@@ -114,6 +114,8 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     summary = {"world_size": 2, "microbatch_size": 2, "accumulation_steps": 2, "device": "CPU", "tokens_seen": 640}
     run.summary.write_text(json.dumps(summary))
     assert text_of(run).startswith("r on other machines: 640 tokens in global batches of 8 sequences.")
+    meant = RunDirectory(shop.add_run("8xa100m40-mine", min_train_tokens=64 * 8))
+    assert text_of(meant).startswith("8xa100m40-mine on other machines: 512 tokens in global batches of 32 sequences.")
 
 
 def test_a_broken_neighbour_is_passed_over_and_a_broken_run_is_not(tmp_path: Path) -> None:

@@ -191,6 +191,27 @@ def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str
         assert said.startswith("Measured on")
 
 
+def test_a_dataset_of_another_tokenizer_is_refused(shop: Workshop) -> None:
+    """The same ids are then other text to the model, even if both vocabularies have the same size. A tokenizer file
+    with other formatting is the same tokenizer."""
+    for name, text in (("own", "the cat sat on the mat " * 99), ("other", "0123456789 " * 99)):
+        folder = shop.datasets / "me" / name
+        folder.mkdir(parents=True)
+        train_bpe(iter([text]), 260, folder / "tokenizer.json")
+        add_text(shop, name, "tokenizer.json", [5] * 999, 999, 260)
+    beside = shop.runs / "fresh" / "tokenizer.json"
+    beside.write_text(json.dumps(json.loads((shop.datasets / "me" / "own" / "tokenizer.json").read_text()), indent=4))
+    (shop.runs / "fresh" / "meta.json").write_text(json.dumps({"global_step": 0, "tokenizer": "tokenizer.json"}))
+    measured_bits(shop, "own")
+    weights = (shop.runs / "fresh" / "model.json", shop.runs / "fresh" / "model.safetensors")
+    refused = measure(shop, *weights, "--dataset", "me/other")
+    assert refused.status == 2
+    assert "me/other: made with another tokenizer than that of" in refused.stderr
+    unknown = measure(shop, *weights)
+    assert unknown.status == 2
+    assert "--dataset" in unknown.stderr
+
+
 def test_without_the_vocabulary_the_mean_is_called_approximate(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     shop.environment |= {"TIKTOKEN_CACHE_DIR": str(shop.path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"}

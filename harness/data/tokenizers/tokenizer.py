@@ -39,6 +39,10 @@ class Tokenizer:
         self._encode = encode
         self.place = place
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Return True if every token id stands for the same bytes in both tokenizers."""
+        return self.eot_token == other.eot_token and list(self._token_bytes) == list(other._token_bytes)
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Raises UserError for a lone surrogate, which UTF-8 cannot encode."""
         return self.encode_to_numpy(text).tolist()
