@@ -143,7 +143,7 @@ def test_widths_that_heads_do_not_divide() -> None:
 def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[str, Any]) -> None:
     config = shape(**changes)
     assert native_class(config) == "gpt2"
-    with pytest.raises(UserError, match=f'^r/model.json: .*--format transformers can; .*"{next(iter(changes))}": '):
+    with pytest.raises(UserError, match=f'^r/model.json: .*use --format transformers, .*"{next(iter(changes))}": '):
         check_for_notebook(config, Path("r/model.json"))
 
 
