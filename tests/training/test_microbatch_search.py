@@ -220,23 +220,25 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], worksh
     assert tuple(line) == pytest.approx((per_sequence, fixed), abs=0.0006)
 
 
-@pytest.mark.parametrize(("ranks", "global_batch", "found", "written"), [(2, 12, 5, 3), (1, 4, 4, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "batches", "found", "written"),
+    [(2, '"batch_ramp": [[0, 8], [100, 12]]', 4, 2), (1, '"global_batch_size": 4', 4, 4)],
+)
 def test_write_changes_one_number_and_nothing_else(
-    tmp_path: Path, ranks: int, global_batch: int, found: int, written: int
+    tmp_path: Path, ranks: int, batches: str, found: int, written: int
 ) -> None:
     """--write replaces only the number after "microbatch_size". A sample prompt before the key contains the same text.
 
-    The data allows 5 sequences on each rank. A global batch of 12 sequences on 2 ranks then allows a microbatch of 3,
-    and one of 4 on 1 rank a microbatch of 4.
+    Global batches of 8 and of 12 sequences on 2 ranks have parts of 4 and 6 sequences, which 2 divides.
     """
     shop = InProcess(tmp_path)
-    shop.add_dataset(tokens=100 + 16 * 5 * ranks + 1)
+    shop.add_dataset(tokens=100 + 16 * 12 * ranks + 1)
     run = shop.add_run()
     odd = (
         '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
     )
     odd += '\n\t"microbatch_size"  :   1 ,"min_train_tokens" : -1,"start_train_token":100,"checkpoint_interval": 7,\n'
-    odd += f'"global_batch_size": {global_batch}}}'
+    odd += batches + "}"
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()
     result = shop.attempt("-f", "--write") if ranks == 1 else search(shop, "--write", limit=None, ranks=ranks)
@@ -245,7 +247,9 @@ def test_write_changes_one_number_and_nothing_else(
     assert f"microbatch_size is now {written}" in result.stdout
     text = (run / "train.json").read_text(encoding="utf-8")
     assert text == odd.replace('"microbatch_size"  :   1 ', f'"microbatch_size"  :   {written} ')
-    assert load_train_config(run / "train.json").accumulation_steps(ranks) == global_batch // (ranks * written)
+    config = load_train_config(run / "train.json")
+    for size in config.global_batches:
+        assert config.accumulation_steps(ranks, size) * ranks * written == size
     assert (run / "model.json").read_bytes() == model
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
