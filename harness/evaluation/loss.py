@@ -142,7 +142,7 @@ class HeldOutText:
         split = split or ("test" if opened.has_split("test") else "validation")
         tokens = opened.split(split)
         check_token_ids(opened, split, config.vocab_size)
-        if names_tokenizer(weights) and not is_same_tokenizer(own, opened.tokenizer):
+        if names_tokenizer(weights) and not _is_same_tokenizer(own, opened.tokenizer):
             raise UserError(
                 f"{name}: made with another tokenizer than that of {weights}, so its token ids are another text to "
                 "this model; give a dataset made with the model's tokenizer"
@@ -226,7 +226,7 @@ class HeldOutText:
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None
 
 
-def is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
+def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
     """Return True if the two tokenizers ("gpt2", or a file) give the same bytes to each token id, or if one of them is
     GPT-2's and its vocabulary is not on this machine."""
     if first == second:

@@ -139,12 +139,14 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None
-    known, near = advice(key, "train.json"), nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
-    remedy = f'did you mean "{near}"?' if near else "docs/configuration.md lists the keys"
-    said = known[1] if known else f"unknown; {remedy}"
-    for theirs, ours, _ in SPELLINGS:
-        if key == theirs:
-            said = f'is the lab notebook\'s name for "{ours}"; set that'
+    if ours := next((ours for theirs, ours, _ in SPELLINGS if theirs == key), None):
+        said = f'is the lab notebook\'s name for "{ours}"; set that'
+    elif known := advice(key, "train.json"):
+        said = known[1]
+    elif near := nearest(key, [*MODEL_KEYS, *TRAIN_KEYS]):
+        said = f'unknown; did you mean "{near}"?'
+    else:
+        said = "unknown; docs/configuration.md lists the keys"
     return f"key {quoted(key)}: {said}"
 
 

@@ -31,7 +31,7 @@ from tests.support.preparing import (
 )
 
 MIB = 2**20
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes in /proc")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, to see processes")
 
 
 @pytest.fixture(scope="module")
@@ -291,13 +291,13 @@ def test_killed_while_it_takes_its_place(preparer: Preparer, tmp_path: Path) -> 
     assert stop > 2
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
 def test_a_full_disk_is_one_line_and_the_work_goes_on_with_room(preparer: Preparer, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(disk)]
     if os.spawnvp(os.P_WAIT, mount[0], mount):
-        pytest.skip("no mounts here")
+        pytest.skip("needs the right to mount a small file system")
     try:
         arguments = [preparer.path / "texts", disk / "out", *SMALL]
         line = preparer.run(*arguments, status=1)

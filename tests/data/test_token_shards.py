@@ -162,7 +162,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, tokenizer: Path, name: str, conte
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        np.save(path, content, allow_pickle=True)
+        np.save(path, content, allow_pickle=True)  # arrays of objects, which the import must refuse
     with pytest.raises(UserError, match=message) as caught:
         import_shards("train", find_shards([str(path)], None)["train"], load_tokenizer(tokenizer), tmp_path)
     assert str(caught.value).startswith(f"{path}: ")

@@ -160,7 +160,9 @@ def measured_bits(shop: Workshop, name: str, *options: object) -> tuple[float, f
     "known",
     [
         "trained",
-        pytest.param("gpt2", marks=pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no vocabulary")),
+        pytest.param(
+            "gpt2", marks=pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+        ),
     ],
 )
 def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str) -> None:

@@ -37,7 +37,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small disk cannot be mounted here")
+        pytest.skip("needs the right to mount a small file system")
     try:
         yield folder
     finally:

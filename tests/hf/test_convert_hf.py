@@ -235,7 +235,7 @@ def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name
     assert theirs.bos_token_id == theirs.unk_token_id == ours.eot_token
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
 def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> None:
     export_tokenizer("gpt2", tmp_path, 1024)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))

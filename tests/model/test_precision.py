@@ -1,4 +1,4 @@
-"""Where bf16 is fast, and attention in bf16 on the CPU."""
+"""Choice of the precision by the speed of bf16 on the processor, and attention in bf16 on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_finished_model_is_measured_in_fp32(monkeypatch: pytest.MonkeyPatch) -
     assert Precision.resolve("auto", torch.device("cpu")).name == "fp32"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/cpuinfo")
 @pytest.mark.parametrize("limit", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=str)
 def test_bf16_is_fast_where_onednn_may_use_instructions_for_it(limit: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
