@@ -100,9 +100,10 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, during: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. `planned` is true at an interval of train.json, and false after
-        a signal. `during` names the evaluation that the signal interrupted ("validation" or "benchmarks"), or is None.
-        meta.json records `during`, so that the resumed run repeats that evaluation and does the work that follows it.
+        """Save a checkpoint of the last completed step. `planned` is true if the checkpoint was due by train.json, and
+        false if it is saved because of a signal. `during` names the evaluation that the signal interrupted
+        ("validation" or "benchmarks"), or is None. meta.json records `during`, so that the resumed run repeats that
+        evaluation and does the work that follows it.
 
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
         running when this method returns. They run before the next step's work, and the writer waits for them.
@@ -155,8 +156,9 @@ class Checkpointer:
         )
 
     def _write_and_point(self, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint, point the link `latest` to it, and `best` if it is the best so far, and remove old
-        checkpoints. Called by `self.writer`, which may run it in a background thread."""
+        """Write the checkpoint and point the link `latest` to it. If it is the best so far, point the link `best` to
+        it, too. Then remove old checkpoints if `keep_checkpoints` is set. Called by `self.writer`, which may run it in
+        a background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -172,9 +174,9 @@ class Checkpointer:
         difference = describe_divergence(self.world.gather(own), self.model)
         if difference:
             raise self.world.collective_error(
-                f"{difference} after global step {state.global_step}: a device or its memory is faulty; the "
-                "checkpoints on disk were checked before they were written: exclude that device, and run the "
-                "command again to continue"
+                f"{difference} after global step {state.global_step}: a device or its memory is faulty; exclude "
+                "the faulty device, and run the command again to continue from the latest checkpoint, whose weights "
+                "were equal on all ranks"
             )
 
     def finish(self) -> None:
@@ -247,7 +249,7 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
         with state_errors_as_user_errors(path / checkpoints.SCALER):
             numbers = {key: saved.scaler[key] for key in step.scaler.state_dict()}
             if not all(type(number) in (int, float) for number in numbers.values()):
-                raise ValueError(f"{numbers} are not all numbers")
+                raise ValueError(f"expected only numbers, found {numbers}")
             step.scaler.load_state_dict(numbers)
 
 

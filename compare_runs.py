@@ -21,11 +21,11 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--baseline", metavar="RUN|ARM", help="Test whether other settings are better or worse than this one.")
+@click.option("--baseline", metavar="RUN|ARM", help="Test whether others are better or worse than this run or arm.")
 @click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
-@click.option("--html", type=PATH, help="Write table, curves and verdicts as one HTML file, which can be sent.")
+@click.option("--html", type=PATH, help="Write table, curves and verdicts into one self-contained HTML file.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
 @click.option("--over", type=AXIS, default="tokens", show_default=True, help="X axis of the chart.")
 @click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="Draw a line at this loss into the charts.")
@@ -66,7 +66,7 @@ def main(
     if machines and as_json:
         raise UserError("--machines and --json: give one of them")
     if machines and not runs:
-        raise UserError("--machines: name the runs to estimate; runs that only supply a speed need no name")
+        raise UserError("--machines: name the runs to estimate; speeds of all other runs in --runs-dir are used anyway")
     if reference and not (html or chart):
         raise UserError("--reference belongs with --html or --chart")
     if chart is not None and chart.suffix.lower() != ".png":
@@ -127,8 +127,8 @@ def main(
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
-    """Parse the LABEL=LOSS texts of --reference, and return the losses by label. Raises UserError for a text in another
-    form."""
+    """Parse the LABEL=LOSS texts of --reference, and return the losses by label. Raises UserError if a text does
+    not have this form, or if its loss is not a number between 0 and LARGEST_LOSS."""
     found = {}
     for text in reference:
         label, _, number = text.rpartition("=")

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
-MODEL_JSON = click.option("--model-json", help="For a folder of weights.  [default: in that folder, or in its run]")
+MODEL_JSON = click.option("--model-json", help="model.json of the weights.  [default: in their folder or its run]")
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
 @click.group(cls=Group, no_args_is_help=False)
 def main() -> None:
     """Export models for transformers or for the scripts of Giles Thomas's lab notebook
-    (github.com/gpjt/ddp-base-model-from-scratch), import models, and publish models on the Hugging Face Hub. If a
-    native class of transformers computes a model, the model is exported as that class."""
+    (github.com/gpjt/ddp-base-model-from-scratch), import models, and publish models on the Hugging Face Hub. If
+    transformers has a native class for a model, the model is exported as that class."""
 
 
-@main.command("export", short_help="A checkpoint for transformers, or the notebook.")
+@main.command("export", short_help="Write a model for transformers or the lab notebook.")
 @CHECKPOINT
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_JSON
@@ -38,8 +38,8 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
     """Write a model to the new folder OUT: the best checkpoint of RUN, its CHECKPOINT (a folder's name, `latest` or
     `best`), or the model in any folder with model.safetensors.
 
-    transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model that no
-    class of transformers computes is written with its own code, which runs only with trust_remote_code=True. With
+    transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model for
+    which transformers has no class is written with its own code, which runs only with trust_remote_code=True. With
     --format notebook, OUT has a model.json and a model.safetensors for the scripts of Giles Thomas's lab notebook
     (github.com/gpjt/ddp-base-model-from-scratch). Their load_state_dict requires attention masks and a separate output
     head, so these are written, too.
@@ -65,7 +65,7 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
         click.echo(note, err=True)
 
 
-@main.command("import", short_help="A GPT-2 of transformers as a run.")
+@main.command("import", short_help="Import a GPT-2 of transformers as a run.")
 @click.argument("source")
 @click.argument("run")
 @RUNS_DIR
@@ -88,17 +88,17 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     where = Path(source) if is_folder else fetch_model(source)
     # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
     said = import_model(where, None if is_folder else source, folder)
-    click.echo(f"{folder}: model.json and model.safetensors; {said}")
+    click.echo(f"{folder}: wrote model.json and model.safetensors; {said}")
 
 
-@main.command("publish", short_help="To the Hugging Face Hub, with a model card.")
+@main.command("publish", short_help="Upload a model with its card to the Hugging Face Hub.")
 @CHECKPOINT
 @click.argument("name", metavar="OWNER/NAME")
 @MODEL_JSON
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 @click.option("--public", is_flag=True, help="Everyone may see it; default: you alone.")
-@click.option("--license", "license_", help="What the card says, as the Hub spells it: apache-2.0, mit, ...")
-@click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on what lies there.")
+@click.option("--license", "license_", help="License on the card, as the Hub spells it: apache-2.0, mit, ...")
+@click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on a dataset in PATH.")
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
 @RUNS_DIR
 def publish(checkpoint: str, name: str, **options: Any) -> None:

@@ -166,17 +166,17 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]")
-@click.option("--processes", type=click.IntRange(1, 1024), help="Train with N processes, a GPU or CPU cores for each.")
+@click.option("--processes", type=click.IntRange(1, 1024), help="Start N processes, each on its own GPU or CPU cores.")
 @click.option(
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
 )
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
-@click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, with validation.")
+@click.option("--assume-tps", type=POSITIVE, help="With --plan: assume N tokens/s of training alone.")
+@click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: assume N tokens/s with validation.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
-@click.option("--assume-device", help="With --plan: estimate the speed on such a GPU, like H100.")
+@click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @click.option(
@@ -281,9 +281,9 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Context manager that explains failures. An out-of-memory error on this rank, or an operation that `deterministic`
-    does not allow, becomes an error that says what to do. The loss of another rank becomes PeerError, or RunStopped if
-    a signal has asked this rank to stop."""
+    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError, and an operation
+    that `deterministic` does not allow becomes UserError; both say what to do. If the connection to another rank is
+    lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
     from harness.common.memory import is_out_of_memory
     from harness.distributed.rendezvous import leaving_with_peers
     from harness.model.kernels import explain_nondeterminism
@@ -303,7 +303,7 @@ def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         raise RunError(
             f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
-            "fits, and gradient_accumulation_steps keeps the global batch"
+            "fits; raise gradient_accumulation_steps to keep the global batch size"
         ) from None
 
 

@@ -34,7 +34,7 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
 @click.command(cls=Command)
 @click.argument("base")
 @click.argument("new")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of model.json or train.json.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of model.json or train.json.")
 @RUNS_DIR
 @click.option(
     "--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"), show_default=True, help="DATASETS_DIR"
@@ -44,7 +44,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
 
     VALUE is parsed as JSON if it is valid JSON, otherwise it is text; null removes the key. The file derived.json in
     NEW records BASE and the keys that differ. If --set dataset names a dataset in DATASETS_DIR, NEW also gets that
-    dataset's vocabulary, and at most as many training tokens and validation batches as the dataset has.
+    dataset's vocabulary, a microbatch size that its validation split can fill, and at most as many training tokens and
+    validation batches as the dataset has.
     To derive several runs at once, use sweep_runs.py.
 
     \b
@@ -63,16 +64,19 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     run = derive_for_dataset(parent, new, changes, datasets_dir)
     run.check_startable()
     write_runs([run])
-    with_what = "with" if run.differs else "without a difference; --set KEY=VALUE makes one"
+    with_what = "with" if run.differs else "without changes; --set KEY=VALUE changes a key"
     click.echo(f"{folder}: {parent.name} {with_what}")
     for key, values in run.differs.items():
         click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
     dataset = run.train_config.dataset
     if "dataset" in changes and not is_present(datasets_dir, dataset, []):
-        absent = f'"{dataset}" is not in {datasets_dir}; {new} is not fitted to it, and training will ask the Hub'
+        absent = (
+            f'"{dataset}" is not in {datasets_dir}, so {new} is not adapted to it; training will look for it on the '
+            "Hugging Face Hub"
+        )
         click.echo(f"note: {neighbour_remark(datasets_dir, dataset) or absent}")
     if "microbatch_size" in run.differs and "microbatch_size" not in changes:
-        click.echo(f"note: microbatch_size is what the validation split of {dataset} can fill")
+        click.echo(f"note: microbatch_size is lowered so that the validation split of {dataset} fills a microbatch")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 @MODEL
 @click.option("--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's names, or task files.")
 @click.option("--limit", type=click.IntRange(min=1), help="The first N examples of each task.  [default: all]")
-@click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples shown.  [default: each task's]")
+@click.option(
+    "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each question.  [default: each task's]"
+)
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Texts per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 @click.option(
@@ -46,7 +48,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
     is_eager=True,
     expose_value=False,
     callback=print_names,
-    help="Print the names that match, such as 'arc*'.",
+    help="Print the task names that match a pattern, such as 'arc*'.",
 )
 @RUNS_DIR
 def main(

@@ -22,7 +22,9 @@ FORMATS = (".png", ".pdf", ".svg")
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1)
 @click.option(
-    "--points", type=click.Path(path_type=Path), help="In place of RUNS, a CSV file: parameters, flops, loss, (tokens)."
+    "--points",
+    type=click.Path(path_type=Path),
+    help="CSV file to fit instead of RUNS; columns: parameters, flops, loss, optionally tokens.",
 )
 @click.option("--drop-highest", type=click.IntRange(0), default=0, metavar="K", help="Leave out the K highest losses.")
 @click.option("--predict", multiple=True, metavar="PLAN", help="Predict the loss of parameters=N,tokens=D or a run.")
@@ -32,9 +34,9 @@ FORMATS = (".png", ".pdf", ".svg")
     type=FiniteNumber(0, 1),
     default=0.05,
     show_default=True,
-    help="Largest relative deviation of FLOPs from the middle of a profile.",
+    help="Largest relative deviation of a point's FLOPs from the middle of its profile.",
 )
-@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Sizes that a profile needs.")
+@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Minimum sizes per profile.")
 @click.option(
     "--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="Resamples for intervals."
 )
@@ -101,8 +103,12 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
-    """Return the plan that a --predict option names: `parameters=1e9,tokens=2e10`, or the name of a run. Raises
-    UserError if the text, the run or one of its files is wrong."""
+    """Return the parameters, tokens and FLOPs for which a --predict option asks the loss. `text` is the option's value:
+    `parameters=1e9,tokens=2e10`, for example, or the name of a run.
+
+    Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the run's model has
+    experts, or if its train.json does not determine the number of tokens.
+    """
     from harness.model.config import load_model_config
     from harness.runs.budget import stated_tokens
     from harness.runs.directory import RunDirectory
@@ -124,10 +130,10 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     model, train = load_model_config(run.model_json), load_train_config(run.train_json)
     remedy = "give --predict parameters=NUMBER,tokens=NUMBER instead of the run"
     if model.moe is not None:
-        raise UserError(f'{run.model_json}: key "moe": the laws are of dense models; {remedy}')
+        raise UserError(f'{run.model_json}: key "moe": the laws hold only for dense models; {remedy}')
     wanted = stated_tokens(train, model)
     if wanted is None:
-        said = f'key "{train.budget}": {getattr(train, train.budget)} does not give a number of tokens'
+        said = f'key "{train.budget}": {getattr(train, train.budget)} does not determine the number of tokens'
         raise UserError(f"{run.train_json}: {said}; {remedy}")
     return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
 

@@ -370,8 +370,8 @@ def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> 
 
 class OutputHead(nn.Linear):
     """Linear layer without bias. With `logit_softcap` c, each output x becomes c·tanh(x / c) (Gemma 2,
-    arXiv:2408.00118, section 2). Code that computes products with `weight` itself, without calling this layer, must
-    apply `softcap` to them."""
+    arXiv:2408.00118, section 2). Code that multiplies by `weight` without calling this layer must apply `softcap` to
+    the products."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.emb_dim, config.vocab_size, bias=False)

@@ -191,13 +191,19 @@ def compare(
 
 
 @click.command(help=__doc__)
-@click.option("--shape", "numbers", multiple=True, type=click.IntRange(1, len(SHAPES)), help="Number of a shape; all.")
-@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Again for more; all.")
-@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Processes that train by DDP.")
+@click.option(
+    "--shape",
+    "numbers",
+    multiple=True,
+    type=click.IntRange(1, len(SHAPES)),
+    help="Number of a shape; can be repeated.  [default: all]",
+)
+@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Can be repeated.  [default: all]")
+@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Number of processes (DDP).")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of each process.")
-@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Least time of each row.")
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Least steps of each program.")
-@click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if peer's over our processor time is below.")
+@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Minimum time of each row.")
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Minimum steps of each program.")
+@click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if their processor time / ours is below this.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")
 def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file: Path | None, **effort: Any) -> None:
     import torch
@@ -222,7 +228,8 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
     slower = [row for row in rows if row["processor_ratio"] < at_least]
     for row in slower:
         where = f"{row['shape']}, {row['ours']}"
-        click.echo(f"behind {row['peer']}: {where}: {row['processor_ratio']:.2f}, below {at_least:g}", err=True)
+        ratio = f"its processor time divided by ours is {row['processor_ratio']:.2f}, below {at_least:g}"
+        click.echo(f"behind {row['peer']}: {where}: {ratio}", err=True)
     sys.exit(1 if slower else 0)
 
 

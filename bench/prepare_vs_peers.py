@@ -88,7 +88,8 @@ def watch_memory(process: subprocess.Popen[bytes]) -> float:
 @click.argument("text", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--rounds", type=int, default=3, show_default=True)
 def main(text: Path, rounds: int) -> None:
-    """Print tokens/s, ratios and peak memory for the parquet files in the folder TEXT."""
+    """Tokenize the parquet files in the folder TEXT by each program. Print each program's tokens/s, its time divided by
+    ours, and its peak memory."""
     names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:

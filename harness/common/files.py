@@ -182,4 +182,4 @@ def check_inside(path: Path, folder: Path, option: str) -> None:
     command's option that sets `folder`."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
-        raise UserError(f"{path}: leads out of {folder}, to {real}; name its real place by {option}, or move it")
+        raise UserError(f"{path}: leads out of {folder}, to {real}; give the {option} that contains it, or move it")

@@ -78,10 +78,10 @@ class HubWork:
             if isinstance(cause, hub_errors.HfHubHTTPError):
                 return self._explain_answer(cause)
             if isinstance(cause, hub_errors.OfflineModeIsEnabled):
-                problem = "not on this machine, and" if self.verb == "read" else "is on the network, but"
+                problem = "not on this machine, and" if self.verb == "read" else "needs the network, but"
                 return f"{problem} HF_HUB_OFFLINE is set", f"unset HF_HUB_OFFLINE, or {self.by_hand}", False
             if isinstance(cause, hub_errors.HFValidationError):
-                return "not a name the Hugging Face Hub can have", f"check {self.named_by}", False
+                return "not a valid name on the Hugging Face Hub", f"check {self.named_by}", False
             if isinstance(cause, OSError) and (cause.filename or cause.errno in FULL_DISK):
                 return *self.explain_local(cause), False
             error, cause = cause, cause.__cause__
@@ -99,7 +99,7 @@ class HubWork:
             remedy = "accept its conditions on its page there and set HF_TOKEN"
         elif isinstance(error, hub_errors.RepositoryNotFoundError) or status == 404:
             problem = f"not found on the Hugging Face Hub, or private (status {status})"
-            remedy = f"check {self.named_by}, set HF_TOKEN if the {self.kind} is private"
+            remedy = f"check {self.named_by}, and set HF_TOKEN if the {self.kind} is private"
         elif status in {401, 403}:
             problem = f"access refused by the Hugging Face Hub (status {status})"
             remedy = f"set HF_TOKEN to a token that may {self.verb} it"
@@ -171,7 +171,7 @@ def upload(
 
     The visibility of an existing repository, private or public, is unchanged. Contents that the Hub already has are not
     sent again. A file in the repository that is not in `files` is deleted if `is_replaced(path)` is true; the
-    repository's history keeps it. Raises UserError.
+    repository's history keeps it. Raises UserError if any call of the Hub fails.
     """
     hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind

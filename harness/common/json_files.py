@@ -45,7 +45,7 @@ class RunFile(BaseModel):
         if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
             return raw
         if not isinstance(raw[SCHEMA_KEY], str):
-            raise ValueError(f'key "{SCHEMA_KEY}": must be the place of a JSON Schema, not {quoted(raw[SCHEMA_KEY])}')
+            raise ValueError(f'key "{SCHEMA_KEY}": must be a JSON Schema\'s path or URL, not {quoted(raw[SCHEMA_KEY])}')
         return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
 
 
@@ -178,7 +178,7 @@ def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     loader accepts besides the names of its fields."""
     schema = kind.model_json_schema()
     schema = _written_out(schema, schema.pop("$defs", {}))
-    place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
+    place = {"type": "string", "description": "Where an editor finds this schema; no effect on the run."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # The loader checks that each replaceable field, or a key that replaces it, is given. The schema does not require
     # either of them.

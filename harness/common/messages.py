@@ -23,9 +23,11 @@ def quoted(value: Any) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the name in `known` that `name` was probably meant to be, or None if there is none. A known name matches
-    if the two differ by a typing error, or if `name` leaves out or abbreviates words of it. It does not match if `name`
-    has a word that the known name lacks (`mlp_ratio` and `min_lr_ratio`), because `name` may be another program's key
-    with another meaning."""
+    if it differs from `name` by a typing error, or if `name` leaves out or abbreviates some of its words.
+
+    A known name that lacks a word of `name` does not match: `min_lr_ratio` does not match `mlp_ratio`, which may be
+    another program's key with another meaning.
+    """
     if len(name) > SHOWN_CHARACTERS:  # too long for a typing error, and slow to compare
         return None
 

@@ -10,8 +10,8 @@ DROP_RATES = "one rate, or an object of embedding, attention_weights, attention_
 # For each of a run's two files: another program's key -> (our key, how to convert the value, or "" if it is the same).
 COUNTERPARTS = {
     "train.json": {
-        **dict.fromkeys(("adam_beta1", "beta1"), ("betas", "the first of the two")),
-        **dict.fromkeys(("adam_beta2", "beta2"), ("betas", "the second of the two")),
+        **dict.fromkeys(("adam_beta1", "beta1"), ("betas", "its first number")),
+        **dict.fromkeys(("adam_beta2", "beta2"), ("betas", "its second number")),
         "adam_epsilon": ("eps", ""),
         **dict.fromkeys(("batch_size", "per_device_train_batch_size"), ("microbatch_size", SEQUENCES)),
         **dict.fromkeys(("bf16", "fp16", "dtype"), ("precision", '"bf16", "fp16" or "fp32"')),
@@ -19,12 +19,12 @@ COUNTERPARTS = {
         "eval_iters": ("validation_batches", "in microbatches"),
         **dict.fromkeys(("grad_clip", "max_grad_norm"), ("clipping_max_norm", "null: none")),
         "gradient_checkpointing": ("activation_checkpointing", ""),
-        "init_from": ("initial_weights", "a safetensors file; continuing needs no key"),
+        "init_from": ("initial_weights", "a safetensors file; no key is needed to continue a run"),
         **dict.fromkeys(("log_interval", "logging_steps"), ("report_interval", STEPS)),
         "lr": ("learning_rate", ""),
         **dict.fromkeys(("max_iters", "max_steps"), ("train_steps", STEPS)),
         "min_lr": ("min_lr_ratio", "over learning_rate"),
-        "num_train_epochs": ("min_train_tokens", "in tokens; -1: all of the split once"),
+        "num_train_epochs": ("min_train_tokens", "in tokens; -1: the whole train split once"),
         "save_steps": ("checkpoint_interval", STEPS),
         "seed": ("random_seed", ""),
         "warmup_iters": ("warmup_steps", STEPS),
@@ -32,10 +32,10 @@ COUNTERPARTS = {
         **dict.fromkeys(("target_dollars", "target_hours"), ("train_steps", STEPS)),  # keys of our earlier versions
     },
     "model.json": {
-        "bias": ("qkv_bias", "of queries, keys and values; linear_bias is of a block's other layers"),
+        "bias": ("qkv_bias", "for queries, keys and values; linear_bias is for a block's other layers"),
         **dict.fromkeys(("block_size", "max_position_embeddings", "n_ctx", "n_positions"), ("context_length", "")),
         "dropout": ("drop_rate", DROP_RATES),
-        "hidden_act": ("mlp", '"gelu" (GPT-2\'s, by tanh), "relu2" or "swiglu" (gated, with silu)'),
+        "hidden_act": ("mlp", '"gelu" (GPT-2\'s tanh approximation), "relu2" or "swiglu" (gated, with silu)'),
         **dict.fromkeys(("hidden_size", "n_embd"), ("emb_dim", "")),
         "intermediate_size": ("mlp_dim", ""),
         **dict.fromkeys(("n_head", "num_attention_heads"), ("n_heads", "")),
@@ -54,7 +54,7 @@ WITHOUT_KEY = {
     **dict.fromkeys(("out_dir", "output_dir"), "not a setting here: results go to the run's own folder; remove it"),
     "resume_from_checkpoint": "not a setting here: the same command continues a run; remove it",
     "always_save_checkpoint": "not a setting here: every checkpoint is kept unless keep_checkpoints is set; remove it",
-    "exact_dropout": "no longer a setting: a drop_rate in sixteenths is exact with every attention kernel; remove it",
+    "exact_dropout": "no longer a setting: a drop_rate of n/16 is exact with every attention kernel; remove it",
     "z_loss": "no longer a setting: it changed no loss beyond training noise; remove it",
     "lr_decay_iters": "not a setting here: the schedule ends with the run; remove it",
 }

@@ -82,9 +82,9 @@ def start_time(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat (proc(5)) from the third field, the state, on, or an empty list if the file
-    cannot be read. The text is cut at its last parenthesis, because the name in the second field can hold any
-    characters, even parentheses."""
+    """Return the fields of /proc/PID/stat (proc(5)), beginning with the third field (the state), or an empty list if
+    the file cannot be read. All text up to the last parenthesis is dropped, because the name in the second field can
+    hold any characters, even parentheses."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -103,8 +103,8 @@ def is_launched() -> bool:
 
 
 def launcher_name() -> str:
-    """Return pid and start time, as one text, of the launcher that started this process and would restart it, or "" if
-    there is no launcher."""
+    """Return the launcher's pid and start time, separated by a space, or only the pid if the start time cannot be read.
+    The launcher is the process that started this one and would restart it. Returns "" if there is no launcher."""
     if not is_launched():
         return ""
     pid = _launcher or os.getppid()
@@ -153,7 +153,7 @@ def _look_after_launcher() -> None:
     else:
         _ask_to_stop()
         time.sleep(ENDING_SECONDS)
-        _leave(f" before a checkpoint was written in {ENDING_SECONDS:g} s")
+        _leave(f"; no checkpoint was written within {ENDING_SECONDS:g} s")
 
 
 def _leave(where: str) -> None:
@@ -162,7 +162,7 @@ def _leave(where: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0" and not is_told:
         name = "ddp_train.py --processes" if PARENT in os.environ else "torchrun"
         tell_soon(
-            f"{name} has ended (killed?){where}, and its processes with it; run the same command again to continue"
+            f"{name} has ended (killed?), and its processes with it{where}; run the same command again to continue"
         )
     os._exit(1)
 

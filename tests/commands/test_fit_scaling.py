@@ -178,7 +178,7 @@ def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str
     model = json.loads((run / "model.json").read_text()) | {"moe": {"num_experts": 4, "num_active_experts": 2}}
     (run / "model.json").write_text(json.dumps(model))
     done = fit("--points", points, "--predict", "experts", "--runs-dir", str(tmp_path), status=2)
-    assert 'experts/model.json: key "moe": the laws are of dense models' in done.stderr
+    assert 'experts/model.json: key "moe": the laws hold only for dense models' in done.stderr
 
 
 @pytest.mark.parametrize(

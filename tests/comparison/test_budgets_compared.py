@@ -63,4 +63,4 @@ def test_fit_scaling_predicts_a_run_by_its_budget(tmp_path: Path) -> None:
     assert "178K tokens" in run_forked("fit_scaling.py", *asked).stdout
     shop.add_run(min_train_tokens=None, train_steps=2)
     refused = run_forked("fit_scaling.py", *asked, status=2)
-    assert 'key "train_steps": 2 does not give a number of tokens; give --predict parameters=' in refused.stderr
+    assert 'key "train_steps": 2 does not determine the number of tokens; give --predict parameters=' in refused.stderr

@@ -492,7 +492,7 @@ def test_what_a_publishing_may_not_do(tmp_path: Path, hub: FakeHub) -> None:
     hub.upload_status = 403
     for arguments, variables, says in (
         (("publish", "c", "me/x"), {}, 'model "me/x": access refused'),
-        (("publish", "c", "me/x"), {"HF_HUB_OFFLINE": "1"}, "is on the network, but HF_HUB_OFFLINE is set"),
+        (("publish", "c", "me/x"), {"HF_HUB_OFFLINE": "1"}, "needs the network, but HF_HUB_OFFLINE is set"),
         (("import", "me/x", "r"), {"HF_HUB_CACHE": "/proc/nothing"}, "/proc"),
         (("import", "me/nothing", "r"), {}, 'model "me/nothing": not found'),
     ):

@@ -156,7 +156,7 @@ def test_what_other_programs_have_and_we_have_not(train: WriteTrain, model: Writ
 def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
     assert "sequences per device" in refusal(train, batch_size=12)
     assert "in global steps" in refusal(train, max_iters=600_000)
-    assert "in tokens; -1: all of the split once" in refusal(train, num_train_epochs=1)
+    assert "in tokens; -1: the whole train split once" in refusal(train, num_train_epochs=1)
     assert "over learning_rate" in refusal(train, min_lr=6e-5)
     assert "times 100" in refusal(train, warmup_ratio=0.05)
 
@@ -182,7 +182,7 @@ def test_the_place_of_a_schema_is_no_part_of_the_configuration(train: WriteTrain
     for write in (train, model):
         assert write(**{"$schema": "https://example.org/schema"}) == write()
         for place in (1, None, {"a": 1}):
-            assert 'key "$schema": must be the place of a JSON Schema' in refusal(write, **{"$schema": place})
+            assert 'key "$schema": must be a JSON Schema\'s path or URL' in refusal(write, **{"$schema": place})
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, ModelConfig])

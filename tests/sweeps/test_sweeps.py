@@ -365,14 +365,14 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
         assert done.status == 0, done.stderr
         return "".join(line for line in done.stdout.splitlines() if line.startswith("note: "))
 
-    absent = f'"local/x" is not in {shop.datasets}; absent is not fitted to it, and training will ask the Hub'
-    assert note("absent", "dataset=local/x") == f"note: {absent}"
+    absent = f'"local/x" is not in {shop.datasets}, so absent is not adapted to it; training will look for it'
+    assert note("absent", "dataset=local/x") == f"note: {absent} on the Hugging Face Hub"
     assert note("near", "dataset=local/smal").endswith('did you mean "local/small"?')
-    said = "note: microbatch_size is what the validation split of local/small can fill"
+    said = "note: microbatch_size is lowered so that the validation split of local/small fills a microbatch"
     assert note("short", "dataset=local/small") == said
     assert note("asked", "dataset=local/small", "microbatch_size=1") == note("other", "learning_rate=1") == ""
     done = command(shop, "derive_run.py", "base", "same")
-    assert done.stdout == f"{shop.runs / 'same'}: base without a difference; --set KEY=VALUE makes one\n"
+    assert done.stdout == f"{shop.runs / 'same'}: base without changes; --set KEY=VALUE changes a key\n"
 
 
 @pytest.mark.parametrize(
