@@ -80,7 +80,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
         verb = "was" if state == "never trained" else "is"
-        reason = f"it {verb} {state}: only what has been trained here to its end is compared"
+        reason = f"it {verb} {state}: only runs that were trained here to their end are compared"
     elif len(arms.runs) == 1:
         reason = "no other arm has finished"
     else:

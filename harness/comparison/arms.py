@@ -118,7 +118,7 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
 
     Returns Inconclusive if the run's replicates cannot be recognized. This is so if a setting was not recorded. It is
     also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing, or if the
-    weights are in the run's own folder, because another run's may differ.
+    weights are in the run's own folder, because another run may have a different file of that name.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
@@ -131,7 +131,9 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         if not (any(rate.values()) if isinstance(rate, dict) else rate):
             return Inconclusive("random_seed changes nothing in it: initial_weights are given, and drop_rate is 0")
         if not path.is_absolute() and ".." not in path.parts:
-            return Inconclusive(f'the initial_weights "{weights}" are in its own folder, and another run\'s may differ')
+            return Inconclusive(
+                f'the initial_weights "{weights}" are in its own folder; another run may have a different file there'
+            )
     sequences = train.pop("global_batch_size")
     if sequences is not None:  # another way to give gradient_accumulation_steps
         microbatch = train.get("microbatch_size")

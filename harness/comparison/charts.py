@@ -105,14 +105,14 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         if is_on_main and points >= LEAST_POINTS:
             drawn[record.name] = record
             continue
-        reason = f"in no chart: not known to have losses on {main.words if main else ''}"
+        reason = f"in no chart: no losses known on {main.words if main else ''}"
         if is_on_main:
             reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
             reason += f" takes {LEAST_POINTS}"
         elif record.state.word == "never trained":
             reason = "in no chart: never trained"
         elif kind == "validation" and record.train and record.train.get("validation_interval") is None:
-            reason = "in no chart: trained without validation, and validation losses are drawn"
+            reason = "in no chart: trained without validation, while the charts show validation losses"
         reasons.setdefault(reason, []).append(record.name)
     arms = find_arms(records, baseline)
     groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
@@ -223,7 +223,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25, linewidth=0.6)
         highest = max(loss for curve in chart.curves for loss in curve.y)
-        cut = f"↑ cut off here: the first losses go up to {highest:.2f}" if highest > high else ""
+        cut = f"↑ cut off here: the first losses are as high as {highest:.2f}" if highest > high else ""
         axes.set_title(cut, loc="left", fontsize=9, color=FAINT)
         legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
         for text in legend.get_texts():

@@ -67,7 +67,9 @@ def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()
     is_inside = a > 0 and x.min() <= lowest <= x.max()
-    where = f"lowest near {math.exp(lowest):.0f} sequences" if is_inside else "not lowest between these batches"
+    where = (
+        f"lowest near {math.exp(lowest):.0f} sequences" if is_inside else "no lowest point between these batch sizes"
+    )
     terms = " ".join(f"{'−' if each < 0 else '+'} {abs(each):.4f}{power}" for each, power in ((b, " x"), (c, "")))
     within = f"{len(points)} points, each within {miss:.3f} of it"
     return f"Loss over the global batch: {a:.4f} x² {terms}, x = ln(sequences); {where} ({within})"

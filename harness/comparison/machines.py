@@ -64,8 +64,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         return
     model, train, sequences, tokens = work
     yield from paragraph(
-        f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Training alone: "
-        "validation, checkpoints and set-up come on top, and -f finds out whether a microbatch fits."
+        f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Hours and "
+        "dollars are of training alone: validation, checkpoints and set-up come on top. ddp_train.py -f finds out "
+        "whether a microbatch fits."
     )
     found: list[tuple[str, float, Machine, KnownSpeed]] = []  # basis, dollars, machine, speed
     reasons: dict[str, list[str]] = {}
@@ -109,7 +110,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         if speed.run != name:
             yield from paragraph(f"{machine.machine}: {basis} of {speed.run}, microbatch {speed.microbatch_size}")
     if len({basis for basis, *_ in found}) > 1:
-        yield from paragraph("Compare machines of one basis: a reported speed is another program's.")
+        yield from paragraph("Compare only machines with the same basis: a reported speed is another program's.")
     for source in dict.fromkeys(f"{machine.date}: {machine.source}" for _, _, machine, _ in found):
         yield from paragraph(f"Prices of {source}; prices change, and --prices FILE reads others.")
 
@@ -138,7 +139,10 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
         return Inconclusive(str(error))
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
-        return Inconclusive(f"its {config.budget} is -1 (the whole split), and it has not trained yet")
+        return Inconclusive(
+            f"its number of tokens is not known: {config.budget} is -1 (the whole split), and the run has not been "
+            "trained to its end yet"
+        )
     return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens
 
 

@@ -73,7 +73,7 @@ def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
     if not np.isfinite(values).all():
         return Inconclusive("the loss of a window is not finite")
     if len(values) < FEWEST_WINDOWS:
-        return Inconclusive(f"{len(values)} windows of text are too few for an interval, which takes {FEWEST_WINDOWS}")
+        return Inconclusive(f"an interval needs {FEWEST_WINDOWS} windows of text or more, but there are {len(values)}")
     means = [batch.mean() for batch in np.array_split(values, BATCHES)]
     return Estimate(float(values.mean()), float(np.std(means, ddof=1)) / math.sqrt(BATCHES), BATCHES - 1)
 

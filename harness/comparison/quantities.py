@@ -35,8 +35,8 @@ MISSING = {
     **dict.fromkeys(("train_loss", "validation_loss", "best_validation_loss"), "not recorded, or not finite"),
     "global_batch": "number of ranks not recorded yet",
     "tokens_per_second": "not measured",
-    "mfu": "peak of the device not known",
-    "peak_memory": "recorded at the end of a run",
+    "mfu": "peak FLOP/s of the device not known",
+    "peak_memory": "recorded only at the end of a run",
 }
 DIVERGED = "its test loss is not finite"
 # Whether a lower value of a metric is better, as registered in lm-eval. metrics.jsonl does not record this.
@@ -107,7 +107,7 @@ class Quantity:
             if isinstance(found, int | float) and not math.isfinite(found):
                 raise OverflowError
         except OverflowError:
-            return Inconclusive("worked out from numbers that are too large")
+            return Inconclusive("computed from numbers so large that the result is not finite")
         if found is None or isinstance(found, Inconclusive):
             is_new = record.state.word == "never trained"
             return Inconclusive("never trained") if is_new else found or Inconclusive(MISSING.get(self.key, UNKNOWN))
@@ -115,7 +115,7 @@ class Quantity:
             return found
         basis = BASES.get(self.key, lambda _: ANY_BASIS)(record)
         if basis is None:
-            return Inconclusive(f"{found:.3f}, but its text is not recorded (yet)")
+            return Inconclusive(f"{found:.3f}, but the text that it was measured on is not recorded (yet)")
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
@@ -186,7 +186,7 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
     """Return the number that summary.json records under the key `in_summary`. If the run has no summary yet, return the
-    number that its progress so far has under the key `in_progress`. Returns None if the number is not recorded."""
+    field `in_progress` of the run's `Progress`. Returns None if the number is not recorded."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number
@@ -249,7 +249,8 @@ def _text_words(result: LossResult) -> str:
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
     """Return a dict from the basis of each result's test loss to the basis of its bits per byte. A basis identifies the
     text that a number was measured on; numbers with the same basis can be compared. Two test losses have the same basis
-    only if their tokens are the same, two values of bits per byte also if the same text was cut into other tokens.
+    only if their tokens are the same. Two values of bits per byte have the same basis even if the same text was cut
+    into different tokens.
 
     Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
     text under three conditions: the precision is the same; both were measured from the first token of a split of the
@@ -314,14 +315,14 @@ def _measurements(
         if is_best:
             remark = f"{remark}{MEASURED_TOO}{', '.join(further)}" if further else ""
         elif record.best is not None and record.results.has_unread(kind, record.best):
-            remark += ": a result of the best one cannot be read"
+            remark += ": a result of the best checkpoint cannot be read"
         else:
-            remark += ": the best one has not been measured on this"
+            remark += ": the best checkpoint has no comparable result"
         value, error = read(first) or (None, "")
         if value is not None:
             found.append(Measurement(value, basis, remark, error, first))
     if not found and record.results.has_unread(kind):
-        return Inconclusive("kept in results/, but the file cannot be read (a remark names it); measure again")
+        return Inconclusive("its file in results/ cannot be read (another line names the file); measure again")
     return found or Inconclusive(MEASURED_BY[kind])
 
 
@@ -345,11 +346,13 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
     )
     if isinstance(found, Inconclusive):  # there is no test loss, or only one without bits per byte
         losses = _finite_test_losses(record)
-        return losses if isinstance(losses, Inconclusive) else Inconclusive("bytes of its test text not known")
+        return (
+            losses if isinstance(losses, Inconclusive) else Inconclusive("number of bytes of its test text not known")
+        )
     bits = []
     for each in found:
         is_exact = isinstance(each.result, LossResult) and each.result.bits_are_exact
-        remarks = [each.remark, "" if is_exact else "by the bytes per token of the whole split"]
+        remarks = [each.remark, "" if is_exact else "computed with the mean bytes per token of the whole split"]
         bits.append(replace(each, remark="; ".join(filter(None, remarks))))
     return bits
 

@@ -233,7 +233,7 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
     try:
         return read_summary(run.summary) if run.summary.exists() else None
     except UserError as error:
-        remedy = "move it away and train again: it is written anew from the last checkpoint"
+        remedy = "move the file away and train the run again, which writes it anew from the last checkpoint"
         raise UserError(f"{error}; {remedy}") from None
 
 
@@ -252,14 +252,14 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 def _unfinished_state(
     run: RunDirectory, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
-    """Return the state of a run that has no summary. With `is_outdated`, the run has a summary, but its configuration
-    files ask for another shape or budget than the summary records."""
+    """Return the state of a run without a summary, or with an outdated one (`is_outdated`). A summary is outdated if
+    model.json or train.json asks for another model shape or training budget than the summary records."""
     held = is_held(run.path / ".lock")
     if not held and (end := _last_end(run)):
         return end
     word: StateWord = "going on" if held else "stopped"
     if is_outdated:
-        return State(word, "its files ask for another shape or budget than summary.json records")
+        return State(word, "model.json or train.json asks for another shape or budget than summary.json records")
     if progress is None and meta is None:
         return State(word, "no report yet") if held else State("never trained")
     silent = progress.silent_seconds if progress else 0.0
@@ -270,8 +270,8 @@ def _unfinished_state(
 
 
 def _last_end(run: RunDirectory) -> State | None:
-    """Return the state "failed" or "pruned" if sweep.log records this end after the last start of the run. Returns None
-    if sweep.log records neither, or if the run was trained without a sweep afterwards."""
+    """Return the state "failed" or "pruned" if sweep.log records that the run ended so after its last start. Returns
+    None if sweep.log records neither, or if the run was trained without a sweep afterwards."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None

@@ -93,7 +93,8 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if the column is a setting or fact, not a result, and two runs or more all have the same value."""
+        """True if the table has at least two runs, the column is a setting or fact instead of a result, and all runs
+        have the same value."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
@@ -198,8 +199,8 @@ def machine_of(record: RunRecord) -> str | None:
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     """Return a column for each setting with more than one value: keys of model.json and train.json, then the dataset's
-    content, the machine, torch and the precision. If a run lacks a key, such as a run of an earlier version, the
-    missing value does not count as another value."""
+    content, the machine, torch and the precision. A missing value does not count as another value, because runs of an
+    earlier version lack some keys."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
@@ -241,10 +242,12 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
         if isinstance(of_run, Inconclusive):
             reasons.append(of_run.reason)
         elif any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
-            reasons.append(f"its {quantity.title} is in another column: measured on another basis")
+            reasons.append(
+                f"its {quantity.title} is in another column: measured on another text or task, or in another way"
+            )
         else:
             found = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
-            reasons.append(f"its {quantity.title} does not compare: {'; '.join(found)}")
+            reasons.append(f"its {quantity.title} cannot be compared: {'; '.join(found)}")
     columns = _columns(quantity, shown, reasons)
     reported = comparable_groups([quantity.reported(record) for record in records])
     if columns:
@@ -302,7 +305,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
             yield from paragraph(f"  most runs: {', '.join(given)}", indent=4)
         for row, name in enumerate(names):
             own = [text[row] for text in texts if text[row] not in usual]
-            yield from paragraph(f"  {name}: {', '.join(own) or 'as most'}", indent=4)
+            yield from paragraph(f"  {name}: {', '.join(own) or 'as most runs'}", indent=4)
     alike = [column for column in table.columns if column.is_alike]
     below = [*below_lines(table, alike)]
     others = [column.title for column in table.columns if column not in (*shown, *settings, *alike)]
@@ -326,7 +329,7 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
         yield f"The same for all runs: {', '.join(values)}."
     if any(cell.is_reported for column in table.columns for cell in column.cells):
         sources = {record.reported.source: None for record in table.records if record.reported}
-        yield f"r: reported, or worked out from it, not measured here: {'; '.join(sources)}"
+        yield f"r: reported, or computed from reported figures, not measured here: {'; '.join(sources)}"
     if table.absent:
         yield f"No run has: {', '.join(table.absent)}."
 
@@ -383,7 +386,8 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of 80 columns, safe for a terminal. Lines after the first are indented."""
+    """Return the text wrapped to lines of 80 columns, with control characters escaped. Lines after the first are
+    indented by `indent` spaces."""
     following = " " * indent
     return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
 

@@ -194,7 +194,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
     the verdict's sentence says whether the difference is within it."""
     reason = "training noise is unknown"
     if difference.training is not None:
-        reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
+        reason = "the runs of an arm have exactly the same loss, as if the seed had no effect"
     models = f"these models differ by {difference.value:+.3f} nats on this text"
     if isinstance(difference.text, Estimate):
         low, high = interval = difference.text.interval()
@@ -219,7 +219,7 @@ def _tested(
     facts = f"{arm.runs} and {baseline.runs} runs"
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.runs == 1)
-        facts += f", pooled spread as if seeds spread {single} like the others"
+        facts += f", pooled spread, assuming that seeds spread {single} as much as the others"
     if not is_unclear and not isinstance(difference.text, Estimate):
         facts += ", this text only"
     if tests > 1:
@@ -249,7 +249,8 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
 
     Up to two more sentences are about inconclusive verdicts. One gives the number of seeds to detect a difference of
     the size that was measured, for each arm where training noise alone can explain this difference. The other names the
-    arms where text noise (from the choice of the text) can explain the difference, and more seeds would not reduce it.
+    arms where text noise (from the choice of the text) can explain the difference. More seeds would not reduce text
+    noise.
 
     The numbers of seeds are those of a t test of two arms, without Holm's correction and text noise.
     """
@@ -257,7 +258,9 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     if spread is None:
         return "Training noise is unknown: 3 seeds of each arm would give a first idea of it."
     if spread.value == 0:
-        return "Training noise is unknown: the seeds of an arm came out exactly alike, as if they did nothing."
+        return (
+            "Training noise is unknown: the runs of each arm have exactly the same loss, as if the seed had no effect."
+        )
 
     def numbers(difference: float) -> list[str]:
         return [f"over {MOST_SEEDS:,}" if each is None else f"{each:,}" for each in seeds_needed(spread, difference)]
@@ -265,8 +268,8 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     likely, low, high = numbers(DIFFERENCE_TO_DETECT)
     degrees = f"{spread.df:.0f} {'degree' if spread.df == 1 else 'degrees'} of freedom"
     text = (
-        f"Seeds alone spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}): to detect "
-        f"{DIFFERENCE_TO_DETECT} nats in 80 % of cases takes {likely} seeds of each arm ({low} to {high}, as that "
+        f"Seeds alone spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}). Detecting a difference of "
+        f"{DIFFERENCE_TO_DETECT} nats in 80 % of cases takes {likely} seeds of each arm ({low} to {high}, because this "
         "spread is itself uncertain)."
     )
     seeds, limited = [], []
@@ -285,7 +288,7 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     if limited:
         text += (
             f" More seeds alone may not settle {abbreviated(limited)}: text noise alone could explain the difference, "
-            "too, and only more text reduces it (test_loss.py --batches)."
+            "too. Only more text reduces text noise (test_loss.py --batches)."
         )
     return text
 

@@ -97,7 +97,7 @@ class TokenFile:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the dtype, the length and samples from all parts of the file. It differs if the
-        tokenization, the order or the selection of documents differs, and takes milliseconds for 20 GiB."""
+        tokenization, the order or the selection of documents differs. Computing it takes milliseconds for 20 GiB."""
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
             digest.update(self.read(int(at), FINGERPRINT_SAMPLE_TOKENS).tobytes())

@@ -35,7 +35,9 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
             with suppress(OSError):
                 folder.parent.rmdir()  # removes the owner's folder only if it is empty, as no dataset was written to it
     if not is_present(datasets_dir, name, splits):
-        raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
+        raise UserError(
+            f"{folder}: lacks {' and '.join(splits)} after the dataset was fetched; run the same command again"
+        )
     Dataset.open(datasets_dir, name)
 
 
@@ -56,14 +58,14 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
 
 @contextmanager
 def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
-    """If the `with` body raises UserError and a dataset on this machine has a name similar to `name`, add a "did you
-    mean" hint to the message. The Hub's own message does not tell the user that the name may be mistyped."""
+    """Add a "did you mean" hint to a UserError of the `with` body if a dataset on this machine has a name similar to
+    `name`. The Hub's own message does not tell the user that the name may be mistyped."""
     try:
         yield
     except UserError as error:
         if near := neighbour(datasets_dir, name):
             hint = f'dataset "{name}": not in {datasets_dir}; did you mean "{near}"?'
-            raise UserError(f"{hint} And on the Hub: {error}") from None
+            raise UserError(f'{hint} Obtaining "{name}" failed: {error}') from None
         raise
 
 

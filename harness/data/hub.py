@@ -32,7 +32,8 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 def reading(name: str, folder: Path) -> HubWork:
     """Return a HubWork that describes the download of dataset `name` from the Hub to `folder`, which is
-    DATASETS_DIR/<name>. The HubWork makes the calls to the Hub, and error messages from its fields."""
+    DATASETS_DIR/<name>. Calls to the Hub are made with its method `call`. Their error messages are built from
+    its fields."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 

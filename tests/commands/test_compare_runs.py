@@ -164,7 +164,7 @@ def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
     assert said["dear"]["dollars"] == {
         "value": None,
         "reported": False,
-        "remark": "worked out from numbers that are too large",
+        "remark": "computed from numbers so large that the result is not finite",
     }
     lines = compare(tmp_path, *odd, "good", "--machines").stdout.splitlines()
     assert max(map(len, lines)) <= 80

@@ -111,7 +111,7 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
     assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
     assert "this text only" not in better.sentence, "the windows' losses were found"
     assert (unclear.arm, unclear.word) == ("lr-0.004", "inconclusive")
-    assert "to detect 0.01 nats in 80 % of cases takes " in found.closing
+    assert "Detecting a difference of 0.01 nats in 80 % of cases takes " in found.closing
     assert "Seeds of each arm to detect a difference as large as the one seen: " in found.closing
     assert " for lr-0.004 (0.0003 nats; " in found.closing
 
@@ -199,7 +199,7 @@ def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> N
         run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
     a.test_loss(2.5).test_loss(2.6, LATEST), b.test_loss(2.4, LATEST)
     assert compare_with("a", records(a, b)).notes == [
-        f"b: test loss of checkpoint {LATEST} (latest): the best one has not been measured on this"
+        f"b: test loss of checkpoint {LATEST} (latest): the best checkpoint has no comparable result"
     ]
 
 
@@ -221,7 +221,7 @@ def test_windows_that_are_lost_or_not_those_of_the_loss_are_told(tmp_path: Path)
     assert any("cannot read the losses of the windows" in note for note in found.notes)
 
 
-ONLY_TRAINED = "only what has been trained here to its end is compared"
+ONLY_TRAINED = "only runs that were trained here to their end are compared"
 
 
 @pytest.mark.parametrize(

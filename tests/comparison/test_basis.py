@@ -51,7 +51,7 @@ def test_losses_on_the_same_text_stand_in_one_column(tmp_path: Path, change: dic
     assert values(table, "bits_per_byte") == [1.25, 1.125 if "tokenizer" in change else None, 1.15]
     (column,) = columns(table, "test_loss")
     assert column.about == "40 x 16 tokens from 0 of the test split of me/texts (cccccccc), in fp32"
-    assert column.cells[1].remark.startswith("its test loss does not compare: 2.250 on ")
+    assert column.cells[1].remark.startswith("its test loss cannot be compared: 2.250 on ")
 
 
 def test_two_groups_are_two_columns(tmp_path: Path) -> None:
@@ -63,7 +63,10 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
     assert [cell.value for cell in first.cells] == [1.1, None, 2.3, 2.4]
     assert [cell.value for cell in second.cells] == [2.1, 2.2, None, None]
     assert (first.key, second.key) == ("test_loss", "test_loss:2")
-    assert first.cells[1].remark == "its test loss is in another column: measured on another basis"
+    assert (
+        first.cells[1].remark
+        == "its test loss is in another column: measured on another text or task, or in another way"
+    )
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
@@ -82,7 +85,7 @@ def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
     ("other", "loss", "value", "remark"),
     [
         (BEST, 2.5, 2.5, f"of checkpoint {BEST} (best); measured, too: {LATEST}"),
-        (OLDER, 2.4, 2.6, f"of checkpoint {LATEST} (latest): the best one has not been measured on this"),
+        (OLDER, 2.4, 2.6, f"of checkpoint {LATEST} (latest): the best checkpoint has no comparable result"),
     ],
 )
 def test_the_best_checkpoints_result_is_taken_or_else_the_latests(

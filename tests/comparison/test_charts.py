@@ -76,11 +76,10 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     )
     assert ([each.label for each in chart.curves], chart.kind) == (["a"], "validation")
     assert chart.problems == [
-        "c: in no chart: not known to have losses on 20 x 16 tokens from 0 of the validation split of me/texts "
-        "(bbbbbbbb)",
+        "c: in no chart: no losses known on 20 x 16 tokens from 0 of the validation split of me/texts (bbbbbbbb)",
         "d, e: in no chart: never trained",
         "young: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2",
-        "without: in no chart: trained without validation, and validation losses are drawn",
+        "without: in no chart: trained without validation, while the charts show validation losses",
     ]
     free = trained(tmp_path, "free", 1, 0.002, price_per_hour=None)
     chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
@@ -178,7 +177,7 @@ def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     [figure] = figures
     axes = figure.axes[0]
-    assert axes.get_title(loc="left") == "↑ cut off here: the first losses go up to 11.00"
+    assert axes.get_title(loc="left") == "↑ cut off here: the first losses are as high as 11.00"
     labels = [each.get_text().strip() for each in axes.get_legend().get_texts()]
     assert labels == ["_a: 3.000", "↓ far: 1.000", r"A$\frac{$: 3.500"]
     assert (axes.get_ylabel(), figure.get_supxlabel()) == ("validation loss (nats per token)", "a note")

@@ -52,7 +52,7 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
         ]
         assert [float(row[-3]), float(row[-2])] == pytest.approx([COSTS[name][-1] / 3600, COSTS[name][-2]], abs=0.005)
     text = text_of(run, *SHIPPED)
-    assert "Training alone: validation, checkpoints and set-up come on top" in text
+    assert "Hours and dollars are of training alone: validation, checkpoints and set-up come on top" in text
     assert "8x H100 80 GiB: reported of 8xh100m80, microbatch 27" in text
     assert "2x H100 80 GiB: inconclusive, because no speed of this model was measured or reported there" in text
     assert "Prices of 2025-12-05: Lambda" in text
@@ -97,7 +97,7 @@ def test_a_measured_speed_of_the_same_training_comes_before_a_reported_one(
     assert row.split()[-1] == basis
     text = " ".join(" ".join(lines).split())
     assert ("8x A100 40 GiB: measured of mine, microbatch 13" in text) is (basis == "measured")
-    assert ("Compare machines of one basis" in text) is ("measured of mine" in text)
+    assert ("Compare only machines with the same basis" in text) is ("measured of mine" in text)
 
 
 def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_was(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     assert text_of(run).startswith(f"r on other machines: {7 * 64} tokens ")
     shop.add_run(min_train_tokens=-1)
     assert text_of(run) == (
-        "r on other machines: inconclusive, because its min_train_tokens is -1 (the whole split), and it has not "
-        "trained yet"
+        "r on other machines: inconclusive, because its number of tokens is not known: min_train_tokens is -1 (the "
+        "whole split), and the run has not been trained to its end yet"
     )
     summary = {"world_size": 2, "microbatch_size": 2, "accumulation_steps": 2, "device": "CPU", "tokens_seen": 640}
     run.summary.write_text(json.dumps(summary))

@@ -81,7 +81,7 @@ def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        (np.zeros(49), Inconclusive("49 windows of text are too few for an interval, which takes 50")),
+        (np.zeros(49), Inconclusive("an interval needs 50 windows of text or more, but there are 49")),
         (np.array([1.0, np.nan] * 50), Inconclusive("the loss of a window is not finite")),
         (np.zeros(100, np.float32), Estimate(0, 0, 7)),
     ],

@@ -73,7 +73,9 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
     record = RunRecord.read(run.directory)
     assert record.state.word == "damaged"
     assert record.state.detail.startswith(f"{run.directory.summary}:1: not valid JSON")
-    assert record.state.detail.endswith("move it away and train again: it is written anew from the last checkpoint")
+    assert record.state.detail.endswith(
+        "move the file away and train the run again, which writes it anew from the last checkpoint"
+    )
     assert record.progress is not None, "the other files are still read"
     wrong.directory.train_json.write_text('{"learning_rat": 1}')
     state = RunRecord.read(wrong.directory).state

@@ -63,7 +63,7 @@ def test_of_many_settings_those_of_most_runs_are_named_once(tmp_path: Path) -> N
     assert lines[lines.index("Settings that differ:") + 1 :][:6] == [
         "  most runs: n_layers 2, learning_rate 0.0004, betas [0.9, 0.999], machine 2 x",
         "    NVIDIA H100",
-        "  a: as most",
+        "  a: as most runs",
         "  b: learning_rate 0.003",
         "  c: n_layers 3, betas [0.9, 0.95], clipping_max_norm 1.0, machine 4 x NVIDIA",
         "    H100",
@@ -130,8 +130,8 @@ def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path
     table = table_of(damaged, half, lost)
     for key in ("test_loss", "bits_per_byte"):
         remarks = [cell.remark for cell in column(table, key).cells]
-        assert remarks[0] == "kept in results/, but the file cannot be read (a remark names it); measure again"
-        assert remarks[1] == f"of checkpoint {LATEST} (latest): a result of the best one cannot be read"
+        assert remarks[0] == "its file in results/ cannot be read (another line names the file); measure again"
+        assert remarks[1] == f"of checkpoint {LATEST} (latest): a result of the best checkpoint cannot be read"
         assert remarks[2] == "its test loss is not finite"
     text = " ".join(" ".join(table_lines(table)).split())
     assert text.count("measure again, or move the file away") == 2
@@ -201,11 +201,11 @@ def test_reported_figures_are_marked_and_in_columns_of_their_own(tmp_path: Path)
     assert [cell.value for cell in column(table, "reported_test_loss").cells] == [None, 3.674]
     text = "\n".join(table_lines(table))
     assert "3.674 r" in text
-    assert "r: reported, or worked out from it, not measured here: Giles Thomas" in text
+    assert "r: reported, or computed from reported figures, not measured here: Giles Thomas" in text
     table = table_of(other, theirs)  # an own run says why it has no number
     assert {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")} == {
         "test_loss": "not measured by test_loss.py",
-        "mfu": "peak of the device not known",
+        "mfu": "peak FLOP/s of the device not known",
         "reported_hours": "not reported",
     }
 
@@ -226,7 +226,7 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
     alike = [run(size, 2 + (size - 2) ** 2 / 100) for size in (1, 2, 5)]
     assert "lowest near 3 sequences" in next(fits(table_of(*alike)))
     falling = [run(size, 3 - size / 100) for size in (1, 2, 5)]
-    assert "not lowest between these batches" in next(fits(table_of(*falling)))
+    assert "no lowest point between these batch sizes" in next(fits(table_of(*falling)))
     assert [*fits(table_of(*alike, run(10, 2.1, learning_rate=0.1)))] == [
         "Loss over the global batch: inconclusive, because learning_rate differs, too"
     ]

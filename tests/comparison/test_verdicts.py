@@ -76,7 +76,10 @@ def test_an_arm_of_one_run_has_the_pooled_spread() -> None:
     assert verdict.word == "worse"
     assert verdict.difference is not None
     assert verdict.difference.is_pooled
-    assert "1 and 3 runs, pooled spread as if seeds spread lr-0.01 like the others, this text only" in verdict.sentence
+    assert (
+        "1 and 3 runs, pooled spread, assuming that seeds spread lr-0.01 as much as the others, this text only"
+        in verdict.sentence
+    )
     # Pooled over the baseline and the other arm: 3 degrees of freedom.
     deviation = math.sqrt((2e-4 + 2e-4) / 3)
     reach = scipy.stats.t.ppf(1 - 0.05 / 2, 3) * deviation * math.sqrt(1 + 1 / 3)
@@ -166,11 +169,11 @@ def test_what_replicates_say_of_seeds() -> None:
         "Training noise is unknown: 3 seeds of each arm would give a first idea of it."
     )
     verdicts = compare(other, baseline=alike)
-    assert verdicts[0].reason == "the runs of an arm are alike to the last digit, as if the seed did nothing"
-    assert "came out exactly alike" in seeds_sentences(verdicts, [alike, other])
+    assert verdicts[0].reason == "the runs of an arm have exactly the same loss, as if the seed had no effect"
+    assert "the runs of each arm have exactly the same loss" in seeds_sentences(verdicts, [alike, other])
     assert seeds_sentences([], [one, Arm("b", [3.49, 3.50, 3.51])]) == (
-        "Seeds alone spread the loss by 0.0100 nats (2 degrees of freedom): to detect 0.01 nats in 80 % of cases "
-        "takes 17 seeds of each arm (6 to 621, as that spread is itself uncertain)."
+        "Seeds alone spread the loss by 0.0100 nats (2 degrees of freedom). Detecting a difference of 0.01 nats in "
+        "80 % of cases takes 17 seeds of each arm (6 to 621, because this spread is itself uncertain)."
     )
     assert "over 10,000 seeds" in seeds_sentences([], [Arm("b", [1.0, 9.0])])
 

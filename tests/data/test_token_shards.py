@@ -67,7 +67,8 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     done = preparer.result(folder, target, "--from-bin", "--tokenizer", tokenizer)
     assert done.status == 0, done
     assert done.stderr.splitlines() == [
-        f"no header, read as uint16 tokens of {tokenizer} (--token-dtype, --tokenizer): TRAIN.BIN, val.bin"
+        f"TRAIN.BIN, val.bin: no header, so read as uint16 tokens of {tokenizer}; --token-dtype and --tokenizer "
+        "change that"
     ]
     assert {name: tokens.tolist() for name, tokens in splits_of(target).items()} == {
         "train": train,

@@ -234,7 +234,11 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
     if untold := [shard for shard in shards if not shard.is_told]:
         names = printable(abbreviated([shard.path.name for shard in untold]))
         what = f"{untold[0].dtype.name} tokens of {printable(given or 'GPT-2')}"
-        print(f"no header, read as {what} (--token-dtype, --tokenizer): {names}", file=sys.stderr, flush=True)
+        print(
+            f"{names}: no header, so read as {what}; --token-dtype and --tokenizer change that",
+            file=sys.stderr,
+            flush=True,
+        )
     files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
     work.resume_or_begin(begun_with, files, restart=options["restart"])
     tokenizer = load_tokenizer(bring_tokenizer(given or "gpt2", work.dataset))

@@ -158,8 +158,9 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
 
 
 def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]]) -> Arrays:
-    """Return the fields `tokens` and `sizes` of `Encoded`. Each text is paired with a bool that is True if the text
-    ends a document. If the tokenizer is given by its name or file, it is loaded once in each process.
+    """Encode the texts, and return the fields `tokens` and `sizes` of `Encoded`. Each entry of `texts` is a text and a
+    bool that is True if the text ends a document. If the tokenizer is given by its name or file, it is loaded once in
+    each process.
 
     Raises only UserError and RunError, which can be sent to another process.
     """

@@ -116,8 +116,8 @@ class TokenStream:
 
 @contextmanager
 def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
-    """Yield a draft file to which the body writes tokens. After the body, the header is filled in, and the draft is
-    renamed to `path`. If the body fails, `path` is unchanged."""
+    """Yield a draft file to which the `with` body writes tokens. After the body, the header is filled in, and the draft
+    is renamed to `path`. If the body fails, `path` is unchanged."""
     with atomic_file(path, path.with_suffix(".draft")) as draft:
         with draft.open("wb") as file:
             file.write(bytes(HEADER_BYTES))
