@@ -85,7 +85,7 @@ def verify(dataset: Dataset) -> list[str]:
     for split in SPLITS:
         meant = meta.splits.get(split)
         if not dataset.has_split(split):
-            wrong += [f"{split}.safetensors: missing, though meta.json counts it"] if meant else []
+            wrong += [f"{split}.safetensors: missing, though meta.json lists it"] if meant else []
             continue
         tokens, faults = dataset.split(split), []
         if meant is None and meta.splits:

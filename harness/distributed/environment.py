@@ -65,7 +65,7 @@ def read_ranking() -> Ranking:
             and 1 <= numbers.get("MASTER_PORT", 1) <= LARGEST_PORT
         ):
             return found
-        fault = f"{' '.join(f'{name}={number}' for name, number in numbers.items())} is impossible"
+        fault = f"{' '.join(f'{name}={number}' for name, number in numbers.items())} cannot all be right"
     remedy = f"start all ranks with --processes or torchrun, or for a single process `unset {' '.join(given)}`"
     raise UserError(f"environment: {fault}; {remedy}")
 

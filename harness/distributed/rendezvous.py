@@ -117,8 +117,9 @@ def _open_store(timeout: timedelta) -> Any:
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return an id that all `size` ranks of this start of the job share and that no other start has. On rank 0, this
-    function returns only when all ranks have received the id.
+    """Return an id of the current start of the job (torchrun may start the ranks several times). All `size` ranks get
+    the same id, and another start has another id. On rank 0, this function returns only when all ranks have received
+    the id.
 
     Raises RunError naming a rank that has not joined in time.
     """

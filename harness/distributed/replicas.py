@@ -13,7 +13,7 @@ PIECE = 2**22  # elements summed at a time, because torch converts a whole opera
 
 @torch.no_grad()
 def weight_checksums(model: nn.Module) -> list[int]:
-    """Return the sum of the bit patterns of each parameter (fp32), in order. Waits for the device."""
+    """Return, for each parameter in order, the sum of the bit patterns of its fp32 elements. Waits for the device."""
     sums = []
     for parameter in model.parameters():
         pieces = parameter.detach().reshape(-1).view(torch.int32).split(PIECE)

@@ -88,8 +88,8 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class SharedWork:
-    """Work in numbered pieces, such as the microbatches of a validation, and the signal that interrupts it. If `shared`
-    is true, each rank does every world-size-th piece; otherwise rank 0 does all pieces."""
+    """Work in numbered pieces, such as the microbatches of a validation, which a signal to stop interrupts. If `shared`
+    is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces."""
 
     world: World
     shared: bool

@@ -58,7 +58,7 @@ class Place:
 
     @property
     def order(self) -> int:
-        """Number of this place in the order of all places of all global steps, which is the same on all ranks."""
+        """Number of this place among the places of all global steps, in their order. All ranks use the same numbers."""
         return len(PLACES) * self.step + list(PLACES).index(self.name)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Milestone:
-    """Point in the work of a step that a rank passes."""
+    """Point that a rank passes in its work on a step."""
 
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
@@ -90,7 +90,7 @@ class Progress:
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
         """Create the progress of a rank that has passed no milestone. `record()` marks the end of the work given to the
         device so far, and returns a function that returns True once the device has passed this mark. `record` is None
-        if the main thread itself computes (on a CPU)."""
+        if the main thread does the computation itself (on a CPU)."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
@@ -132,8 +132,8 @@ def device_progress(device: torch.device) -> Progress:
     import torch
 
     def record() -> Callable[[], bool]:
-        """Record an event behind the work of the calling thread's stream. Returns a function that says whether the
-        device has reached the event; any thread may call it."""
+        """Record a CUDA event after all work that the calling thread's stream has been given so far. Returns a function
+        that returns True once the device has reached the event. Any thread may call this function."""
         event = torch.cuda.Event()
         event.record()
 
@@ -167,7 +167,8 @@ class Watchdog:
         """Create a watchdog without starting it.
 
         `is_stopping` returns True if a signal has asked this rank to stop; the watchdog's threads call it.
-        `progress` is the Progress of the rank's device, or None if the main thread itself computes.
+        `progress` is the Progress of the rank's device, or None if the main thread does the computation itself
+        (on a CPU).
         """
         self.rank = rank
         self.timeout = timeout_seconds
@@ -184,7 +185,8 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Report a fault if this rank makes no progress in the body for longer than the timeout."""
+        """Context manager for the work at `place`. The watchdog reports a fault if this rank makes no progress inside
+        the context for longer than the timeout."""
         self._pass(place, 0, is_guarded=True)
         try:
             yield
@@ -207,7 +209,8 @@ class Watchdog:
         self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
-        """Start to watch `size` ranks. `barrier` returns when every rank has called it."""
+        """Start to watch `size` ranks, in threads. The ranks exchange heartbeats through `store`. `barrier` returns
+        when every rank has called it. The store then holds the first heartbeat of every rank."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
         self._send(self._heartbeat(0))

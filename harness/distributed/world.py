@@ -105,8 +105,8 @@ class World:
         return values
 
     def exchange_once(self, count: int) -> None:
-        """All-reduce `count` bytes as gradients are all-reduced, and wait for the result. All buffers that an
-        all-reduce needs on the device are then allocated. Collective."""
+        """All-reduce a tensor of `count` bytes on the device, in the same way as gradients, and wait for the result.
+        Afterwards all buffers that an all-reduce needs on the device are allocated. Collective."""
         if self.size > 1:
             numbers = torch.zeros(count // 4, device=self.device)
             with leaving_with_peers():
@@ -114,8 +114,8 @@ class World:
                 numbers[0].item()  # waits for the device
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start to compute the maximum over all ranks of each of `numbers`. Returns a function that waits for the
-        maxima and returns them."""
+        """Start to compute, for each of `numbers`, its maximum over all ranks. Returns a function that waits for the
+        maxima and returns them, in the order of `numbers`."""
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:
@@ -200,7 +200,8 @@ def say(world: World, text: str) -> None:
 
 
 def replace_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a new tree with `function(tensor)` in place of each tensor, called in the order of the tree."""
+    """Return a copy of `tree` (nested dicts, lists and tuples) with `function(tensor)` in place of each tensor. The
+    function is called for the tensors in their order in the tree."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -217,6 +218,6 @@ def _end_without_leaving(rank: int) -> None:
         with suppress(OSError, AttributeError):  # closed, or None if it was closed before Python started
             stream.flush()
     with suppress(OSError, AttributeError):
-        text = f"note: rank {rank} could not close its connections within {LEAVING_SECONDS:g} s, and ends without that"
+        text = f"note: rank {rank} could not close its connections within {LEAVING_SECONDS:g} s, and leaves them open"
         print(f"{text}; all results are written", file=sys.stderr, flush=True)
     os._exit(0)

@@ -112,8 +112,8 @@ class GrowingRows:
     def __init__(
         self, model: GPTModel, prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int | None
     ) -> None:
-        """Begin the rows with the prompts. Token ids of `vocab_size` or more, which exist if the output head is padded,
-        are never chosen.
+        """Create one row of tokens from each of `prompts`. Token ids of `vocab_size` or more, which exist if the output
+        head is padded, are never chosen.
 
         Row i draws with the seed `sampling.seed + i`, so that it does not depend on the other rows. The global random
         state does not change.

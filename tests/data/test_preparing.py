@@ -332,7 +332,7 @@ def test_a_hidden_folder_of_somebody_else_is_kept(preparer: Preparer, tmp_path: 
     (tmp_path / name / "precious.txt").write_text("mine")
     mine, arguments = Preparer(tmp_path), [preparer.path / "texts", tmp_path / "x", *SMALL]
     if name == ".x.partial":
-        assert "holds something else; move it away" in mine.run(*arguments, status=2)
+        assert "holds files of something else; move it away" in mine.run(*arguments, status=2)
         mine.run("nowhere", tmp_path / "x", status=2)
     else:
         mine.run(*arguments)

@@ -103,7 +103,10 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     (preparer.path / "elsewhere").mkdir()
     (folder / "link").symlink_to(preparer.path / "elsewhere")
     done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
-    assert done.stderr == "not read (not named as text, or links to folders; a glob takes any name): data.json, link\n"
+    assert (
+        done.stderr
+        == "not read (by name not surely text, or a link to a folder; give a glob to read them): data.json, link\n"
+    )
     assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
 

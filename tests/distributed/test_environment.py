@@ -68,15 +68,15 @@ STRAY = [
     (without(RANK="-1"), ["RANK is", "-1", "not a whole number"]),
     (without(RANK="\u0661"), ["RANK is", "not a whole number"]),
     (without(RANK="9" * 5000), ["RANK is", "not a whole number"]),
-    (without(RANK="16"), ["RANK=16 LOCAL_RANK=1 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8", "is impossible"]),
-    (without(LOCAL_RANK="8"), ["LOCAL_RANK=8", "is impossible"]),
-    (without(RANK="0", WORLD_SIZE="0"), ["WORLD_SIZE=0", "is impossible"]),
-    (without(RANK="1", WORLD_SIZE="2"), ["LOCAL_WORLD_SIZE=8", "is impossible"]),
-    (without(RANK="0"), ["RANK=0 LOCAL_RANK=1", "is impossible"]),
+    (without(RANK="16"), ["RANK=16 LOCAL_RANK=1 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8", "cannot all be right"]),
+    (without(LOCAL_RANK="8"), ["LOCAL_RANK=8", "cannot all be right"]),
+    (without(RANK="0", WORLD_SIZE="0"), ["WORLD_SIZE=0", "cannot all be right"]),
+    (without(RANK="1", WORLD_SIZE="2"), ["LOCAL_WORLD_SIZE=8", "cannot all be right"]),
+    (without(RANK="0"), ["RANK=0 LOCAL_RANK=1", "cannot all be right"]),
     (without("MASTER_ADDR"), ["MASTER_ADDR", "is not"]),
     (without(MASTER_PORT=""), ["MASTER_PORT", "is not"]),
     (without(MASTER_PORT="http"), ["MASTER_PORT is", "not a whole number"]),
-    (without(MASTER_PORT="70000"), ["MASTER_PORT=70000", "is impossible"]),
+    (without(MASTER_PORT="70000"), ["MASTER_PORT=70000", "cannot all be right"]),
 ]
 
 

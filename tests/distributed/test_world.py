@@ -151,5 +151,5 @@ def test_connections_that_cannot_be_closed_do_not_keep_a_finished_run(tmp_path: 
     assert time.monotonic() - began < 100
     assert (run / "summary.json").exists()
     for rank in (0, 1):
-        line = f"note: rank {rank} could not close its connections within 0.5 s, and ends without that"
+        line = f"note: rank {rank} could not close its connections within 0.5 s, and leaves them open"
         assert line in result.stderr

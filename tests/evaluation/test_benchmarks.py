@@ -228,7 +228,7 @@ def test_sampling_is_repeatable_and_each_repeat_draws_its_own(subject: Subject) 
     assert found == subject.under_test(batch_size=2).generate_until(requests)
     assert len(set(found)) > 2
     strange = instances("generate_until", [("the", way | {"top_p": 0.9})])
-    with pytest.raises(UserError, match='task "a": generation_kwargs: cannot sample with top_p'):
+    with pytest.raises(UserError, match='task "a": generation_kwargs: sampling with top_p is not supported'):
         subject.under_test().generate_until(strange)
 
 

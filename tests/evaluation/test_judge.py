@@ -90,7 +90,7 @@ def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> No
         report = JudgeReport(alone, replace(bench.settings, prompt=prompt))
         assert report.as_json()["prompt"] == prompt
         printed = " ".join("\n".join(report.lines()).split())
-        assert f"referee judged each answer alone, by the {prompt}'s prompt; 5 questions." in printed
+        assert f"referee judged each answer alone, with the {prompt}'s prompt; 5 questions." in printed
         assert "not with those of models judged together" in printed
     assert bench.run().spent == together.spent
     assert [line.get("prompt") for line in bench.lines()] == [None] * 5 + ["book"] * 30 + ["notebook"] * 30
@@ -108,7 +108,7 @@ INVALID = [
     (Fault(write=lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]})), "no score for C"),
     (text(f"your key is {KEY}"), "your key is ***"),
     (Fault(refusal="I would rather not"), "refused: I would rather not"),
-    *((Fault(body=body), "not the reply of a chat") for body in NO_CHAT),
+    *((Fault(body=body), "the reply is not a chat completion") for body in NO_CHAT),
     (Fault(delay_seconds=0.05, trickle=True), "the reply took more than 1 seconds"),
 ]
 
@@ -157,7 +157,7 @@ def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
         (status(401, message=f"wrong key: {KEY}"), UserError, "status 401", 1),
         (status(403), UserError, "check the key", 1),
         (status(404, code="model_not_found"), UserError, "check the judge's name and --base-url", 1),
-        (status(400), UserError, "does not take the request", 1),
+        (status(400), UserError, "rejects the request", 1),
     ],
 )
 def test_a_judge_that_never_answers_or_refuses(
@@ -208,7 +208,7 @@ def test_questions_without_a_valid_answer_are_left_out_and_asked_again_next_time
 def test_a_judge_that_cannot_do_it_is_not_paid_to_the_end(bench: Bench) -> None:
     bench.models = make_models(60)
     bench.judge.always = {None: text("Both are fine!")}
-    with pytest.raises(RunError, match=r"no valid answer to any of the first 8 questions .*try another judge"):
+    with pytest.raises(RunError, match=r"no valid answer to any of the first 8 prompts .*try another judge"):
         bench.run(parallel=2)
     assert len(bench.judge.requests) <= (HOPELESS_QUESTIONS + 4) * 3
 

@@ -95,7 +95,7 @@ def test_answers_that_belong_to_no_known_weights(bench: Bench) -> None:
         "weights answered; test_ift.py --overwrite makes it anew"
     )
     assert second.startswith(f"{bench.folder}/large/large.json: its scores are not kept")
-    assert "no checkpoint of" in second
+    assert "no longer has the weights" in second
     assert not list(bench.folder.rglob("results"))
 
 

@@ -30,16 +30,16 @@ SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most 
 READ_BYTES = 2**20
 MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
 NOT_TEXT = (
-    "convert it to UTF-8 (iconv), leave it out, or read it as U+FFFD with --replace-invalid (tokens: --from-bin); then "
-    "run the same command again"
+    "convert it to UTF-8 (iconv), leave it out, or give --replace-invalid to read invalid bytes as U+FFFD (for a file "
+    "of tokens, give --from-bin); then run the same command again"
 )
 
 
 @dataclass(frozen=True)
 class TextFile:
     """Input file. `name` is for messages, and for files.json, the list of input files by which an interrupted
-    preparation is resumed. `path` is the file on the disk; a file on the Hub has its name there until it is
-    downloaded."""
+    preparation is resumed. `path` is the file on the disk. For a file on the Hub, `path` is the file's name on
+    the Hub until it is downloaded."""
 
     number: int
     name: str
@@ -122,7 +122,8 @@ def short_name(inputs: Sequence[str]) -> str:
 
 def find_text(patterns: Sequence[str]) -> TextSource:
     """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
-    folder, the names are relative to it. Print the names of files in the folders that are not read.
+    folder, the names are relative to it. Print the names of those files in the folders that
+    are not read.
 
     A folder is searched recursively for files whose suffix is that of a text format. Files that are given by name or
     match a glob are read as plain text if they have no such suffix. Raises UserError if a pattern matches no file.
@@ -154,7 +155,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         ignored += others
     if ignored:
         names = printable(abbreviated(ignored))
-        note = f"not read (not named as text, or links to folders; a glob takes any name): {names}"
+        note = f"not read (by name not surely text, or a link to a folder; give a glob to read them): {names}"
         print(note, file=sys.stderr, flush=True)
     files = []
     for number, (name, path) in enumerate(sorted(found.items())):

@@ -86,8 +86,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     dtype = np.dtype(code)
     if version != known:
         raise UserError(
-            f"{path}: version {version} of the format; only version {known} ({dtype.name} tokens) of magic {magic} is "
-            "known"
+            f"{path}: its header has version {version}; of files with magic {magic}, only version {known} "
+            f"({dtype.name} tokens) can be read"
         )
     there = (size - SHARD_HEADER_BYTES) / dtype.itemsize
     if there != tokens:
@@ -96,11 +96,12 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
 
 
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
-    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. The split
-    is in the file's name. `stated_dtype` is the same as for `open_shard`.
+    """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. Each
+    file's name contains its split. `stated_dtype` is the dtype of files without a header, as for `open_shard`.
 
     Raises UserError if a pattern matches no file, if there is no shard for training, if a file is not a shard, or if a
-    name contains no split or is not valid UTF-8, so that meta.json could not list it.
+    file's name contains no split. Raises UserError also if a name is not valid UTF-8, because meta.json could not list
+    it.
     """
     found: set[Path] = set()
     for pattern in patterns:

@@ -31,7 +31,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     valid in train.json."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
-        check_name(part, f"{target}: the dataset's owner/name, its last two folders:")
+        check_name(part, f"{target}: invalid name of a dataset (owner/name, the last two folders):")
     *_, above, owner, name = ("", *target.absolute().parts)
     if len(target.parts) > 1 and owner == "datasets" != above:  # `owner` is DATASETS_DIR
         wanted = target.parent / "me" / name
@@ -60,8 +60,8 @@ def _not_of_a_dataset(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Mark:
-    """Position in the input at the end of a document, and the sizes of the two written token streams at that position.
-    The stream `pool` has the documents that may be held out; the other has the rest."""
+    """Position in the input at the end of a document, and the sizes that the two output streams of tokens have at this
+    position. The stream `pool` has the documents that may be held out; the other stream has the other documents."""
 
     file: int = 0  # number of the file that is read next
     documents: int = 0  # documents of `file` that have been read, including those without text
@@ -133,7 +133,9 @@ class WorkFolder:
         except OSError as error:
             raise UserError(f"{self.path}: cannot make this folder: {error.strerror}") from None
         if not self.lock.exists() and any(self.path.iterdir()):
-            raise UserError(f"{self.path}: is needed for unfinished work, but holds something else; move it away")
+            raise UserError(
+                f"{self.path}: reserved for unfinished work, but holds files of something else; move it away"
+            )
         RunLock.take(self.lock, "made")
         # Repair the state that a kill during `put_in_place` can leave.
         if self.journal_path.exists() and self.replaced.exists() and not self.target.exists():

@@ -56,7 +56,8 @@ def load_file(path: Path) -> Tokenizer:
 
 def character_of_byte() -> dict[int, str]:
     """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2. A
-    printable Latin-1 character stands for its own byte; the other bytes, in order, are the characters from U+0100 on.
+    printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other bytes, in
+    order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -67,8 +68,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     """Train a byte-level BPE with exactly `vocab_size` tokens, of which token 0 is end-of-text, and save it as `path`.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
-    Raises UserError if `vocab_size` is below SMALLEST_VOCABULARY, if the texts do not give so many tokens, or if the
-    file cannot be written.
+    Raises UserError if `vocab_size` is below SMALLEST_VOCABULARY, if training on the texts yields fewer tokens, or if
+    the file cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -87,7 +88,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     backend.train_from_iterator(texts, trainer)
     reached = backend.get_vocab_size()
     if reached != vocab_size:
-        raise UserError(f"the text gives a vocabulary of {reached} tokens, not {vocab_size}; ask for {reached} or less")
+        raise UserError(f"the text yields only {reached} tokens, not {vocab_size}; ask for {reached} or fewer")
     try:
         path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")
     except OSError as error:

@@ -89,7 +89,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         strange = sorted(key for key in known.keys() - KNOWN_SETTINGS if temperature)
         if strange:
             task = f'task "{request.task_name}": generation_kwargs'
-            raise UserError(f"{task}: cannot sample with {abbreviated(strange)}; use another task")
+            raise UserError(f"{task}: sampling with {abbreviated(strange)} is not supported; use another task")
         stops = known.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None

@@ -255,7 +255,8 @@ def quiet_lm_eval() -> Iterator[None]:
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
     """Return the bootstrap standard error of a statistic. Replaces lm-eval's `bootstrap_stderr`, and returns the same
-    number if `iters` is at most 1,000. lm-eval draws further resamples with other seeds."""
+    number if `iters` is at most 1,000. For more resamples the numbers differ, because lm-eval draws those after the
+    first 1,000 with other seeds."""
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 

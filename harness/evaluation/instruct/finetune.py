@@ -121,9 +121,10 @@ class FineTuning:
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train on the training part until the loss on the validation part is higher than after the epoch before, or is not
-    a number, or until `max_epochs`. Afterwards the model has the weights from before the rise, or the last ones if
-    there was no rise, and is in evaluation mode.
+    """Train on the training part, and stop after the first epoch whose validation loss is higher than that of the epoch
+    before or is not a number, or after `max_epochs` epochs. The validation loss is that on the validation part.
+    Afterwards the model has the weights from before the rise, or those of the last epoch if there was no rise. It is
+    in evaluation mode.
 
     All randomness comes from the settings' seed. Prints a line after each epoch, and the reason for stopping. Raises
     UserError if a part has no example with an answer, or RunError if the model's loss is not finite before training.
@@ -134,7 +135,7 @@ def fine_tune(
     if cut := sum(map(len, parts)) - len(train) - len(validation):
         click.echo(f"{cut:,} instructions leave no room for an answer in {context_length:,} tokens, and are left out")
     if not train or not validation:
-        raise UserError("no answer of the training or validation part fits the model's context length")
+        raise UserError("in the training or the validation part, no answer fits the model's context length")
     device = next(model.parameters()).device
     precision = Precision.resolve("auto", device)
     torch.manual_seed(settings.seed)  # dropout
@@ -182,7 +183,8 @@ def fine_tune(
 
 
 def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the targets in a batch, except IGNORED ones. Not all may be IGNORED."""
+    """Return the mean cross-entropy over the targets in a batch, except IGNORED ones. At least one target must
+    not be IGNORED."""
     device = next(model.parameters()).device
     learnt_BxT = batch.targets != IGNORED
     features_NxC = model.features(batch.inputs.to(device))[learnt_BxT.to(device)]

@@ -53,7 +53,7 @@ class Instruction(_Part):
 
     @property
     def prompt(self) -> str:
-        """Text that the model is given, and continues with its answer."""
+        """Text that is given to the model. The model continues the text with its answer."""
         return f"{self.request()}\n\n### Response:\n"
 
     @property
@@ -88,7 +88,9 @@ class InstructionSplits(NamedTuple):
             if not entries[-1].instruction.strip():
                 raise UserError(f'{place}: key "instruction": empty')
         if len(entries) < FEWEST_ENTRIES:
-            raise UserError(f"{path}: {len(entries)} entries; training, validation and test need {FEWEST_ENTRIES}")
+            raise UserError(
+                f"{path}: only {len(entries)} entries; training, validation and test together need {FEWEST_ENTRIES}"
+            )
         train, test = int(len(entries) * TRAIN_PART), int(len(entries) * TEST_PART)
         return cls(entries[:train], entries[train + test :], entries[train : train + test])
 
@@ -109,8 +111,8 @@ class InstructionData(_Part):
 
 
 class AnsweringModel(_Part):
-    """Checkpoint of a run that was fine-tuned and then answered the questions, with the device and the version of
-    torch."""
+    """Checkpoint of a run, and the device and the version of torch with which it was fine-tuned and answered the
+    questions."""
 
     checkpoint: Text  # the name of its folder
     sha256: str  # of its model.safetensors, before fine-tuning

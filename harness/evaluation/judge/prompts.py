@@ -22,7 +22,10 @@ from harness.evaluation.instruct.responses import Response
 NOTEBOOK_JUDGE = "gpt-5.1"  # the default judge
 TOGETHER = "together"
 JUDGE_PROMPT = click.Choice([TOGETHER, "book", "notebook"])
-JUDGE_PROMPT_HELP = "Ours, of all answers together; or the book's or the notebook's own words, of each alone."
+JUDGE_PROMPT_HELP = (
+    "together: one prompt about all models' answers. book, notebook: the prompt of the book or the notebook, about one "
+    "answer alone."
+)
 
 # The question and all answers are inserted as strings in a JSON object. JSON's quoting keeps an answer from posing as
 # another answer or as the task.
@@ -81,11 +84,11 @@ class Prompt:
     wording: str | None = None
 
     def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
-        """Return the scores by the models' indices. `scores` has them by the answers' names."""
+        """Return a dict from each model's index to its score. `scores` maps the answers' names to their scores."""
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """Return the scores in a judge's reply by the answers' names, each score from 0 to 100. Raises
+        """Read a judge's reply, and return a dict from each answer's name to its score, which is from 0 to 100. Raises
         InvalidAnswerError unless the reply has exactly one valid score for each name."""
         text = text.strip()
         if not text:
@@ -107,7 +110,7 @@ class Prompt:
         except (ValueError, RecursionError) as error:
             raise InvalidAnswerError(f"not valid JSON: {error}") from None
         if unknown := [quoted(name) for name in scores if name not in self.names]:
-            raise InvalidAnswerError(f"scores for {abbreviated(unknown)}, which no answer is called")
+            raise InvalidAnswerError(f"scores for {abbreviated(unknown)}, but no answer has such a name")
         if missing := [name for name in self.names if name not in scores]:
             raise InvalidAnswerError(f"no score for {abbreviated(missing)}")
         return scores

@@ -94,8 +94,10 @@ class JudgeReport:
         if self.comparison is not None:
             yield from self._tables(self.comparison)
             if not self.settings.judges_together:
-                text = f"These means compare with the {self.settings.prompt}'s by the same judge, not with those of "
-                yield from [*textwrap.wrap(f"{text}models judged together.", COLUMNS), ""]
+                text = (
+                    f"Compare these means only with means by the {self.settings.prompt}'s prompt and the same judge, "
+                )
+                yield from [*textwrap.wrap(f"{text}not with those of models judged together.", COLUMNS), ""]
         now, ever = self.judgement.spent_now, self.judgement.spent
         costs = {"Tokens": now} if now == ever else {"Tokens in this run": now, "Tokens for all answers": ever}
         for what, tokens in costs.items():
@@ -140,8 +142,8 @@ class JudgeReport:
         return result
 
     def shortfall(self) -> str | None:
-        """Return a one-line error message if the judge gave no valid answer to some prompt, or None if every prompt has
-        a valid answer."""
+        """Return a one-line error message if at least one prompt has no valid answer of the judge, or None if every
+        prompt has one."""
         missing = self.judgement.unanswered
         if not missing:
             return None
@@ -150,8 +152,8 @@ class JudgeReport:
         where = abbreviated([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
             f"{self.settings.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
-            f"{self.settings.attempts} attempts each (question {where}; the last one: {missing[-1].reason}); "
-            "judging again asks for these alone"
+            f"{self.settings.attempts} attempts each (question {where}; the last answer: {missing[-1].reason}); "
+            "judging again sends only these prompts"
         )
 
     def _dollars(self, tokens: Tokens) -> float:
@@ -163,7 +165,7 @@ class JudgeReport:
         repeats, asked = self.settings.repeats, len(self.judgement.scores)
         together = "all models in one prompt" if len(comparison.means) > 1 else "the model"
         if not self.settings.judges_together:
-            together = f"each answer alone, by the {self.settings.prompt}'s prompt"
+            together = f"each answer alone, with the {self.settings.prompt}'s prompt"
         some = f" of {asked:,}" if comparison.questions < asked else ""
         times = f", {repeats} times each" if repeats > 1 else ""
         judge = f"{printable(self.settings.model)} judged {together}"
@@ -184,7 +186,7 @@ class JudgeReport:
             return
         if len(places) > MOST_FOR_ALL_PAIRS:
             pairs = [pair for pair in pairs if places[pair.second] - places[pair.first] == 1]
-            yield "Neighbours (--json has all pairs):"
+            yield "Pairs of neighbours in the ranking (--json has all pairs):"
         yield f"{'pair':>9}  {'wins':>7}  {'difference':>10}  95 % interval"
         for pair in pairs:
             difference = pair.difference
@@ -193,7 +195,7 @@ class JudgeReport:
                 f"{difference.value:>+10.2f}  [{difference.low:+.2f}, {difference.high:+.2f}]"
             )
         yield from [
-            f"wins: of {comparison.questions:,} questions, where the first scores higher; a tie is half a win",
+            f"wins: share of {comparison.questions:,} questions where the first scores higher; a tie counts half",
             "",
         ]
 
@@ -211,7 +213,8 @@ def judge_and_report(
     This is the run whose folder contains the model's responses file. `paths` are the responses files of `models`, in
     the same order.
 
-    Raises UserError and RunError as `judge` does, and RunError if the judge gave no valid answer to some prompt.
+    Raises UserError and RunError as `judge` does, and RunError if at least one prompt has no valid answer
+    of the judge.
     """
     report = JudgeReport(judge(models, settings, cache), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
@@ -238,7 +241,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
         with warned_if_not_kept():
             measured = find_measured(run, own.weights.checkpoint, own.weights.sha256) if own.weights else None
             if own.weights is None or measured is None:
-                reason = f"the weights that answered are no checkpoint of {run.path} any more"
+                reason = f"{run.path} no longer has the weights that the answers came from"
                 if own.weights is None:
                     reason = "it does not say which weights answered; test_ift.py --overwrite makes it anew"
                 print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)

@@ -127,7 +127,7 @@ class JudgeClient:
 
     def ask(self, key: str, prompt: Prompt) -> Record:
         """Send a prompt, and return the record of the judge's answer, valid or not. If a request fails before a reply
-        begins, it is retried, with at most `attempts` tries in all. After an invalid answer it is not retried.
+        begins, it is retried, with at most `attempts` tries in all. After an invalid answer, nothing is sent again.
 
         Raises UnavailableError if the judge does not answer, or UserError if other prompts would fail in the same way.
         """
@@ -143,7 +143,7 @@ class JudgeClient:
                     raise TypeError
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 said = quoted(body[:200].decode(errors="replace"))
-                raise InvalidAnswerError(f"not the reply of a chat: {said}") from None
+                raise InvalidAnswerError(f"the reply is not a chat completion: {said}") from None
             usage = completion.get("usage")
             names = ("prompt_tokens", "completion_tokens")
             if isinstance(usage, dict) and all(
@@ -206,7 +206,7 @@ class JudgeClient:
             return UnavailableError(said + (f"; Retry-After: {self.without_key(wait)}" if wait else ""))
         if status in {401, 403}:
             return UserError(f"{name}: does not accept the key in {KEY_VARIABLE} ({said}); check the key")
-        problem = "not found" if status == 404 else "does not take the request"
+        problem = "not found" if status == 404 else "rejects the request"
         return UserError(f"{name}: {problem} ({said}); check the judge's name and --base-url")
 
 
@@ -344,7 +344,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
                 reasons[futures[future]] = reason
             if len(reasons) >= HOPELESS_QUESTIONS and not valid():
                 raise RunError(
-                    f"{settings.name}: no valid answer to any of the first {len(reasons)} questions (the last one: "
+                    f"{settings.name}: no valid answer to any of the first {len(reasons)} prompts (the last answer: "
                     f"{reason}); try another judge"
                 )
     except KeyboardInterrupt:
