@@ -43,7 +43,7 @@ class Window(NamedTuple):
 
 
 def windows(context: Sequence[int], continuation: Sequence[int], context_length: int) -> Iterator[Window]:
-    """Yield windows in which each token of `continuation` is predicted once. `context` must have at least one token.
+    """Yield windows that together predict each token of `continuation` once. `context` must have at least one token.
 
     A continuation that fits the context length takes one window, whose context is cut from the left if necessary. A
     longer continuation takes several windows, and the last position of each sees `context_length` tokens, as in
@@ -62,8 +62,9 @@ def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer that computes log-likelihoods by one model. `vocab_size` is the tokenizer's. Token ids of `vocab_size` or
-    more, which exist if the output head is padded, take part in the softmax, but never count as the likeliest token."""
+    """Scorer that computes log-likelihoods with one model. `vocab_size` is the tokenizer's. Token ids of `vocab_size`
+    or more, which exist if the output head is padded, take part in the softmax, but never count as the likeliest
+    token."""
 
     model: GPTModel
     precision: Precision

@@ -48,7 +48,7 @@ NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
 NOTEBOOK_START_TOKEN = 50_000_000
 NOTEBOOK_BATCHES = 3200
 COLUMNS, NAME_WIDTH = 80, 32
-BY_MEAN = "by the whole split's mean, since the tokenizer's vocabulary is not on this machine"
+BY_MEAN = "from the mean bytes per token of the whole split, since the tokenizer's vocabulary is not on this machine"
 
 
 def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
@@ -144,8 +144,8 @@ class HeldOutText:
         check_token_ids(opened, split, config.vocab_size)
         if names_tokenizer(weights) and not _is_same_tokenizer(own, opened.tokenizer):
             raise UserError(
-                f"{name}: made with another tokenizer than that of {weights}, so its token ids are another text to "
-                "this model; give a dataset made with the model's tokenizer"
+                f"{name}: made with another tokenizer than that of {weights}, so its token ids stand for other "
+                "tokens in this model; give a dataset made with the model's tokenizer"
             )
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
@@ -269,10 +269,10 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
             reason = "the tables differ in the part of the text, the sequence length or the precision."
         else:
             reason = (
-                "the tables differ in the text or in its tokenizer. For different tokenizers of one text, compare the "
-                "bits per byte. --dataset measures all models on one dataset."
+                "the tables differ in the text or in its tokenizer. Where only the tokenizer differs, compare the bits "
+                "per byte. With --dataset, all models are measured on one dataset."
             )
-        yield from textwrap.wrap(f"Losses compare within a table: {reason}", COLUMNS)
+        yield from textwrap.wrap(f"Losses are comparable only within a table: {reason}", COLUMNS)
 
 
 def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:

@@ -73,10 +73,13 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     shape, tokenizer, notes = model.config, tokenizer_file_of(files.weights), []
     check_for_notebook(shape, files.config_source)
     if shape.tie_weights:
-        notes.append('the tied head is written out as a tensor of its own, and "tie_weights" is false in model.json')
+        notes.append(
+            'the tied head is written out as a tensor of its own; the folder\'s model.json lacks "tie_weights", so '
+            "that the model is loaded as an untied one"
+        )
     if isinstance(tokenizer, Path):  # GPT-2's tokenizer is not written, since the scripts use it anyway
         check_tokenizer_fits(load_tokenizer(tokenizer), shape.vocab_size, files.weights)
-        notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
+        notes.append("the notebook's scripts read and write text with GPT-2's tokenizer; this model has another one")
     # The key "tie_weights" is never written. For a tied model, the program's `load_state_dict` requires the head in the
     # file. But safetensors' `load_model`, which later versions of the program use, refuses a file with both matrices of
     # a tied model. Without the key, both functions load the two matrices as those of an untied model. The first

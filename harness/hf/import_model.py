@@ -71,7 +71,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
         if own == "gpt2":
             return "no tokenizer in the folder: GPT-2's will be used"
         tokens = load_tokenizer(draft / TOKENIZER).vocab_size
-        return f"tokenizer of {tokens:,} tokens, for a model of {shape['vocab_size']:,}"
+        return f"the tokenizer has {tokens:,} tokens, the model's vocabulary {shape['vocab_size']:,}"
 
 
 class Gpt2Config(BaseModel):

@@ -25,7 +25,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
         exported,
         "the repository's name",
         "export the model and upload the folder by hand",
-        "the same command sends what is missing",
+        "running the same command again sends what is missing",
         verb="write to",
     )
     files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
@@ -38,8 +38,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
 
     def is_models(path: str) -> bool:
-        """Return True if `path` is a file that an earlier upload may have left in the repository, and that readers
-        would take for a file of the new model."""
+        """Return True if `path` may be left from an earlier upload, and readers would take it for a file of the new
+        model."""
         weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
         is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)
         return is_read or path.startswith(f"{TRAINING}/") or path == CHART

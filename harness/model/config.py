@@ -13,7 +13,7 @@ from harness.common.json_files import Count, RunFile, parse_config, read_json_ob
 from harness.common.messages import quoted
 
 HEAD_DIM_OF_DEPTH = 64
-DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many heads of 64."
+DEPTH = "Replaces n_layers, n_heads and emb_dim: this number of layers, and the same number of heads, each 64 wide."
 # Far larger than any model that was ever trained, yet small enough that a lack of memory or disk space is noticed
 # quickly. Without a limit, a typing error would make the program build layers for hours.
 LARGEST_PARAMETERS = 10**13
@@ -55,10 +55,16 @@ class DropRates(Part):
 
     key: ClassVar[str] = "drop_rate"
 
-    embedding: float = Field(default=0.0, ge=0, lt=1, description="On the sum of the embeddings.")
-    attention_weights: float = Field(default=0.0, ge=0, lt=1, description="On the weights after the softmax.")
-    attention_output: float = Field(default=0.0, ge=0, lt=1, description="On what attention adds to the residuals.")
-    mlp_output: float = Field(default=0.0, ge=0, lt=1, description="On what the feed-forward layer adds to them.")
+    embedding: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the sum of the embeddings.")
+    attention_weights: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout on the attention weights after the softmax."
+    )
+    attention_output: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout on what attention adds to the residual stream."
+    )
+    mlp_output: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout on what the feed-forward layer adds to the residual stream."
+    )
 
 
 def _kind_of_drop_rate(value: Any) -> str:
@@ -79,9 +85,11 @@ class ExpertCounts(Part):
     key: ClassVar[str] = "moe"
 
     num_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Feed-forward layers in each block.")
-    num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="How many of them each token goes through.")
+    num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Experts that each token goes through.")
     log_moe_balance_file: str | None = Field(
-        default=None, exclude=True, description="The notebook's log; without effect: metrics.jsonl has the load."
+        default=None,
+        exclude=True,
+        description="The notebook's log of the experts' load; without effect, since metrics.jsonl has the load.",
     )
 
     @model_validator(mode="after")
@@ -105,10 +113,12 @@ class ModelConfig(RunFile):
     vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
     context_length: Count = Field(ge=1, description="Tokens the model sees at once.")
     emb_dim: Count = Field(ge=1, description="Width of the residual stream.")
-    n_heads: Count = Field(ge=1, description="Attention heads; emb_dim is a multiple unless head_dim is given.")
+    n_heads: Count = Field(
+        ge=1, description="Attention heads; emb_dim must be a multiple of n_heads, unless head_dim is given."
+    )
     n_layers: int = Field(ge=1, le=LARGEST_LAYERS, description="Transformer blocks.")
     drop_rate: DropRate = Field(
-        description="Dropout on embeddings, attention weights and residuals: one rate, or an object with each place's."
+        description="Dropout on embeddings, attention weights and residuals: one rate, or an object with one for each."
     )
     qkv_bias: bool = Field(description="Biases on the query, key and value projections.")
     tie_weights: bool = Field(default=False, description="Output head shares the token embedding.")
@@ -121,7 +131,9 @@ class ModelConfig(RunFile):
         default=None, gt=1, allow_inf_nan=False, description=f"Base of rope's wavelengths; null: {ROPE_BASE:,.0f}."
     )
     norm_gain: bool | None = Field(default=None, description="Learned gains in RMS norms; null: true.")
-    linear_bias: bool = Field(default=True, description="Biases on a block's linear layers but for query, key, value.")
+    linear_bias: bool = Field(
+        default=True, description="Biases on a block's linear layers, except query, key and value."
+    )
     head_dim: Count | None = Field(default=None, ge=1, description="Width of a head; null: emb_dim / n_heads.")
     mlp_dim: Count | None = Field(
         default=None,
@@ -129,7 +141,7 @@ class ModelConfig(RunFile):
         description="Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3).",
     )
     logit_softcap: float | None = Field(
-        default=None, gt=0, le=SOFTCAPS[1], description="Logits become c tanh(logits / c); null: they stay."
+        default=None, gt=0, le=SOFTCAPS[1], description="Logits become c tanh(logits / c); null: no cap."
     )
     initialisation: Literal["gpt2", "zero_residual"] = Field(
         default="gpt2", description="zero_residual: projections into the residual stream begin at zero."
@@ -137,11 +149,13 @@ class ModelConfig(RunFile):
     value_embeddings: Count | None = Field(
         default=None,
         ge=1,
-        description="Tables of embeddings mixed into attention's values, N: of the first N blocks and of the last N.",
+        description="Number N of embedding tables that are mixed into the values of the first N and the last N blocks.",
     )
     embedding_skip: bool = Field(default=False, description="A learned skip from the embedding to each block.")
     bigram_embedding: Count | None = Field(
-        default=None, ge=2, description="Buckets of an embedding of the hashed last two tokens; null: none."
+        default=None,
+        ge=2,
+        description="Rows of an embedding table that is indexed by a hash of the last two tokens; null: no such table.",
     )
     moe: ExpertCounts | None = Field(
         default=None, description="A mixture of experts in place of each feed-forward layer; null: none."
@@ -331,18 +345,20 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         yield f"{odd}; make head_dim even, or change emb_dim or n_heads"
     if config.qkv_bias and not config.linear_bias:
         without = 'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases'
-        yield f"{without}; let qkv_bias be false, too"
+        yield f"{without}; set qkv_bias to false, too"
     softcap = config.logit_softcap
     if softcap is not None and softcap < SOFTCAPS[0]:
         least, most = SOFTCAPS
-        yield f'key "logit_softcap": input should be from {least} to {most:,}; null for none, not {quoted(softcap)}'
+        yield f'key "logit_softcap": must be from {least} to {most:,}, or null for none, but is {quoted(softcap)}'
     if config.rope_base is not None and config.position != "rope":
         yield 'key "rope_base": belongs with "position": "rope"; remove it, or change position'
     if config.norm_gain is not None and config.norm != "rmsnorm" and not config.qk_norm:
         yield 'key "norm_gain": belongs with "norm": "rmsnorm" or "qk_norm": true; remove it, or change one of them'
     tables, layers = config.value_embeddings, config.n_layers
     if tables is not None and tables != layers and 2 * tables > layers:
-        too_many = f"{tables} for the first blocks and the last are too many for {layers} blocks"
+        too_many = (
+            f"{tables} tables, for the first {tables} blocks and the last {tables}, are too many for {layers} blocks"
+        )
         fewer = f"at most {layers // 2}, or " if layers > 1 else ""
         yield f'key "value_embeddings": {too_many}; use {fewer}{layers} (one for each block)'
     if config.parameters > LARGEST_PARAMETERS:

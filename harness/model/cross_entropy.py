@@ -75,9 +75,10 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
 def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
     """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
 
-    There are as few chunks as the limits allow. A chunk may have the device's CHUNK_LOGITS logits (twice as many if
-    they are 16-bit on a CPU) and, in fp16, FP16_ROWS rows. The number is a multiple of TILE if a chunk may have at
-    least TILE rows. Apart from this, the chunks are as equal as possible.
+    There are as few chunks as the limits allow. A chunk has at most CHUNK_LOGITS[device_type] logits (twice as many if
+    they are 16-bit on a CPU), but always at least one row. In fp16 it has at most FP16_ROWS rows. If these limits allow
+    at least TILE rows per chunk, the number of rows is a multiple of TILE. Apart from this, the chunks are as equal as
+    possible.
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
@@ -228,7 +229,7 @@ def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
     """Write the loss of each row of a chunk of logits to `losses_R`. If `wants_errors` is set, overwrite the logits
-    with the loss's gradient. Separate torch operations work on a few rows at a time."""
+    with the loss's gradient. The rows are processed a few at a time, by separate torch operations."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
         slice_logits *= torch.get_num_threads()  # all threads share a slice, and wait for each other after each op

@@ -56,7 +56,7 @@ class KeyValueCache:
         return self.places
 
     def extend(self, layer: int, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store a layer's keys and values of the tokens that were last passed to `take`.
+        """Store a layer's keys and values of the new tokens, which must have been passed to `take` before.
 
         Returns the layer's keys and values of all S positions so far, and a mask (B, 1, T, S) that is true where a
         token may attend to a position.

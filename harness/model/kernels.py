@@ -50,7 +50,7 @@ def should_compile(setting: bool | Literal["auto"], device: torch.device) -> boo
     wanted = setting is True or (setting == "auto" and device.type == "cuda")
     missing = missing_tool(device) if wanted else None
     if missing and setting is True:
-        raise UserError(f'train.json: "compile": true needs {missing}; install it, or let compile be false')
+        raise UserError(f'train.json: "compile": true needs {missing}; install it, or set compile to false')
     return wanted and missing is None
 
 
@@ -108,8 +108,8 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
         return None
     steps = min(max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)), CUDNN_DROPOUT_STEPS - 1)
     return (
-        f"FlashAttention drops a share of {share:.4f} where drop_rate is {drop_rate:g}; drop_rate "
-        f"{steps / CUDNN_DROPOUT_STEPS:g} would be exact, and leave torch the choice among faster kernels"
+        f"FlashAttention drops a share of {share:.4f} of the attention weights, but drop_rate is {drop_rate:g}; "
+        f"drop_rate {steps / CUDNN_DROPOUT_STEPS:g} would be exact, and torch could then choose a faster kernel"
     )
 
 
@@ -171,4 +171,4 @@ def explain_nondeterminism(error: BaseException) -> str | None:
         reason = f"{CUBLAS_VARIABLE}={CUBLAS_WORKSPACES[0]} has to be set before CUDA starts"
     else:
         return None
-    return f'train.json: key "deterministic": {reason}; use false, or change the setting that needs it'
+    return f'train.json: key "deterministic": {reason}; use false, or change the setting that causes this'

@@ -64,9 +64,9 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
             faults.append(f"tensor {name} is {list(found)} in the file, {list(shape)} in model.json")
         elif dtype not in LOADABLE:
             faults.append(f"tensor {name} is {dtype}; weights are fp32, fp16 or bf16")
-    faults += [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
+    faults += [f"tensor {name} is not in the model" for name in sorted(offered.keys() - wanted.keys())]
     if faults:
-        raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
+        raise UserError(f"{source}: not the model's weights: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
 
 
 def check_weights_file(path: Path, config: ModelConfig) -> None:

@@ -70,7 +70,7 @@ def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, so
     tensors = public_names(offered, tied=config.tie_weights)
     check_tensors(kinds_of(tensors), config.tensor_shapes(), source)
     if config.tie_weights and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
-        raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
+        raise UserError(f'{source}: not the model\'s weights: "tie_weights" is true but out_head and tok_emb differ')
     return tensors
 
 

@@ -92,13 +92,13 @@ def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None
     """Return the reason why the estimate does not cover train.json, the number of ranks or the model, or None if it
     covers them."""
     if model is not None and model.moe is not None:
-        return '"moe" in model.json is not covered'
+        return 'the estimate does not cover "moe" in model.json'
     for key in KERNEL_KEYS:
         priced = (TrainConfig.model_fields[key].default, *PRICED.get(key, ()))
         if key in train and key != "bucket_mb" and train[key] not in priced:
-            return f'"{key}": {json.dumps(train[key])} is not covered'
+            return f'the estimate does not cover "{key}": {json.dumps(train[key])}'
     if world_size > LARGEST_MACHINE:
-        return f"{world_size} ranks are more than one machine of {LARGEST_MACHINE} GPUs"
+        return f"{world_size} ranks do not fit on one machine of {LARGEST_MACHINE} GPUs"
     return None
 
 

@@ -196,7 +196,7 @@ class Experiment:
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
         else:
             tokens = tokens_of_budget(config, self.model, self.batches(layout))
-        assert tokens is not None, "only min_train_tokens may be all tokens of the split"
+        assert tokens is not None, "only the budget min_train_tokens can mean all tokens of the split"
         if tokens >= COUNTABLE:
             raise UserError(
                 f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
@@ -208,7 +208,7 @@ class Experiment:
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
         """Return the position where training resumes after the checkpoint that `meta` describes, or where it starts if
-        `meta` is None. `budget` is the result of the method `budget`; if it is None, the method is called.
+        `meta` is None. `budget` is the result of the method `budget`, which is called here if `budget` is None.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
         neither repeats nor skips a token. Raises UserError if the split is too short, or if the warm-up is longer than
@@ -218,7 +218,7 @@ class Experiment:
         done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)
         budget = budget or self.budget(layout, meta)
         wanted = config.min_train_tokens if budget is None else budget.tokens
-        assert wanted is not None, "every other budget is resolved to tokens"
+        assert wanted is not None, "every budget except min_train_tokens is converted to tokens"
         start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
         available = split_tokens - start
         if wanted == -1:

@@ -113,5 +113,6 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
     if owner in alike:  # only some of that machine's GPUs are used
         return given, f"${given}/h, the price of {owner.machine}"
     return None, (
-        f"train.json's ${given}/h is the price of {owner.machine}, not of {gpus} x {device.name}; set price_per_hour"
+        f"train.json's ${given}/h is the price of {owner.machine}, not of {gpus} x {device.name}; "
+        "correct price_per_hour"
     )

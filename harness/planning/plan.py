@@ -278,7 +278,9 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     rows.append(("validations", f"{plan.times(config.validation_interval):,} ({each})"))
     if config.benchmark_tasks is not None:
         each = f"{', '.join(config.benchmark_tasks)}; {config.benchmark_examples:,} examples each"
-        unknown = "" if speed.benchmark_seconds is not None else "\nhow long they take is not known, and not counted"
+        unknown = (
+            "" if speed.benchmark_seconds is not None else "\nthe time of benchmarks is unknown, and not included below"
+        )
         rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each}){unknown}"))
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     return [*rows, ("checkpoints", f"{plan.checkpoints():,} ({disk})"), *_time_rows(plan, speed)]
@@ -298,7 +300,7 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     if speed.includes_validation and training:
         time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
     if "benchmarks" in parts:
-        time += f"\n+ {_hours(parts['benchmarks'])} benchmarks, as this run's earlier ones"
+        time += f"\n+ {_hours(parts['benchmarks'])} benchmarks (estimated from this run's earlier ones)"
     price, priced = plan.price(speed)
     said_cost = f"unknown: {priced}"
     if price is not None:

@@ -136,8 +136,8 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
     if measured.is_believable:
         source = f"measured over {over} of training on {summary.device}, in {path}"
         return PlannedSpeed(summary.tokens_per_second, source, device=find_device(summary.device))
-    short = f"less than {measured.shortfall} of training is too little to tell"
-    return PlannedSpeed(None, f"{path} measured {over}, and {short}; {GIVE_A_SPEED}")
+    short = f"a plan needs at least {measured.shortfall} of training"
+    return PlannedSpeed(None, f"the speed in {path} was measured over {over}; {short}; {GIVE_A_SPEED}")
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
@@ -145,9 +145,9 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
     over training and validation together if the report has that speed and this run has the report's validation
     settings. Otherwise it is the speed over training alone.
 
-    Returns None if there is no report or the report lacks the speed, the model or the batch. Also returns None if the
-    report is for another model or batch, or for another device than `own` (None: any device), or if a setting in
-    train.json that affects the time of a step has neither the default value nor the report's.
+    Returns None if there is no report, or if it lacks the speed, the model or the batch. Also returns None if it is for
+    another model or batch, or for another device than `own` (None: any device). Each setting in train.json that affects
+    the time of a step must have the default value or the report's; otherwise None is returned.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:
@@ -160,7 +160,9 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
     if parse_config(ModelConfig, reported.model, experiment.run.reported) != experiment.model:
         return None
     settings = ", ".join(f"{key}={json.dumps(there[key])}" for key in KERNEL_KEYS if key in there)
-    source = f"reported of {reported.machine}{settings and f' with {settings}'} by {reported.source}; not measured here"
+    source = (
+        f"reported for {reported.machine}{settings and f' with {settings}'} by {reported.source}; not measured here"
+    )
     if device is not None:
         source += f'; --assume-device "{device.name}" for this program\'s estimated speed'
     whole, training = reported.whole_run_speed, reported.training_speed

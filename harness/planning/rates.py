@@ -161,8 +161,8 @@ class Rates:
 
         With `scale_with_batch`, train.json's values have been scaled for the largest global batch of the run. If the
         batch grows during the run (`batch_ramp`), the factors therefore also scale each step for its own batch, by the
-        square-root rule (`batch_factor`). Weight decay then forgets over the same number of tokens, B/(η·λ), at each
-        batch size B.
+        square-root rule (`batch_factor`). The number of tokens over which a weight's past decays, B/(η·λ), is then
+        the same at each batch size B.
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.schedule.multiplier(step) * ramp, ramp

@@ -171,7 +171,9 @@ def test_a_rounded_dropout_is_remarked_upon() -> None:
     dropped = sum(byte > math.floor(255 * (1 - 0.1)) for byte in range(256)) / 256
     assert round(dropped, 4) == 0.1016
     remark = str(kernels.rounded_dropout(0.1, CUDA))
-    assert remark.startswith("FlashAttention drops a share of 0.1016 where drop_rate is 0.1; drop_rate 0.125 would")
+    assert remark.startswith(
+        "FlashAttention drops a share of 0.1016 of the attention weights, but drop_rate is 0.1; drop_rate 0.125 would"
+    )
     for drop_rate, device_ in ((0.1, CPU), (0.125, CUDA), (0.0, CUDA)):
         assert kernels.rounded_dropout(drop_rate, device_) is None
 

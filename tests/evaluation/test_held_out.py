@@ -220,7 +220,7 @@ def test_without_the_vocabulary_the_mean_is_called_approximate(shop: Workshop, m
     add_text(shop, "text", "gpt2", list(range(1000)), 4_500, 50257)
     loss, bits, said = measured_bits(shop, "text")
     assert bits == pytest.approx(loss / math.log(2) / 4.5, abs=0.001)
-    assert said.startswith("(approximate: by the whole split's mean")
+    assert said.startswith("(approximate: from the mean bytes per token of the whole split")
     assert not (shop.path / "none").exists(), "nothing was downloaded for it"
 
 
@@ -277,7 +277,7 @@ def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> 
     done = measure(shop, "r", "other")
     assert done.stdout.count("Measured on") == 2
     assert done.stdout.count("\n\nmodel ") == 1
-    assert "\n\nLosses compare within a table" in done.stdout
+    assert "\n\nLosses are comparable only within a table" in done.stdout
     together = measure(shop, "r", "other", "--dataset", DATASET)
     assert together.stdout.count("Measured on") == 1
     assert "within a table" not in together.stdout
@@ -289,7 +289,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["r", "empty"], "no best or latest checkpoint"),
     (["--run", "r", "runs/r/model.json"], "a model is two files"),
     (["r", "runs/r/model.json", "gone.safetensors"], "gone.safetensors: no such file"),
-    (["r", "runs/r/model.json", "other.safetensors"], "not this model"),
+    (["r", "runs/r/model.json", "other.safetensors"], "not the model's weights"),
     ([], "no model"),
     (
         ["r", "--start-token", "404"],

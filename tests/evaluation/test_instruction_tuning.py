@@ -348,7 +348,7 @@ REFUSED = [
     ("r", "--data data.json --responses both --save both --responses-only", ["--save"]),
     ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
     ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
-    ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
+    ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not the model's weights"]),
     # Refused before anything is downloaded:
     ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
     ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),

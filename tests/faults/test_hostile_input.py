@@ -227,7 +227,7 @@ def test_safetensors(tmp_path: Path, exhaustive: bool) -> None:
             assert file.fingerprint()
         line = line_of(lambda: model.load_checkpoint_tensors(load_weights(path), path))
         assert line is not None
-        assert f"{path}: not " in line  # "not this model" or "not a readable safetensors file"
+        assert f"{path}: not " in line  # "not the model's weights" or "not a readable safetensors file"
         return bool(refused)
 
     assert 0.3 < explore(check, SAFETENSORS, 2000 if exhaustive else 300) < 0.99
@@ -341,11 +341,11 @@ def test_weights(bench: Bench, exhaustive: bool) -> None:
         latest = bench.reset()
         save_file(tensors, path)
         for script, first in commands if exhaustive else commands[index % 2 : index % 2 + 1]:
-            assert is_one_line(bench.shop.command(script, *first, str(model), str(path)), "not this model")
+            assert is_one_line(bench.shop.command(script, *first, str(model), str(path)), "not the model's weights")
         if exhaustive or index % 3 == 0:
             save_file(tensors, latest / "model.safetensors")
             vouch_for(latest, "model.safetensors")
-            bench.refuses(words=[latest.name, "not this model"])
+            bench.refuses(words=[latest.name, "not the model's weights"])
 
 
 # Checkpoints

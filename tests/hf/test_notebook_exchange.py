@@ -139,7 +139,7 @@ def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:
     whole, tensors = weights.read_bytes(), load_file(weights)
     experts = {name.replace("ff.layers", "ff.experts.0.layers"): tensor for name, tensor in tensors.items()}
     for changed, says in (
-        (experts, "not this model: tensor trf_blocks.0.ff.layers.0.weight [192, 48] is missing"),
+        (experts, "not the model's weights: tensor trf_blocks.0.ff.layers.0.weight [192, 48] is missing"),
         (tensors | {"model.tok_emb.weight": torch.ones(97, 48)}, "tensor tok_emb.weight is [97, 48] in the file"),
         (tensors | {"score.weight": torch.ones(2, 48)}, "is missing"),
         (tensors | {"model.final_norm.scale": torch.ones(48, dtype=torch.int8)}, "int8"),

@@ -98,9 +98,9 @@ def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> Non
             (False, with_one(NORM, torch.zeros(48).to(dtype)), f"is {str(dtype)[6:]}; weights are fp32, fp16 or bf16")
             for dtype in (torch.int64, torch.uint8, torch.bool, torch.float8_e5m2)
         ),
-        (False, with_one("more", torch.zeros(1)), "tensor more is not in model.json's shape"),
+        (False, with_one("more", torch.zeros(1)), "tensor more is not in the model"),
         (False, with_one("trf_blocks.3.norm1.scale", torch.ones(48)), "tensor trf_blocks.3.norm1.scale is not in"),
-        (False, with_one("trf_blocks.0.att.W_query.bias", torch.ones(48)), "W_query.bias is not in model.json's"),
+        (False, with_one("trf_blocks.0.att.W_query.bias", torch.ones(48)), "W_query.bias is not in the model"),
         (False, with_one("_orig_mod.tok_emb.weight", torch.ones(97, 48)), "_orig_mod.tok_emb.weight is not in"),
         (
             False,
@@ -117,7 +117,7 @@ def test_another_models_files_are_refused_alike_by_header_and_by_loading(
     before = model.to_checkpoint_names()
     save_file(change({name: tensor + 1 for name, tensor in before.items()}), path)
     (message,) = refusals(path, model)
-    assert message.startswith(f"{path}: not this model: ")
+    assert message.startswith(f"{path}: not the model's weights: ")
     assert says in message
     assert "\n" not in message
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.to_checkpoint_names().items())
@@ -125,7 +125,7 @@ def test_another_models_files_are_refused_alike_by_header_and_by_loading(
 
 def test_an_untied_file_is_refused_by_a_tied_model() -> None:
     model = random_model(shape(tie_weights=True))
-    with pytest.raises(UserError, match=r"^a/b: not this model: .* out_head and tok_emb differ"):
+    with pytest.raises(UserError, match=r"^a/b: not the model's weights: .* out_head and tok_emb differ"):
         model.load_checkpoint_tensors(random_model(shape()).to_checkpoint_names(), Path("a/b"))
 
 

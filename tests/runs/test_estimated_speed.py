@@ -186,7 +186,7 @@ def test_what_the_arithmetic_does_not_cover() -> None:
     assert why_not(covered, 8) is None
     assert why_not({}, 1) is None, "keys that another version did not record must not matter"
     assert why_not(covered | {"optimizer": "muon", "shard_optimizer": True}, 8) is None
-    assert why_not(covered | {"precision": "fp32"}, 1) == '"precision": "fp32" is not covered'
-    assert why_not(covered | {"compile": False}, 1) == '"compile": false is not covered'
-    assert why_not(covered | {"deterministic": True}, 1) == '"deterministic": true is not covered'
-    assert why_not(covered, 16) == "16 ranks are more than one machine of 8 GPUs"
+    assert why_not(covered | {"precision": "fp32"}, 1) == 'the estimate does not cover "precision": "fp32"'
+    assert why_not(covered | {"compile": False}, 1) == 'the estimate does not cover "compile": false'
+    assert why_not(covered | {"deterministic": True}, 1) == 'the estimate does not cover "deterministic": true'
+    assert why_not(covered, 16) == "16 ranks do not fit on one machine of 8 GPUs"

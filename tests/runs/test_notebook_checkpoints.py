@@ -185,7 +185,11 @@ def test_damaged_notebooks_checkpoints(tmp_path: Path) -> None:
     for file, damage, words in (
         ("optimizer.pt", lambda path: path.write_bytes(b"x"), "not a readable state file"),
         ("optimizer.pt", lambda path: torch.save({"state": {0: {}}}, path), "the state has 1 parameters"),
-        ("model.safetensors", lambda path: save_file({"tok_emb.weight": torch.ones(1)}, path), "not this model"),
+        (
+            "model.safetensors",
+            lambda path: save_file({"tok_emb.weight": torch.ones(1)}, path),
+            "not the model's weights",
+        ),
         ("meta.json", lambda path: path.write_text('{"train_loss": 1.0}'), '"global_step"'),
         ("meta.json", lambda path: path.write_text('{"global_step": 8}'), "iteration-3"),
     ):

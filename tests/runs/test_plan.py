@@ -61,7 +61,7 @@ def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
     found = table(printed)
     assert number(found["global steps"]) > 0
     if name == "original":
-        speed = "19,678 tokens/s of training alone, without validation (reported of 1x RTX 3090"
+        speed = "19,678 tokens/s of training alone, without validation (reported for 1x RTX 3090"
         assert found["speed"].startswith(speed)
         assert found["time"].startswith("46.02 h training"), "the notebook's progress bar showed 46 hours"
     else:
@@ -131,7 +131,7 @@ def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
 
     shop.add_run("again", **wide, min_train_tokens=2560)
     refusal = rows(shop, "again")["time and cost"]
-    assert re.search(r"measured 4 steps, 256 tokens, [\d.]+ s, and less than 20 steps and 10 s ", refusal)
+    assert re.search(r"measured over 4 steps, 256 tokens, [\d.]+ s; a plan needs at least 20 steps and 10 s ", refusal)
 
     found = rows(shop)
     assert found["done already"] == "4 steps, 256 tokens"
@@ -249,7 +249,7 @@ def test_benchmarks_whose_time_is_not_known(shop: Workshop, values: dict[str, An
     if values is not None:
         add_summary(shop, **EARLIER | values)
     found = rows(shop, assume_tps=64.0)
-    assert found["benchmarks"] == f"{COUNTED} how long they take is not known, and not counted"
+    assert found["benchmarks"] == f"{COUNTED} the time of benchmarks is unknown, and not included below"
     assert "benchmarks" not in found["time"] + found["cost"]
     assert list(found).index("benchmarks") == list(found).index("validations") + 1
 
@@ -262,7 +262,7 @@ def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop, optio
     add_summary(shop, **EARLIER)
     found = rows(shop, **options)
     assert found["benchmarks"] == COUNTED
-    assert "+ 60 s benchmarks, as this run's earlier ones" in found["time"]
+    assert "+ 60 s benchmarks (estimated from this run's earlier ones)" in found["time"]
     assert " + $0.60 benchmarks = $" in found["cost"]
     assert dollars(found)[3] == pytest.approx(sum(dollars(found)[:3]), abs=0.011)
 
@@ -284,7 +284,7 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> No
     with pytest.raises(UserError, match=re.escape(f"{weights}: not a readable safetensors file")):
         plan(shop)
     write(emb_dim=32)
-    words = "not this model: tensor tok_emb.weight is [64, 32] in the file, [64, 16] in model.json"
+    words = "not the model's weights: tensor tok_emb.weight is [64, 32] in the file, [64, 16] in model.json"
     with pytest.raises(UserError, match=re.escape(words)) as refused:
         plan(shop)
     assert shop.attempt().error_lines == [f"error: {refused.value}"]

@@ -39,7 +39,7 @@ def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> No
     assert parts[2] == pytest.approx(total, abs=cents)
     assert parts[2] == pytest.approx(parts[0] + parts[1], abs=1e-6), "the printed dollars do not add up"
     assert parts[0] == pytest.approx(without, abs=cents if is_reported else 1.40)
-    source = f"reported of 8x {machine}" if is_reported else "assumed)"
+    source = f"reported for 8x {machine}" if is_reported else "assumed)"
     assert found["speed"].startswith(f"{speed:,} tokens/s of training and validation together ({source}")
     told = "as reported" if is_reported else "estimated"
     hours = re.search(rf"validation \({told}\) = ([\d.]+) h, at ([\d,]+) tokens/s of training", found["time"])
@@ -57,7 +57,7 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
     """The shipped runs, which validate on all ranks, cost the notebook's dollars without validation, and an estimate
     for validation."""
     found = rows(shipped(tmp_path, name), name, **EIGHT)
-    assert "tokens/s of training alone, without validation (reported of 8x " in found["speed"]
+    assert "tokens/s of training alone, without validation (reported for 8x " in found["speed"]
     assert f"${BILLS[name][3]} training + $" in found["cost"]
     assert "validation (estimated)" in found["time"]
 
@@ -73,9 +73,15 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
         ({"model": MODEL | {"n_layers": 3}}, "no earlier run of this shape"),
         ({"train": {"precision": "bf16"}}, "no earlier run of this shape"),
         ({"tokens_per_second": None}, "no earlier run of this shape"),
-        ({"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}}, "and less than 20 steps of training is"),
-        ({"measured": {"global_steps": 250, "tokens": 1920, "seconds": 9.99}}, "and less than 10 s of training is too"),
-        ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "less than 20 steps and 10 s of training"),
+        (
+            {"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}},
+            "; a plan needs at least 20 steps of training; ",
+        ),
+        (
+            {"measured": {"global_steps": 250, "tokens": 1920, "seconds": 9.99}},
+            "; a plan needs at least 10 s of training; ",
+        ),
+        ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "at least 20 steps and 10 s of training"),
         # An earlier version divided all tokens by its own seconds, also tokens that another program or machine trained.
         ({"measured": ...}, "early/summary.json was written by an earlier version, and does not say over how many"),
     ],
@@ -152,15 +158,15 @@ def test_without_validation_both_speeds_are_one(shop: Workshop, speed: dict[str,
 @pytest.mark.parametrize(
     ("options", "changes", "said"),
     [
-        ({}, {}, "(reported of"),  # the machine in the run's name has eight GPUs
+        ({}, {}, "(reported for"),  # the machine in the run's name has eight GPUs
         ({"assume_world_size": 4}, {}, "(estimated for 4 x A100 40GB"),
         (EIGHT, {"microbatch_size": 12}, "(estimated for 8 x A100 40GB"),
         (EIGHT, {"gradient_accumulation_steps": 2}, "(estimated for 8 x A100 40GB"),
-        (EIGHT, {"precision": "fp16", "compile": False}, "(reported of"),
+        (EIGHT, {"precision": "fp16", "compile": False}, "(reported for"),
         (EIGHT | {"assume_tps": 1000.0}, {}, "(assumed)"),
         (EIGHT | {"assume_device": "A100 40GB"}, {}, "(estimated for"),
         ({"ranks": 8, "gpus": ["NVIDIA H200"] * 8}, {}, "(estimated for 8 x H200"),
-        ({"ranks": 8, "gpus": ["NVIDIA A100-SXM4-40GB"] * 8}, {}, "(reported of 8x A100 40 GiB"),
+        ({"ranks": 8, "gpus": ["NVIDIA A100-SXM4-40GB"] * 8}, {}, "(reported for 8x A100 40 GiB"),
     ],
     ids=str,
 )
@@ -285,8 +291,12 @@ def test_a_measured_speed_comes_first(shop: Workshop, device: str, said: str) ->
 @pytest.mark.parametrize(
     ("train", "options", "said"),
     [
-        ({"precision": "fp32"}, {}, 'unknown: no estimated speed for H100: "precision": "fp32" is not covered'),
-        ({}, {"assume_world_size": 16}, "unknown: no estimated speed for H100: 16 ranks are more than one machine"),
+        (
+            {"precision": "fp32"},
+            {},
+            'unknown: no estimated speed for H100: the estimate does not cover "precision": "fp32"',
+        ),
+        ({}, {"assume_world_size": 16}, "unknown: no estimated speed for H100: 16 ranks do not fit on one machine"),
         # The GPU would wait for the CPU most of the time, and that time cannot be estimated.
         ({}, {}, "unknown: no estimated speed for H100: launching the kernels"),
     ],
