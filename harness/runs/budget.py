@@ -75,8 +75,8 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
             digits = 10.0 ** (math.floor(math.log10(enough)) - 2)
             remedy += f" to at least {math.ceil(enough / digits) * digits:g}"
         raise UserError(
-            f'train.json: key "{key}": {value:g} is below one global batch ({paid_batches:.2g} of it); {remedy}, or '
-            "make the global batch smaller"
+            f'train.json: key "{key}": {value:g} gives less than one global batch ({paid_batches:.2g} of one); '
+            f"{remedy}, or make the global batch smaller"
         )
     if config.target_flops is not None:
         # in integers, because a quotient of floats is not exact

@@ -224,9 +224,9 @@ class CheckpointMeta(Progress):
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
-        """Return True if the checkpoint was trained on `world_size` devices of the name `device`, with the same values
-        as `train` in all keys that affect the time of a step. Anything that the checkpoint does not record counts as
-        the same."""
+        """Return True if the checkpoint was trained on `world_size` devices named `device`, with the same values as
+        `train` in all keys that affect the time of a step. Anything that the checkpoint does not record counts as the
+        same."""
         is_same_machine = self.world_size in (None, world_size) and self.device in (None, device)
         return is_same_machine and same_kernels(self.train, train, same_batch=True)
 

@@ -137,8 +137,8 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
     if is_out_of_memory(error) or says_out_of_memory(reason):
         remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
         return (
-            f"out of memory in writing the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy}, "
-            f"and {again}"
+            f"out of memory while writing the checkpoint of step {step}: {reason}; older checkpoints are whole; "
+            f"{remedy}, and {again}"
         )
     # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
     # names the free space.
@@ -242,7 +242,7 @@ def offering_another(folder: Path, name: str | None) -> Iterator[None]:
         if name is not None and not os.path.lexists(folder / name):
             raise
         whole = newest_whole(folder)
-        offer = "no other is known to be whole"
+        offer = "no other checkpoint is known to be whole: fix the cause"
         if whole:
             offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
         raise UserError(f"{error}; {offer}, or use --restart") from None
@@ -272,11 +272,11 @@ def verify_checkpoint(path: Path) -> None:
         if not file.is_file():
             raise UserError(f"{file}: missing")
         if file.resolve().parent != verified:
-            raise UserError(f"{file}: leads out of the checkpoint")
+            raise UserError(f"{file}: a link that leads out of the checkpoint; replace it with a copy of the file")
         if name == META:
             verify_meta(path)
         elif sha256(file) != expected:
-            raise UserError(f"{file}: damaged (its SHA-256 is not meta.json's)")
+            raise UserError(f"{file}: damaged (its SHA-256 is not the one in meta.json)")
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

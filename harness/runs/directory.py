@@ -38,7 +38,7 @@ def _plain_name(runs_dir: Path, text: str) -> str:
     near = next((part for part in (inside, os.path.basename(path), text.split(os.sep)[0]) if part in known), None)
     hint = f"; did you mean {near}?" if near else ""
     if inside not in known and os.path.isfile(os.path.join(folder, name, "train.json")) and SAFE_NAME.fullmatch(name):
-        hint = f"; that run is {name} with --runs-dir {shlex.quote(folder)}"
+        hint = f"; for that run, give {name} and --runs-dir {shlex.quote(folder)}"
     where = f"{os.path.abspath(runs_dir)} (--runs-dir)"
     raise UserError(f"run {quoted(text)}: must be a plain name, or the path of a run in {where}{hint}")
 

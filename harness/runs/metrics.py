@@ -68,7 +68,8 @@ class ValidationEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A checkpoint that was saved at an interval of train.json, rather than because of a signal."""
+    """A checkpoint that was due by train.json's checkpoint interval. A checkpoint saved because of a signal has no such
+    event."""
 
     event: str = "checkpoint"
     is_best: bool = False
@@ -146,7 +147,7 @@ class MetricsFile:
         if any, are first written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be
         written there; metrics.jsonl is unchanged in that case.
 
-        If that checkpoint was saved at an interval of train.json, its own line (a CheckpointEvent) is written only
+        If that checkpoint was due by train.json's checkpoint interval, its own line (a CheckpointEvent) is written only
         after the checkpoint. This line is kept, or appended if it is missing.
         """
         content = self.path.read_bytes() if self.path.exists() else b""

@@ -121,7 +121,7 @@ class LossResult(Result):
     @model_validator(mode="after")
     def _both_are_nothing_or_none(self) -> LossResult:
         if self.loss and self.bits_per_byte == 0:
-            raise ValueError('key "bits_per_byte": 0, but the loss is not')
+            raise ValueError('key "bits_per_byte": 0, but the loss is not 0')
         return self
 
     @property
@@ -177,7 +177,7 @@ class InstructionResult(Result):
 
 
 class TriedMicrobatch(Recorded):
-    """A microbatch that fit into memory, and the peak memory of one device with it, on rank 0."""
+    """A microbatch that fit into memory, and the peak memory that rank 0's device needed for it."""
 
     microbatch_size: RecordedCount
     gib: Number

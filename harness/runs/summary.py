@@ -101,8 +101,9 @@ def summarise(
     layout: BatchLayout,
     recorded: Mapping[str, Any],
 ) -> RunSummary:
-    """Return the summary of a run that ended in `state`, with the seconds of each phase, on `layout.world_size` devices
-    of the name `device`. `recorded` holds the keys that a summary shares with the meta.json of checkpoints."""
+    """Return the summary of a run that ended in `state`. `seconds` has the seconds of each phase. `device` is the name
+    of each of the `layout.world_size` devices. `recorded` holds the keys that a summary shares with the meta.json of
+    checkpoints."""
     import torch
 
     # A run without benchmarks has no seconds of benchmarks in its summary.
@@ -151,12 +152,12 @@ def write_summary(run: RunDirectory, summary: RunSummary) -> None:
 def describe_summary(summary: RunSummary) -> str:
     """Return the text of a summary for a terminal. The summary must have all keys that the current version writes."""
     seconds, dollars, trained = summary.seconds, summary.dollars, summary.trained_tokens
-    foreign = "" if trained == summary.tokens_seen else f", {trained:,} of them trained by this program"
-    speed = "not measured: nothing is known to be trained with this batch on this machine"
+    foreign = "" if trained == summary.tokens_seen else f"; this program trained on {trained:,} of them"
+    speed = "not measured: no tokens are known to have been trained with this batch on this machine"
     if summary.tokens_per_second is not None and (measured := summary.measured) is not None:
         speed = f"{summary.tokens_per_second:,.0f} tokens/second of training"
         if measured.tokens != summary.tokens_seen:
-            speed += f" ({measured.tokens:,} tokens in {measured.seconds:,.1f} s: with this batch on this machine)"
+            speed += f" ({measured.tokens:,} tokens in {measured.seconds:,.1f} s with this batch on this machine)"
     lines = [
         f"Training complete in {seconds['total']:,.3f} seconds",
         "  " + ", ".join(f"{phase} {seconds[phase]:,.1f} s" for phase in seconds if phase != "total"),

@@ -23,8 +23,8 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training that its speed was measured over. In this part, this program did all the
-    training, and train.json's keys for batch and kernels, the device and the number of ranks did not change."""
+    """The part of a run's training over which its speed was measured. In this part, this program did all the training,
+    and none of these changed: the device, the number of ranks, and the keys of train.json for batch and kernels."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -105,7 +105,7 @@ def unknown_peak(device_name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Converts speed and time into MFU and dollars."""
+    """Conversion of speed and time into MFU and dollars."""
 
     flops_per_token: int
     peak_flops: float | None
@@ -121,7 +121,7 @@ class Throughput:
 
 
 def cost(seconds: float, price_per_hour: float) -> float:
-    """Return the dollars that a machine costs for so many seconds."""
+    """Return the dollars that a machine costs for this many seconds."""
     return seconds * price_per_hour / 3600
 
 

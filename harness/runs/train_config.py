@@ -37,7 +37,8 @@ class BatchScale(BaseModel):
 
     reference_tokens: Positive = Field(description="Tokens of the global batch that learning_rate was tuned with.")
     reference_train_tokens: Positive | None = Field(
-        default=None, description="Tokens of the run that weight_decay was tuned in; null: they do not count."
+        default=None,
+        description="Tokens of the run that weight_decay was tuned with; null: weight decay does not depend on them.",
     )
 
 
@@ -58,7 +59,7 @@ class Affects(Enum):
     effect. A key without such an annotation affects only the result of training."""
 
     BATCH = "the tokens of a step"
-    SPEED = "the kernels of a step: its time, and rounding"
+    SPEED = "the kernels of a step, and so its time and rounding"
     # The key changes neither the weights of any step nor the choice of the best checkpoint. checkpoint_interval is not
     # such a key, because `best` is chosen among the checkpoints.
     NOTHING = "no result"
@@ -87,27 +88,34 @@ class TrainConfig(RunFile):
     target_flops: float | None = Field(
         default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
     )
-    start_train_token: Index = Field(description="Where in the train split the slice begins.")
+    start_train_token: Index = Field(description="Position in the train split of the first token to train on.")
     validation_interval: Positive | None = Field(
         default=None, description="Global steps between validations; absent: no validation."
     )
     validation_batches: Positive | None = Field(default=None, description="Microbatches per validation.")
-    start_val_token: Index | None = Field(default=None, description="Where in the validation split it begins.")
+    start_val_token: Index | None = Field(
+        default=None, description="Position in the validation split of the first token of validations."
+    )
 
     initial_weights: Text | None = Field(
         default=None, description="Start from this safetensors file (in the run's folder, or a path)."
     )
-    random_seed: Index = Field(default=42, description="Weights alike on all ranks, dropout not.")
+    random_seed: Index = Field(
+        default=42,
+        description="Seed of the initial weights (equal on all ranks) and of dropout (different on each rank).",
+    )
     gradient_accumulation_steps: Annotated[Positive, Affects.BATCH] = Field(
         default=1, description="Microbatches per rank and optimizer step."
     )
     global_batch_size: Annotated[Positive | None, Affects.BATCH] = Field(
-        default=None, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
+        default=None,
+        description="Sequences per optimizer step over all ranks; replaces gradient_accumulation_steps.",
     )
     batch_ramp: Annotated[list[Annotated[tuple[Count, Count], Field(strict=False)]] | None, Affects.BATCH] = Field(
         default=None,
         min_length=1,
-        description="A global batch that grows: [from so many tokens on, so many sequences over all ranks], in order.",
+        description="A global batch that grows: pairs [tokens, sequences] in ascending order. From this "
+        "number of tokens on, the global batch is this number of sequences over all ranks.",
     )
     learning_rate: Rate = Field(default=0.0004, description="Peak learning rate.")
     weight_decay: Finite = Field(default=0.1, ge=0, description="Decoupled weight decay.")
@@ -128,10 +136,17 @@ class TrainConfig(RunFile):
         default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps, rounded down."
     )
     min_lr_ratio: float = Field(
-        default=DEFAULT_MIN_LR_RATIO, ge=0, le=1, description="Final over peak learning rate; linear: 0 if not given."
+        default=DEFAULT_MIN_LR_RATIO,
+        ge=0,
+        le=1,
+        description="Final learning rate divided by the peak; linear: 0 if the key is not given.",
     )
     decay_period_percent: float | None = Field(
-        default=None, gt=0, le=100, description="wsd: the last part of the run, in which the learning rate falls."
+        default=None,
+        gt=0,
+        le=100,
+        description="wsd: the part of the run, at its end, in which the learning rate falls; a percentage of all "
+        "global steps.",
     )
     clipping_max_norm: Finite | None = Field(
         default=None, gt=0, description="Gradient clipping by global norm; null: none."
@@ -145,19 +160,20 @@ class TrainConfig(RunFile):
         default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
     )
     embedding_learning_rate: Rate | None = Field(
-        default=None, description="AdamW's peak for embeddings; null: learning_rate."
+        default=None, description="AdamW's peak learning rate for embeddings; null: learning_rate."
     )
     head_learning_rate: Rate | None = Field(
-        default=None, description="AdamW's peak for the output head; null: learning_rate."
+        default=None, description="AdamW's peak learning rate for the output head; null: learning_rate."
     )
     vector_learning_rate: Rate | None = Field(
-        default=None, description="AdamW's peak for biases, gains and factors; null: learning_rate."
+        default=None, description="AdamW's peak learning rate for biases, gains and factors; null: learning_rate."
     )
-    muon_learning_rate: Rate | None = Field(default=None, description="Muon's peak; null: learning_rate.")
+    muon_learning_rate: Rate | None = Field(default=None, description="Muon's peak learning rate; null: learning_rate.")
     muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
-        description="What Muon's rate is multiplied by for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), so "
-        "that AdamW's rates fit; original: sqrt(max(1, A / B)).",
+        description="Factor of Muon's learning rate for a matrix of A rows and B columns. match_rms_adamw: 0.2 "
+        "sqrt(max(A, B)), which makes updates as large as AdamW's, so that a rate tuned for AdamW fits. original: "
+        "sqrt(max(1, A / B)).",
     )
     muon_weight_decay: Finite | None = Field(
         default=None, ge=0, description="Muon's decoupled weight decay; null: weight_decay."
@@ -173,7 +189,9 @@ class TrainConfig(RunFile):
         default="auto", description="auto: bf16 where the device is fast in it, else fp16 on CUDA, else fp32."
     )
     residual_precision: Annotated[Literal["fp32", "bf16"], Affects.SPEED] = Field(
-        default="fp32", description="bf16: the sum that blocks add to in bf16, too; with bf16 matrix products only."
+        default="fp32",
+        description="bf16: the residual stream (the sum that each block adds to) is in bf16, too; only with bf16 "
+        "matrix products.",
     )
     coordinate_descent_tuning: Annotated[bool, Affects.SPEED] = Field(
         default=False, description="torch.compile tries more variants of each kernel; slower to start."
@@ -182,7 +200,7 @@ class TrainConfig(RunFile):
         default="auto", description="torch.compile; auto: on CUDA only."
     )
     deterministic: Annotated[bool, Affects.SPEED] = Field(
-        default=False, description="The same bits every time, with CUDA or compile too; slower."
+        default=False, description="Bitwise equal results every time, also with CUDA or compile; slower."
     )
     bucket_mb: Annotated[Positive | None, Affects.SPEED] = Field(
         default=None, description="MiB of gradients that ranks exchange at once; null: torch's 25."
@@ -195,23 +213,25 @@ class TrainConfig(RunFile):
         default=None, description="Keep the newest N besides best and latest; null: all."
     )
     async_checkpoint: Annotated[bool, Affects.NOTHING] = Field(
-        default=False, description="Write checkpoints while training goes on: it pauses only to copy the weights."
+        default=False,
+        description="Write checkpoints in a background thread: training pauses at most while weights and optimizer "
+        "state are copied.",
     )
     weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None,
         description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",
     )
     validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = Field(
-        default="rank0", description="Who validates."
+        default="rank0", description="The ranks that validate."
     )
     report_interval: Annotated[Positive, Affects.NOTHING] = Field(
         default=10, description="Global steps between reports."
     )
     max_skipped_steps: Annotated[Positive, Affects.NOTHING] = Field(
-        default=10, description="Non-finite steps in a row that end the run."
+        default=10, description="The run ends after this many consecutive steps whose gradients are not finite."
     )
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
-        default=None, ge=0, le=LARGEST_PRICE, description="US dollars for the whole machine."
+        default=None, ge=0, le=LARGEST_PRICE, description="US dollars per hour for the whole machine."
     )
     benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Global steps between benchmarks."
@@ -220,13 +240,13 @@ class TrainConfig(RunFile):
         default=None, min_length=1, description="lm-eval's names of tasks and groups, or paths of task files (.yaml)."
     )
     benchmark_examples: Annotated[Positive, Affects.NOTHING] = Field(
-        default=200, description="Of each benchmark task, the first so many."
+        default=200, description="Number of examples per benchmark task, from its first example on."
     )
     sample_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Global steps between printed samples."
     )
     sample_prompt: Annotated[Text | None, Affects.NOTHING] = Field(
-        default=None, description="What a printed sample continues."
+        default=None, description="The text that printed samples continue."
     )
 
     @model_validator(mode="before")
@@ -314,7 +334,7 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
     if config.coordinate_descent_tuning and config.deterministic:
         raise ValueError(
             'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from '
-            "start to start; give one of them"
+            "one start of the run to the next; give one of them"
         )
 
 
@@ -328,7 +348,9 @@ def _check_schedule(config: TrainConfig) -> None:
     if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
         raise ValueError('key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; remove it')
     if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
-        raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
+        raise ValueError(
+            'keys "warmup_period_percent" and "decay_period_percent": together above 100; lower one of them'
+        )
 
 
 def _check_budget(config: TrainConfig) -> None:
@@ -353,7 +375,7 @@ def _check_batch(config: TrainConfig) -> None:
         return
     if accumulates or config.global_batch_size is not None:
         other = "gradient_accumulation_steps" if accumulates else "global_batch_size"
-        raise ValueError(f'keys "batch_ramp" and "{other}": each says the global batch; give one of them')
+        raise ValueError(f'keys "batch_ramp" and "{other}": each sets the global batch; give one of them')
     if ramp[0][0] != 0:
         raise ValueError('key "batch_ramp": must begin at token 0, as in [[0, 8], [1000000, 16]]')
     grows = all(before < after for pair in itertools.pairwise(ramp) for before, after in zip(*pair, strict=True))

@@ -98,7 +98,8 @@ class TrainedModel:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Shape and weights of the model, with links resolved. Two models with the same identity are the same."""
+        """The model's configuration as JSON, and the path of its weights with links resolved. Two models with the same
+        identity are the same."""
         return self.config.model_dump_json(), os.path.realpath(self.weights)
 
 
@@ -151,8 +152,8 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
         if (run.checkpoints / link).is_dir():
             model = TrainedModel.read(run.checkpoints / link, label=name)
             if link == BEST and model.meta.get("global_step") == 0:
-                warning = f"warning: {name}: its best checkpoint is that of step 0; {name}:{LATEST} is the last one"
-                print(warning, file=sys.stderr, flush=True)
+                warning = f"its best checkpoint is that of step 0; to use its last checkpoint, give {name}:{LATEST}"
+                print(f"warning: {name}: {warning}", file=sys.stderr, flush=True)
             return model
     # If there is a train.json, this file may hold the run's initial weights.
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
@@ -196,7 +197,7 @@ def tokenizer_file_of(weights: Path) -> str | Path:
 
 
 def names_tokenizer(weights: Path) -> bool:
-    """Return True if there is a meta.json beside the weights that names their tokenizer."""
+    """Return True if the meta.json beside the weights names their tokenizer, and False if there is no such file."""
     return "tokenizer" in _meta_beside(weights)
 
 

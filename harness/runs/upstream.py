@@ -13,9 +13,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
-    "minibatch_size": {"type": "integer", "deprecated": True, "description": "The notebook's microbatch_size."},
-    "schedule_learning_rate": {"type": "boolean", "deprecated": True, "description": "The notebook's lr_schedule."},
-    "use_amp": {"type": "boolean", "deprecated": True, "description": "The notebook's precision: fp16 or fp32."},
+    "minibatch_size": {
+        "type": "integer",
+        "deprecated": True,
+        "description": "microbatch_size in Giles Thomas's lab notebook.",
+    },
+    "schedule_learning_rate": {
+        "type": "boolean",
+        "deprecated": True,
+        "description": "lr_schedule in Giles Thomas's lab notebook: true for cosine, false for constant.",
+    },
+    "use_amp": {
+        "type": "boolean",
+        "deprecated": True,
+        "description": "precision in Giles Thomas's lab notebook: true for fp16, false for fp32.",
+    },
 }
 # Each entry is upstream's key, our key, and our values for upstream's false and true (None if the value is unchanged).
 SPELLINGS = (
@@ -77,7 +89,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def place(name: str) -> tuple[int, ...]:
-        """Return the sort key of a parameter. Sorted by this key, parameters have the order of upstream's optimizer."""
+        """Return the sort key that gives parameters the order in which upstream's optimizer.pt numbers them."""
         module, _, part = name.rpartition(".")
         first, _, inner = module.partition(".")
         block, _, layer = inner.partition(".")

@@ -26,7 +26,7 @@ LARGEST_FILE_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Point:
-    """One trained model."""
+    """A data point: one trained model, with its size, tokens, FLOPs and final loss."""
 
     name: str
     parameters: float
@@ -182,8 +182,8 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """Return points with the final validation losses and the exact FLOPs of finished runs. Runs that give no point are
-    named in `left_out` with the reason, such as a run that has not finished, or the copy of another run.
+    """Return points with the final validation losses and the exact FLOPs of finished runs. A run that gives no point,
+    such as an unfinished run or the copy of another run, is named in `left_out` with the reason.
 
     Raises UserError if two runs differ in their validation text or training text, or if no run gives a point.
     """
@@ -204,7 +204,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
             if texts[key] != first:
                 raise UserError(
                     f"{name}: its {key} is {texts[key]}, and that of {points[0].name} is {first}: one law cannot hold "
-                    "for both; give runs whose losses are of the same text"
+                    "for both; give runs with the same training text and the same validation text"
                 )
         if twin := next((each for each in points if replace(each, name=name) == point), None):
             left_out.append(f"{name}: has exactly the size, tokens and loss of {twin.name}: a copy, counted once")

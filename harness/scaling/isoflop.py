@@ -137,8 +137,8 @@ def fit_isoflop(
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
         return Inconclusive(
-            f"no {least_sizes} sizes (--least-sizes) were trained with FLOPs within {tolerance:.0%} of a common value "
-            "(--tolerance)"
+            f"no group of {least_sizes} sizes (--least-sizes) was trained with FLOPs within {tolerance:.0%} of a "
+            "common value (--tolerance)"
         )
     fits = [_fit_parabola(points, members) for members in groups]
     generator = np.random.default_rng(seed)
@@ -179,11 +179,11 @@ def _optimum(
     `minima_Bx3` are the lowest points in the bootstrap draws (see `_minima`), or None if the points' scatter about the
     parabola is not known."""
     if profile.parabola[2] <= 0:
-        return Inconclusive("its losses do not curve upwards from a lowest one")
+        return Inconclusive("its losses do not curve upwards, so that their parabola has no lowest point")
     value = _minima(profile, profile.parabola[None], cost)[0]
     if not np.log(sizes.min()) <= value[0] <= np.log(sizes.max()):
         side = "smaller" if value[0] < np.log(sizes.min()) else "larger"
-        return Inconclusive(f"the lowest loss lies outside the sizes; train {side} ones")
+        return Inconclusive(f"the parabola's lowest point is outside the range of sizes; train {side} models")
     if minima_Bx3 is None:
         return Inconclusive("3 sizes determine a parabola exactly, so that its uncertainty is unknown; train a 4th")
     is_there = np.isfinite(minima_Bx3).all(axis=1)
@@ -198,7 +198,7 @@ def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, Po
     Inconclusive if there are too few profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
-        return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs {LEAST_PROFILES}")
+        return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs at least {LEAST_PROFILES}")
     inverse_2xK = np.linalg.pinv(np.vander(np.log([flops for flops, _, _ in lowest]), 2))
     drawn_KxBx3 = np.array([minima for _, _, minima in lowest])
     drawn_KxBx3 = drawn_KxBx3[:, np.isfinite(drawn_KxBx3).all(axis=(0, 2))]

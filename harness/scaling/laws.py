@@ -197,7 +197,7 @@ def _too_little(points: Points) -> str | None:
     """Return the reason why the points do not suffice for five coefficients, or None if they suffice."""
     if len(points) < LEAST_POINTS:
         are = "point is" if len(points) == 1 else "points are"
-        return f"{len(points)} {are} too few for {PARAMETERS} coefficients with intervals; {LEAST_POINTS} will do"
+        return f"{len(points)} {are} too few for {PARAMETERS} coefficients with intervals; give at least {LEAST_POINTS}"
     for values, what, several in (
         (points.parameters, "size", "sizes"),
         (points.tokens, "number of tokens", "numbers of tokens"),
@@ -211,7 +211,10 @@ def _too_little(points: Points) -> str | None:
     x, y = np.log(points.parameters), np.log(points.tokens)
     slope, intercept = np.polyfit(x - x.mean(), y, 1)
     if np.std(y - intercept - slope * (x - x.mean())) < LEAST_SPREAD:
-        return "tokens go with parameters in all points, so that the effects of the two cannot be told apart"
+        return (
+            "tokens follow from parameters in all points, so that the effects of the two cannot be told apart; train "
+            "one size on different numbers of tokens"
+        )
     return None
 
 
@@ -221,9 +224,9 @@ def _implausible(law: Law, points: Points) -> str | None:
         if abs(value) < LEAST_EXPONENT:
             return f"the loss does not change with {of} in the best fit: their exponent is not determined"
         if value <= 0:
-            return f"the best fit has a negative exponent of {of} ({value:.2f}): the loss does not fall with them"
+            return f"the best fit has a negative exponent of {of} ({value:.2f}): the loss does not fall with more {of}"
         if value > LARGEST_EXPONENT:
-            return f"the best fit has an exponent of {of} of {value:.1f}: the points do not show how the loss falls"
+            return f"the exponent of {of} is {value:.1f} in the best fit: the points do not show how the loss falls"
     if law.e < LEAST_FLOOR * points.loss.min():
         return "the best fit has no floor E: the points do not show how the loss levels off"
     if not all(np.isfinite(value) for value in law.coefficients().values()):

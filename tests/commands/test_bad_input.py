@@ -98,7 +98,7 @@ def test_a_checkpoint_where_there_are_none(shop: Workshop, name: str) -> None:
     unharmed(shop, before)
 
 
-OTHER = "plain name", "that run is quickstart with --runs-dir {shop}/other/runs"
+OTHER = "plain name", "for that run, give quickstart and --runs-dir {shop}/other/runs"
 PART = "plain name", "did you mean quickstart?"
 RUNS: dict[str, tuple[str, ...]] = {
     "8xa100m41": ("runs/8xa100m41", "no such run", "did you mean 8xa100m40?"),

@@ -46,7 +46,7 @@ ANOTHER_TROUBLE = [
         *((RuntimeError(text), False) for text in ANOTHER_TROUBLE),
         (torch.OutOfMemoryError("no words"), True),
         (MemoryError(), True),
-        (RunError("out of memory in writing the checkpoint"), True),
+        (RunError("out of memory while writing the checkpoint"), True),
     ],
     ids=str,
 )

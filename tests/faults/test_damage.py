@@ -161,7 +161,7 @@ def test_all_damaged(shop: Workshop) -> None:
     for path, file in zip(folders, FILES, strict=False):
         cut(path / file)
     line = line_of_refusal(shop, run)
-    assert "no other is known to be whole, or use --restart" in line
+    assert "no other checkpoint is known to be whole: fix the cause, or use --restart" in line
     train(shop, run.name, "--restart")
     assert_same_end(shop.runs / "straight", run)
     (aside,) = (run / "aside").iterdir()

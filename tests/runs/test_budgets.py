@@ -105,11 +105,17 @@ def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Worksho
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ({"tokens_per_parameter": 0.001}, ": 0.001 is below one global batch (0.14 of it)"),
-        ({"target_flops": 1e6}, ": 1e+06 is below one global batch (0.32 of it); raise it to at least 3.15e+06"),
+        ({"tokens_per_parameter": 0.001}, ": 0.001 gives less than one global batch (0.14 of one)"),
+        (
+            {"target_flops": 1e6},
+            ": 1e+06 gives less than one global batch (0.32 of one); raise it to at least 3.15e+06",
+        ),
         ({"train_steps": 2**61}, "comes to 1.5e+20 tokens, more than can be counted (4.6e+18); lower it"),
         ({"target_flops": 1e40}, "comes to 2e+35 tokens"),
-        ({"target_flops": 5e-324}, "is below one global batch (0 of it); raise it, or make the global batch smaller"),
+        (
+            {"target_flops": 5e-324},
+            "gives less than one global batch (0 of one); raise it, or make the global batch smaller",
+        ),
     ],
     ids=str,
 )

@@ -330,7 +330,7 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"min_train_tokens": ...}, '"train_steps", "tokens_per_parameter", "target_flops"'),
         ({"train_steps": 5}, 'keys "min_train_tokens" and "train_steps": each says how much to train; give one'),
         ({"min_train_tokens": ..., "target_flops": 1e18, "train_steps": 1}, '"train_steps" and "target_flops": each'),
-        ({"batch_ramp": [[0, 8]], "global_batch_size": 8}, 'keys "batch_ramp" and "global_batch_size": each says'),
+        ({"batch_ramp": [[0, 8]], "global_batch_size": 8}, 'keys "batch_ramp" and "global_batch_size": each sets'),
         ({"batch_ramp": [[0, 8]], "gradient_accumulation_steps": 2}, '"batch_ramp" and "gradient_accumulation_steps"'),
         ({"batch_ramp": []}, 'key "batch_ramp": list should have at least 1 item, not []'),
         ({"batch_ramp": [[0, 8, 9]]}, 'key "batch_ramp.0": tuple should have at most 2 items, not [0, 8, 9]'),

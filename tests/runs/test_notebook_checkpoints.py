@@ -126,8 +126,10 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     assert summary["dollars"]["training"] == pytest.approx(seconds, abs=0.001)  # both are rounded
     (run / "summary.json").unlink()  # as if the process had been killed before it wrote it
     printed = shop.attempt().stdout
-    assert "Tokens seen: 384, 256 of them trained by this program" in printed
-    assert re.search(r"^Throughput: [\d,]+ tokens/second of training \(256 tokens in [\d.]+ s: ", printed, re.MULTILINE)
+    assert "Tokens seen: 384; this program trained on 256 of them" in printed
+    assert re.search(
+        r"^Throughput: [\d,]+ tokens/second of training \(256 tokens in [\d.]+ s with ", printed, re.MULTILINE
+    )
     again = read_json_object(run / "summary.json")
     for key in ("trained_tokens", "tokens_seen", "device", "world_size"):
         assert again[key] == summary[key]

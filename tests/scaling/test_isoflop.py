@@ -92,7 +92,7 @@ def test_points_are_grouped_by_compute_within_the_tolerance() -> None:
     assert group_by_compute(points, tolerance=0.01, least_sizes=3) == []
     answer = fit_isoflop(points, CostLaw(), tolerance=0.01, least_sizes=3, resamples=100)
     assert isinstance(answer, Inconclusive)
-    assert "no 3 sizes (--least-sizes) were trained with FLOPs within 1%" in answer.reason
+    assert "no group of 3 sizes (--least-sizes) was trained with FLOPs within 1%" in answer.reason
 
 
 def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
@@ -112,8 +112,8 @@ def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"sizes": (1.5, 2, 3, 4)}, "outside the sizes; train smaller ones"),
-        ({"sizes": (0.2, 0.3, 0.4, 0.5)}, "outside the sizes; train larger ones"),
+        ({"sizes": (1.5, 2, 3, 4)}, "outside the range of sizes; train smaller models"),
+        ({"sizes": (0.2, 0.3, 0.4, 0.5)}, "outside the range of sizes; train larger models"),
         ({"curve": -0.02}, "do not curve upwards"),
     ],
 )
@@ -136,4 +136,4 @@ def test_three_sizes_alone_leave_nothing_to_judge_by() -> None:
     points = parabolas(sizes=(0.5, 1, 2))
     isoflop = fitted(points, least_sizes=3)
     assert "train a 4th" in str(isoflop.profiles[0].optimum)
-    assert str(isoflop.laws) == "inconclusive, because 0 profiles have an optimum, and a power law needs 3"
+    assert str(isoflop.laws) == "inconclusive, because 0 profiles have an optimum, and a power law needs at least 3"

@@ -152,7 +152,7 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(N, D, 2 + 400 / D**0.3), "the loss does not change with parameters"),
         (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "there are 2 different sizes"),
         (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "there are 2 different numbers of tokens"),
-        (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "tokens go with parameters in all points"),
+        (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "tokens follow from parameters in all points"),
         (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "negative exponent of parameters"),
         (points_of(N, D, 3 * np.exp(NOISE)), "exponent"),
     ],

@@ -242,7 +242,7 @@ def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -
         ({"vary": {"warmup_steps": [20, 21]}}, 's-warmup21: train.json: key "warmup_steps": 21 steps of warm-up are'),
         ({"set": {"warmup_steps": 2, "train_steps": 1}, "vary": {"random_seed": [1]}}, "longer than the run of 1 glob"),
         ({"vary": {"global_batch_size": [3]}}, "3 sequences are not a multiple of 2"),
-        ({"vary": {"target_flops": [1.0]}}, "is below one global batch"),
+        ({"vary": {"target_flops": [1.0]}}, "gives less than one global batch"),
         ({"set": {"tie_weights": True}, "vary": {"head_learning_rate": [0.1]}}, "the head is the token embedding"),
     ],
 )
