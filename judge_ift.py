@@ -4,8 +4,8 @@ of all models in one prompt.
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
 RESPONSES are files written by test_ift.py, or by the programs of Sebastian Raschka's book Build a Large Language Model
-(From Scratch) or of Giles Thomas's lab notebook. Every answer of the judge is kept, so that the same command resumes a
-judging that was stopped, and no answer is paid for twice.
+(From Scratch) or of Giles Thomas's lab notebook. Every answer of the judge is kept. If judging is
+stopped, the same command resumes it, and no answer is paid for twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds for a request.")
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at once.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of orders, resamples.")
-@click.option("--cache", type=click.Path(path_type=Path), help="[default: judgements.jsonl beside a file]")
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    help="File for the judge's answers.  [default: judgements.jsonl beside the first of RESPONSES by path]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts.")
 @click.option("--price-out", type=PRICE, help="Dollars for a million tokens of answers.")

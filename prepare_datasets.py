@@ -34,8 +34,13 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.command(cls=Command, context_settings={"max_content_width": 120})
 @click.argument("inputs", metavar="[INPUT]...", nargs=-1)
 @click.argument("output_dir", metavar="[OUTPUT_DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--text-column", default="text", show_default=True, help="Column of parquet, key of JSON lines.")
-@click.option("--document-separator", help=r"Cut text files into documents here, e.g. '\n\n\n'; else each is one.")
+@click.option(
+    "--text-column", default="text", show_default=True, help="Column (parquet) or key (JSON lines) of the text."
+)
+@click.option(
+    "--document-separator",
+    help=r"Text between the documents of a text file, e.g. '\n\n\n'; without it, each file is one document.",
+)
 @click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD; else it is an error.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Files of a Hub dataset; can be given several times.")
 @click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
@@ -49,18 +54,20 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     type=click.Choice(["seeded", "given"]),
     default="seeded",
     show_default=True,
-    help="Hold out documents drawn with a fixed seed, or the last ones (by number, not by length).",
+    help="Hold out documents drawn with a fixed seed, or the last ones (counting documents, not bytes).",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle texts of more than 16,384 documents, too, with this seed.",
+    help="Shuffle all training documents with this seed. By default, more than 16,384 are not fully shuffled.",
 )
-@click.option("--description", default="", help="What the dataset is, for meta.json and its card.")
+@click.option("--description", default="", help="Description of the dataset, for meta.json and the dataset card.")
 @click.option(
-    "--workers", type=click.IntRange(1, 1024), help="Processes; the result is the same.  [default: all cores]"
+    "--workers",
+    type=click.IntRange(1, 1024),
+    help="Number of processes; does not change the dataset.  [default: all cores]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR when the new dataset is whole.")
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR when the new dataset is complete.")
 @click.option("--restart", is_flag=True, help="Begin again instead of continuing interrupted work.")
 @click.option(
     "--from-bin",
@@ -70,12 +77,16 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--token-dtype",
     type=click.Choice(["uint16", "uint32"]),
-    help="With --from-bin: tokens in files without a header.  [default: uint16]",
+    help="With --from-bin: dtype of tokens in files without a header.  [default: uint16]",
 )
 @click.option("--verify", metavar="DIR", type=click.Path(path_type=Path), help="Check a dataset folder, make nothing.")
 @click.option("--describe", metavar="DIR", type=click.Path(path_type=Path), help="Print what is in a dataset folder.")
-@click.option("--push-to-hub", metavar="OWNER/NAME", help="Upload the new dataset, or DIR with --verify; private.")
-@click.option("--public", is_flag=True, help="Let everyone see what is uploaded.")
+@click.option(
+    "--push-to-hub",
+    metavar="OWNER/NAME",
+    help="Upload the new dataset, or DIR with --verify. A new repository is private without --public.",
+)
+@click.option("--public", is_flag=True, help="With --push-to-hub: make a new repository public.")
 def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> None:
     """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
@@ -162,14 +173,15 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
                 f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
                 f"for); its loss may not hold for other texts; --{split.name}-fraction changes the share"
             )
-    yield f"{output_dir} is whole, with a vocabulary of {vocab_size:,} tokens"
+    yield f"{output_dir} is complete, with a vocabulary of {vocab_size:,} tokens"
     yield "Next:"
     yield from (f"  {line}" for line in next_steps(output_dir))
 
 
 def next_steps(folder: Path) -> Iterator[str]:
-    """Yield the commands that train a model like the quickstart's on a dataset folder. Training names a dataset by
-    owner/name, so the first command moves a folder without an owner to datasets/me/."""
+    """Yield the commands that train a model like the quickstart's on a dataset folder. A dataset is named
+    owner/name, the last two parts of its path. If `folder` is a single name, the first command moves it to
+    datasets/me/."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
         yield f"mkdir -p {place.parent} && mv {folder} {place}"

@@ -55,14 +55,14 @@ def make(sweep: Path, runs_dir: Path) -> None:
         click.echo(f"  {run.name}")
 
 
-@main.command("plan", short_help="Add up hours, dollars and disk.")
+@main.command("plan", short_help="Estimate hours, dollars and disk space.")
 @SWEEP
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@click.option("--assume-tps", type=POSITIVE, help="Tokens per second of training alone.")
+@click.option("--assume-tps", type=POSITIVE, help="Tokens per second, without time of validation.")
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, including time of validation.")
-@click.option("--assume-device", help="Estimate the speed as if each process had such a GPU, like H100.")
+@click.option("--assume-device", help="Estimate the speed as if each process had this GPU, e.g. H100.")
 @RUNS_DIR
 def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> None:
     """Print which runs of SWEEP.json are left to train, and their time, cost and disk space. Nothing is trained. The
@@ -79,7 +79,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
+@click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more than this.")
 @RUNS_DIR
 def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **machine: Any) -> None:
     """Make the runs of SWEEP.json that are missing, and train those that are not finished: one run after the other, or

@@ -25,11 +25,15 @@ RESPONSES = "ift-responses.json"
 
 @click.command(cls=Command)
 @MODEL
-@click.option("--data", default=BOOK_DATA, help="A file or address.  [default: the book's, downloaded once]")
+@click.option(
+    "--data",
+    default=BOOK_DATA,
+    help="File or web address of the instructions.  [default: those of Raschka's book, downloaded once]",
+)
 @click.option("--responses", type=click.Path(path_type=Path), help=f"[default: {RESPONSES} beside model.json]")
-@click.option("--overwrite", is_flag=True, help="Replace a responses file that is there.")
+@click.option("--overwrite", is_flag=True, help="Replace a responses file that exists already.")
 @click.option("--responses-only", is_flag=True, help="No judge.")
-@click.option("--name", help="What tables call the model.  [default: its run's and checkpoint's names]")
+@click.option("--name", help="Name of the model in tables.  [default: its run's and checkpoint's names]")
 @click.option("--save", type=click.Path(path_type=Path), help="Keep the fine-tuned model in this new folder.")
 @click.option("--answers-only", is_flag=True, help="Learn the answers alone, not the instructions.")
 @click.option("--learning-rate", type=POSITIVE, help="[default: 5e-5 x 768 / emb_dim]")

@@ -16,14 +16,26 @@ from harness.common.options import RUNS_DIR, Command
 @click.command(cls=Command)
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("models", nargs=-1, metavar="[RUN[:CHECKPOINT] | MODEL_JSON WEIGHTS]...")
-@click.option("--run", "runs", multiple=True, metavar="RUN[:CHECKPOINT]", help="The same, as an option.")
+@click.option(
+    "--run",
+    "runs",
+    multiple=True,
+    metavar="RUN[:CHECKPOINT]",
+    help="Like the argument RUN[:CHECKPOINT]; can be given several times.",
+)
 @RUNS_DIR
 @click.option("--dataset", help="owner/name or builtin/name; default: what the checkpoint was trained on.")
-@click.option("--split", type=click.Choice(["test", "validation"]), help="Default: test where there is one.")
 @click.option(
-    "--start-token", type=click.IntRange(min=0), help="Default: 0, or 50,000,000 of a longer validation split."
+    "--split", type=click.Choice(["test", "validation"]), help="Default: test if the dataset has it, else validation."
 )
-@click.option("--batches", type=click.IntRange(min=1), help="Default: all, but 3,200 at most of such a split.")
+@click.option(
+    "--start-token", type=click.IntRange(min=0), help="Default: 0, or 50,000,000 if a validation split has more tokens."
+)
+@click.option(
+    "--batches",
+    type=click.IntRange(min=1),
+    help="Default: all, or at most 3,200 if a validation split has more than 50,000,000 tokens.",
+)
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 def main(

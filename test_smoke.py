@@ -15,11 +15,17 @@ DEFAULT_PROMPT = "Every effort moves you"
 @click.command(cls=Command)
 @MODEL
 @click.option("--prompt", help=f"The text to continue.  [default: {DEFAULT_PROMPT}]")
-@click.option("--prompts", type=click.Path(path_type=Path), help="A prompt a line; in a .jsonl file: a JSON string.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="File with a prompt in each line; in a .jsonl file, each line is a JSON string.",
+)
 @click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="At most.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Continuations of each.")
 @click.option("--temperature", type=FiniteNumber(min=0), default=1.0, show_default=True, help="0: the likeliest.")
-@click.option("--top-k", type=click.IntRange(min=1), default=25, show_default=True, help="Of the k likeliest tokens.")
+@click.option(
+    "--top-k", type=click.IntRange(min=1), default=25, show_default=True, help="Sample from the k likeliest tokens."
+)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=42, show_default=True, help="Same seed, same text.")
 @RUNS_DIR
 def main(

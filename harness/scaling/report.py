@@ -85,7 +85,7 @@ def _describe_points(analysis: Analysis) -> list[str]:
     ]
     if by_rule:
         which = "" if by_rule == len(points) else f" of {_count(by_rule)}"
-        lines.append(f"  Tokens{which} were not given: FLOPs / 6 / parameters (the rule C = 6ND)")
+        lines.append(f"  Tokens{which} (not given) are FLOPs / 6 / parameters (the rule C = 6ND)")
     if cost.is_rule_of_thumb and by_rule < len(points):
         which = "every other point" if by_rule else "every point"
         lines.append(f"  FLOPs are 6 x parameters x tokens in {which} (the rule C = 6ND)")
@@ -157,7 +157,7 @@ def _describe_law(analysis: Analysis) -> list[str]:
     spread = float(np.sqrt(np.mean(law.residuals**2)))
     return [
         *lines,
-        f"  Points lie {spread:.2%} from it (root mean square), {np.abs(law.residuals).max():.2%} at most",
+        f"  Losses differ from the law by {spread:.2%} (root mean square), {np.abs(law.residuals).max():.2%} at most",
         f"  best parameters ∝ C^{_interval(law.size_exponent(analysis.cost))}",
     ]
 

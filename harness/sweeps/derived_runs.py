@@ -67,7 +67,7 @@ class DerivedRun:
 
     `parent` is the name of the run from which this run was derived. `differs` has each setting in which this run
     differs from its parent, as {"base": value in the parent, "here": value in this run}. The parent's values are those
-    of its files when this run was derived. `sweep` is the name of the sweep that the run is for, or None.
+    of its files when this run was derived. `sweep` is the name of the sweep to which the run belongs, or None.
     """
 
     run: RunDirectory
@@ -101,7 +101,7 @@ class DerivedRun:
         if not folder.is_dir():
             other = "is a file, not a run's folder" if folder.exists() else "is a link that leads nowhere"
         elif missing := [path.name for path in files if not os.path.lexists(path)]:
-            other = f"is a folder without {' and '.join(missing)}, and so no run"
+            other = f"is a folder without {' and '.join(missing)}, so it is not a run"
         else:
             there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
             found = (first_difference({key: there.get(key)}, {key: value}) for key, value in self.settings.items())
@@ -140,7 +140,7 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     if key is None:
         return None
     if ours := next((ours for theirs, ours, _ in SPELLINGS if theirs == key), None):
-        said = f'is the lab notebook\'s name for "{ours}"; set that'
+        said = f'is the lab notebook\'s name for "{ours}"; set that key instead'
     elif known := advice(key, "train.json"):
         said = known[1]
     elif near := nearest(key, [*MODEL_KEYS, *TRAIN_KEYS]):

@@ -199,7 +199,7 @@ class SweepPlan:
 
     def seconds(self) -> float:
         """Return the wall-clock seconds until all runs have ended. A group of devices takes the next run as soon as its
-        last run has ended. Runs of unknown duration are left out."""
+        previous run has ended. Runs of unknown duration are left out."""
         ends = [0.0] * self.planner.groups
         for each in self.left:
             heapq.heapreplace(ends, ends[0] + (each.seconds or 0.0))
@@ -263,12 +263,12 @@ def _duration(seconds: float) -> str:
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
-    """Return lines with each speed, or "unknown", its source and the names of the runs that have this speed."""
+    """Return lines that give, for each speed, the runs that have it, the speed (or "unknown") and its source."""
     sources: dict[str, list[str]] = {}
     for each in left:
         rate, said = each.speed.tokens_per_second, each.speed.source
         known = f"{rate or 0:,.0f} tokens/s ({said})"
-        unknown = f"unknown: {said}; or train one of them first, which measures it"
+        unknown = f"unknown: {said}; or train one of these runs first, to measure the speed"
         sources.setdefault(unknown if rate is None else known, []).append(each.run.name)
     lines = []
     for said, names in sources.items():
@@ -292,14 +292,14 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
         ("cost", f"${amount_text(cost)}", "dollars"),
     ):
         unknown = [each.run.name for each in left if getattr(each, key) is None]
-        more = f", and what {', '.join(unknown)} will take (unknown)" if unknown else ""
+        more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
         said.append(f"{what}: unknown" if len(unknown) == len(left) else f"{what}: {known}{more}")
     said.append(f"price: {'; '.join(sorted({each.price for each in left}))}")
     if any(each.run.train_config.price_per_hour is None for each in left):
         said.append('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
     free = shutil.disk_usage(place).free / GIB
     said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")
-    lines = wrapped(f"Together, {groups}, {ranks}, without start-up and checkpoints:")
+    lines = wrapped(f"All these runs, {groups}, {ranks} (time and cost without start-up and checkpoints):")
     lines += [line for each in said for line in wrapped(each, "    ")]
     shortage = plan.disk_shortage(place)
     return lines + (wrapped(f"note: {shortage}") if shortage else [])

@@ -189,7 +189,7 @@ class SweepRunner:
         self.signal = self.signal or number
 
     def hang_up(self) -> None:
-        """End the sweep like SIGHUP, because nobody reads its output any more. Do nothing if this process ignores
+        """End the sweep as SIGHUP does, because nobody reads its output any more. Do nothing if this process ignores
         SIGHUP."""
         if not ignores_hangup():
             self._note_signal(signal.SIGHUP)
@@ -244,7 +244,7 @@ class SweepRunner:
         if total <= self.max_dollars and self.spent < self.max_dollars:
             return ""
         others = " and the runs under way" if self.attempts else ""
-        said = f", and with {run.name}{others} they would be ${amount_text(total)}" if wanted else ""
+        said = f", and with {run.name}{others} the total would be ${amount_text(total)}" if wanted else ""
         return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
@@ -268,7 +268,7 @@ class SweepRunner:
             planned_dollars = planned.dollars or 0.0
             expected = f", about {planned.seconds:,.0f} s"
         elif self.max_dollars is not None:
-            say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
+            say(f"{run.name}: its cost is not known yet; the run is stopped when the budget is spent")
         self.attempts.append(Attempt(run, group, process, tokens, before, before + planned_dollars))
         self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")

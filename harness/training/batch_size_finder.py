@@ -68,7 +68,9 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     given. With `write`, also set `microbatch_size` in train.json to the largest such size with which training can run.
     Collective.
 
-    Raises RunError if not even one sequence fits, and UserError if the data does not fit the run.
+    Raises RunError if not even one sequence fits. Raises UserError if the train split is too short or has token ids
+    outside the model's vocabulary, if a global batch is not a multiple of the number of ranks, or if `write` is true
+    and training would refuse every size.
     """
     world, config = World.join(), experiment.config
     remark_on_machine(experiment, world)
@@ -101,10 +103,13 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if write:
         size = next((size for size in sizes if not refusal(size)), None)
         if size is None:
-            raise UserError(f"{experiment.run.train_json}: not changed, because training refuses every microbatch")
+            raise UserError(
+                f"{experiment.run.train_json}: not changed, because training refuses every microbatch; the note above "
+                "says why"
+            )
         world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))
         times = size / config.microbatch_size
-        change = f", and the global batch {times:.4g} times as large; global_batch_size keeps it"
+        change = f", and the global batch is {times:.4g} times as large; to keep its size, set global_batch_size"
         unchanged = batches or size == config.microbatch_size
         say(world, f"{experiment.run.train_json}: microbatch_size is now {size}{'' if unchanged else change}")
     world.leave()
@@ -159,8 +164,9 @@ class MicrobatchSearcher:
         return fits
 
     def guess(self) -> int | None:
-        """Return an estimate of the largest size that fits on every rank, from the lines through the ranks' peaks, or
-        None if any rank has no such line. Collective."""
+        """Return an estimate of the largest size that fits on every rank: the smallest of the sizes at which the ranks'
+        lines (see `line`) reach the usable memory. Return None if any rank has no line, or if the estimate is not in
+        1 .. 2**31 - 1. Collective."""
         line = self.line()
         own = (self.limit.usable_bytes - line[1]) / line[0] if line else 0.0
         return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
@@ -338,10 +344,10 @@ def largest_that_fits(
     `fits` must be true up to some n and false for every larger n. It is called at most once for each n, and never for
     more than `growth` times the largest n known to fit. The returned n may be too small, by at most n / `fineness`.
 
-    `guess` returns an estimate of the result from the measurements so far, or None. A guess replaces the next size of
-    growth or bisection, but it is tried only at a distance of at least d from the sizes already tried. So if a guess n
-    is right, and the next guess is n again, then n + d is tried and does not fit. d is 1 for the first two guesses,
-    then 4, 16, and so on, but never less than n / `fineness`. A guess is ignored if
+    `guess` returns an estimate of the result from the measurements so far, or None. The guess is tried in place of the
+    next size of growth or bisection. If it is nearer than a distance d to a size already tried, the size at distance d
+    is tried in its place. For example, if a guess n is right and n is guessed again, n + d is tried and does not fit.
+    d is 1 for the first two guesses, then 4, 16, and so on, but never less than n / `fineness`. A guess is ignored if
 
     - it is more than d outside the range of possible results,
     - that range is narrower than 2 d, or

@@ -105,9 +105,10 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
-        """Print the size of the run and the number of its global steps, for a new run or for the rest of a run after
-        the checkpoint `saved`. If there are several machines, also print where rank 0 writes the results. After a
-        checkpoint, also print the settings and the precision if they differ from the checkpoint's."""
+        """Print the number of global steps that are left, and the tokens of a step. For a new run, also print the
+        number of parameters, the devices and the precision. For a run that continues from the checkpoint `saved`, also
+        print the checkpoint's name, and the settings and the precision if they differ from the checkpoint's. If there
+        are several machines, also print where rank 0 writes the results."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -127,13 +128,15 @@ class Reporter:
             if prepared.is_from_notebook:
                 taken = "weights and optimizer" if saved.optimizer else "weights"
                 tokens = prepared.position.tokens_seen
-                lines += [f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are"]
-                lines += ["  counted as seen: its global steps, each with this run's global batch"]
+                lines += [f"  not written by this program: its {taken} are used, and {tokens:,} tokens are"]
+                lines += ["  counted as seen, as many as this run has in the same number of global steps"]
             now, best = precision.name, Precision.for_training(config.precision, self.world.device).name
             if saved.meta.precision not in (None, now):
                 lines += [f"  precision: {saved.meta.precision} -> {now}"]
             if now != best:
-                lines += [f'  in {now}, as it was begun; "precision": "{best}" would be faster here']
+                lines += [
+                    f'  in {now}, the precision with which the run began; "precision": "{best}" would be faster here'
+                ]
             changes = changed_settings(saved.meta, prepared.provenance)
             lines += [f"  train.json has changed since: {change}" for change in changes]
         say(self.world, "\n".join(lines))

@@ -71,8 +71,7 @@ class PreparedRun:
         return self.meta is not None and self.position.is_finished and self.interrupted_in is None
 
     def state(self, world: World) -> TrainState:
-        """Return the TrainState that training starts with: the one in the checkpoint, or a new one without a
-        checkpoint."""
+        """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint."""
         if self.meta is None:
             return TrainState()
         state = self.meta.state()

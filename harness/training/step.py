@@ -180,8 +180,8 @@ class OptimizerStep:
             self.bare_model.zero_grad(set_to_none=True)
 
     def _compile(self, microbatch: Microbatch, world: World) -> None:
-        """Compile the model by one forward and backward pass without an exchange. The pass changes nothing but the
-        random state.
+        """Compile the model by one forward and backward pass in which the ranks exchange no gradients. The pass changes
+        nothing but the random state.
 
         Either all ranks run the compiled model or none. If compiling fails on any rank and train.json's `compile` is
         "auto", all ranks train without compilation and rank 0 prints a note. If `compile` is true, raises UserError on

@@ -67,7 +67,7 @@ def test_points_of_a_known_law_are_told_in_eighty_columns(report: subprocess.Com
     assert max(map(len, report.stdout.splitlines())) <= 80
     assert report.stdout.startswith("20 points\n")
     assert "Left out: line 22: its loss is not finite" in report.stdout
-    assert "  Tokens were not given: FLOPs / 6 / parameters (the rule C = 6ND)\n" in report.stdout
+    assert "  Tokens (not given) are FLOPs / 6 / parameters (the rule C = 6ND)\n" in report.stdout
     assert "in every point" not in report.stdout, "tokens computed by the rule cannot confirm it"
     assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in report.stdout
     assert "best split of 1e19 FLOPs: loss " in report.stdout
@@ -133,7 +133,7 @@ def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_
     file.write_text("parameters,flops,loss,tokens\n1e6,6e12,3.5,1e6\n1e6,6e12,3.4,\n2e6,12e12,3.3,\n")
     lines = fit("--points", str(file), "--resamples", "100").stdout.splitlines()
     assert lines[3:5] == [
-        "  Tokens of 2 points were not given: FLOPs / 6 / parameters (the rule C = 6ND)",
+        "  Tokens of 2 points (not given) are FLOPs / 6 / parameters (the rule C = 6ND)",
         "  FLOPs are 6 x parameters x tokens in every other point (the rule C = 6ND)",
     ]
     assert all(len(line) <= 80 for line in lines)

@@ -60,7 +60,7 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     shop, notebook, _ = workshop(tmp_path, **shape)
     result = shop.attempt(NAME)
     assert result.status == 0, result.stderr
-    assert "its weights and optimizer are taken, and 128 tokens are" in result.stdout
+    assert "its weights and optimizer are used, and 128 tokens are" in result.stdout
     notebook.train(12 - STEPS)
     state = notebook.model.state_dict()
     ours = weights_of(shop.runs / "r")
@@ -170,7 +170,7 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
     (folder / "optimizer.pt").unlink()
     result = shop.attempt(NAME)
     assert result.status == 0, result.stderr
-    assert "its weights are taken" in result.stdout
+    assert "its weights are used" in result.stdout
 
 
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:

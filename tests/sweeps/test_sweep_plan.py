@@ -87,14 +87,14 @@ def test_finished_runs_cost_nothing_and_give_their_speed(shop: Workshop) -> None
     seconds = (TRAINING + VALIDATION) / 96
     assert "1 finished already" in said
     assert "Speed of s-seed3: 96 tokens/s (measured over 30 steps" in said
-    assert f"time: {seconds:,.0f} s, and what s-emb32 will take (unknown)" in said
-    assert f"cost: ${seconds / 100:,.2f}, and what s-emb32 will take (unknown)" in said
+    assert f"time: {seconds:,.0f} s, not counting s-emb32 (unknown)" in said
+    assert f"cost: ${seconds / 100:,.2f}, not counting s-emb32 (unknown)" in said
     assert "Speed of s-emb32: unknown: no earlier run of this shape" in said
 
 
 def test_what_is_unknown_has_its_remedy(shop: Workshop) -> None:
     said = describe_sweep_plan(plan(shop, vary={"random_seed": [1, 2]}), shop.runs)
-    assert "or train one of them first, which measures it" in " ".join(said.split())
+    assert "or train one of these runs first, to measure the speed" in " ".join(said.split())
     shop.add_run("base")
     said = describe_sweep_plan(plan(shop, 10.0, vary={"random_seed": [1]}), shop.runs)
     assert "cost: unknown" in said

@@ -199,11 +199,11 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
-    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
+    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 the total would be $170.00"
     assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
     ended = run(shop, sweep, max_dollars=171.0)
-    assert ended.reason == "--max-dollars 171.00: $70.00 are spent, and with s-seed3 they would be $220.00"
+    assert ended.reason == "--max-dollars 171.00: $70.00 are spent, and with s-seed3 the total would be $220.00"
     assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
@@ -217,7 +217,7 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
     add_summary(sweep.runs[0], dollars={"total": 0.0})
     ended = run(shop, sweep, groups=3, max_dollars=151.0)
     assert {*states(sweep).items()} > {("seed1", "finished"), ("seed2", "finished"), ("tokens2560", "never trained")}
-    said = "$0.00 are spent, and with s-tokens2560 and the runs under way they would be $296.67"
+    said = "$0.00 are spent, and with s-tokens2560 and the runs under way the total would be $296.67"
     assert ended.reason == f"--max-dollars 151.00: {said}"
 
 
@@ -251,7 +251,7 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep, max_dollars=25.0)
     assert ended.reason == "--max-dollars 25.00 are spent"
-    assert ended.said[0] == "s-seed1: what it costs is not known yet; it is stopped when the budget is spent"
+    assert ended.said[0] == "s-seed1: its cost is not known yet; the run is stopped when the budget is spent"
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
     assert run(shop, sweep, max_dollars=25.0).said == [], "nothing is begun"
 

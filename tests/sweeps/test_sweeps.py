@@ -166,7 +166,10 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"vary": {"learning_rat": [1.0]}}, 'in "vary": key "learning_rat": unknown; did you mean "learning_rate"?'),
         ({"set": {"n_layer": 3}, "vary": {"random_seed": [1]}}, 'in "set": key "n_layer": unknown; did you mean "n_l'),
         ({"together": [{"lr": 1.0}]}, 'in "together": key "lr": unknown; did you mean "learning_rate"'),
-        ({"vary": {"use_amp": [True]}}, 'key "use_amp": is the lab notebook\'s name for "precision"; set that'),
+        (
+            {"vary": {"use_amp": [True]}},
+            'key "use_amp": is the lab notebook\'s name for "precision"; set that key instead',
+        ),
         ({"varry": {}, "vary": {"random_seed": [1]}}, 'key "varry": unknown; did you mean "vary"?'),
         ({"search": {}, "trials": 3}, 'key "search": no longer supported; list the values in "vary" or "together"'),
         ({"learning_rate": [1.0]}, 'key "learning_rate": belongs in "set" (one value for all runs) or in "vary"'),

@@ -352,7 +352,9 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     assert "start_val_token + validation_batches x microbatch" in note
     written = json.loads((run / "train.json").read_text())["microbatch_size"]
     assert written < answer(result)
-    assert f"microbatch_size is now {written}, and the global batch {written / 2:.4g} times as large" in result.stdout
+    assert (
+        f"microbatch_size is now {written}, and the global batch is {written / 2:.4g} times as large" in result.stdout
+    )
     assert shop.attempt("--plan").status == 0
 
 
