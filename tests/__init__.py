@@ -1,1 +1,1 @@
-"""One file per module, and end-to-end ones that run the real commands."""
+"""Tests: one file for each module, and end-to-end files that run the real commands."""

@@ -59,7 +59,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
-    """Scheduler that gives a process one file at a time, or a single test of ALONE."""
+    """Scheduler that gives a process the tests of one file at a time, or a single test named in ALONE."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if any(name in nodeid for name in ALONE) else super()._split_scope(nodeid)
@@ -100,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from garbage collection, because -f collects after each batch size that it tries."""
+    """Exclude imported objects from garbage collection, because `ddp_train.py -f` collects after each batch size that
+    it tries."""
     gc.freeze()
 
 

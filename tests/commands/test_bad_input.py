@@ -46,7 +46,8 @@ def refused(result: Result, *words: str, status: int = 2) -> None:
 
 
 def unharmed(shop: Workshop, before: dict[str, str]) -> None:
-    """Assert that the old files are unchanged, and that new files are at most records of scans beside the datasets."""
+    """Assert that the old files are unchanged, and that all new files, if there are any, are records of scans beside
+    the datasets."""
     after = tree(shop.path)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after.keys() - before.keys() if not name.startswith("datasets/.scans")]

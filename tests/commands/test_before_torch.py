@@ -63,7 +63,7 @@ def test_a_wrong_run(shop: Workshop, there: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("file", "options"), [("train.json", ()), ("model.json", ("--processes", "2"))])
 def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, options: tuple[str, ...]) -> None:
-    """A misspelt key is refused with one line. With --processes, no rank is started for that."""
+    """A misspelt key is refused with one line. With --processes, it is refused before any rank is started."""
     path = shop.runs / "r" / file
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lerning_rate": 1}))
     result = quickly(shop, "r", *there, *options)
@@ -120,8 +120,8 @@ def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) 
 
 
 def test_the_hub_is_asked_by_one_process_of_a_machine(shop: Workshop, there: tuple[str, ...]) -> None:
-    """Only one process of a machine asks the Hub, so that a refusal is printed once. Other ranks continue to their
-    start."""
+    """Only one process of a machine asks the Hub, so that a refusal is printed once. Other ranks do not ask, and
+    continue to the import of torch."""
     shop.add_run(dataset="someone/corpse")
     with FakeHub() as hub:
         shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")
@@ -168,8 +168,8 @@ def test_leftovers_of_a_launcher(shop: Workshop, arguments: list[str], variables
 
 @pytest.mark.parametrize("rank", "01")
 def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
-    """A complete set of stray variables looks like a rank that is early, so that the process says for which ranks it
-    waits."""
+    """A process with a complete set of stray variables looks like a rank that is early. It therefore says for which
+    ranks it waits, and which variable to unset."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]

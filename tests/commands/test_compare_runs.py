@@ -58,8 +58,8 @@ def test_a_table_and_verdicts_as_text_and_as_json(runs: Path) -> None:
 
 
 def test_both_commands_agree_on_what_is_the_same_text(tmp_path: Path) -> None:
-    """Both commands identify a validation text by its content. The dataset's name makes no other text, nor does a
-    microbatch of another size with as many tokens in all."""
+    """Both commands identify a validation text by its content. The text is the same one if the dataset has another
+    name, or if microbatches have another size and the total number of tokens is equal."""
     same: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "a": ({}, {}),
         "renamed": ({}, {"dataset": {**DATASET, "name": "you/texts"}}),
@@ -176,7 +176,7 @@ HOSTILE = "\x1b[2J\nH100\r\x07\u202e\u2028 of anybody's making, and a long one, 
 
 
 def hostile_runs(folder: Path) -> None:
-    """Write two runs in which every text contains control characters, whichever command would have written it."""
+    """Write two runs in which every text contains control characters, in the files of all commands."""
     for name, other in (("a\x1b[31m\nred", ""), ("b", "2")):
         text = HOSTILE + other
         dataset = {**DATASET, "name": text}

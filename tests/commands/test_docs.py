@@ -1,6 +1,7 @@
 """README.md, CONTRIBUTING.md and docs/.
 
-Links lead somewhere, the commands that are shown exist with their options, and tables say what the code does.
+Links lead to files and headings that exist, the commands that are shown exist with their options, and tables say what
+the code does.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def rows_of(document: Path, first: str) -> list[list[str]]:
 
 
 def defaults_of(kind: type[RunFile]) -> dict[str, str]:
-    """Return every key that a file may have, with the text for its default that the key's row must have."""
+    """Return every key that a file may have, with the default as the key's row in the table of keys must show it."""
     found = dict.fromkeys(kind.other_keys, "none")
     for name, field in kind.model_fields.items():
         is_needed = field.default is PydanticUndefined

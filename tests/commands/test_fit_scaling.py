@@ -92,8 +92,8 @@ HARDLY_FALLING = [
 def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fits of some resamples overflow, after one loss of 1e30, or by a law in which the loss hardly falls with size. No
-    warning and no NaN is printed."""
+    """No warning and no NaN is printed if the fits of some resamples overflow. They do so after one loss of 1e30, and
+    for losses that hardly fall with size."""
     from harness.scaling.charts import draw_scaling_chart  # loads matplotlib
 
     monkeypatch.setattr(laws, "FLOORS", (0.5, 0.95))  # 8 starts in place of 48
@@ -219,7 +219,8 @@ def test_the_published_points_are_read_with_the_documented_names(tmp_path: Path,
 
 @pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")
 def test_the_published_points_give_the_published_laws_and_the_documented_output() -> None:
-    """Table 1 of Besiroglu et al. (arXiv:2404.10102), and table 2 of Hoffmann et al. (arXiv:2203.15556)."""
+    """The published points give table 1 of Besiroglu et al. (arXiv:2404.10102), table 2 of Hoffmann et al.
+    (arXiv:2203.15556), and the output in docs/scaling.md."""
     asked = ("--points", CHINCHILLA, "--drop-highest", "5", "--least-sizes", "6", "--resamples", "1000")
     told = json.loads(fit(*asked, "--json").stdout)
     assert len(told["points"]["names"]) == 240

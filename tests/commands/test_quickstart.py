@@ -69,7 +69,8 @@ def forms(text: str) -> set[str]:
 
 
 def shown(first: str, last: str) -> set[str]:
-    """Return the forms of README's lines from `first` to `last`, without those that stand for omitted lines."""
+    """Return README's lines from `first` up to `last`, as `forms` changes them. Lines that stand for omitted ones are
+    left out."""
     readme = (ROOT / "README.md").read_text()
     start = readme.index(first)
     return forms(readme[start : readme.index(last, start)]) - {"…", ""}

@@ -73,7 +73,8 @@ def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_stream_that_is_closed_from_the_beginning(shop: Workshop, stream: str) -> None:
-    """A run completes if standard output or standard error is closed, in whose place Python then has None."""
+    """A run completes if standard output or standard error is closed from the beginning. Python then has None in place
+    of the closed stream."""
     run = shop.add_run()
     finish(shop.start(ranks=1, prelude=f"import sys\nsys.{stream} = None\n"), expect=0, timeout=60)
     assert (run / "summary.json").exists()

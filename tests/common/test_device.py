@@ -60,8 +60,8 @@ def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch) -> None:
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A driver too old for this torch is refused, instead of training on the CPU. Training uses the CPU if the user
-    hides the GPUs or has a torch built for CPUs."""
+    """If the driver is too old for this torch, training is refused and does not use the CPU instead. Training uses the
+    CPU if the user hides the GPUs or has a torch built for CPUs."""
     (tmp_path / "nvidia0").touch()
     machine.setattr(torch.version, "cuda", "13.2")
 

@@ -60,7 +60,7 @@ def test_an_existing_folder_file_or_link_is_not_replaced(tmp_path: Path, there: 
 
 
 def test_a_device_or_pipe_is_not_replaced(tmp_path: Path) -> None:
-    """A rename as root would replace /dev/null by a file."""
+    """A device or pipe is refused as a target. As root, a rename would replace /dev/null by a file."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"), atomic_file(tmp_path / "pipe") as draft:
         draft.touch()

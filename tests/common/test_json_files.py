@@ -1,4 +1,4 @@
-"""Strict JSON: all files are refused for the same errors, with one line that names the file and the place."""
+"""Strict JSON: the same errors are refused in every JSON file, with one line that names the file and the place."""
 
 from __future__ import annotations
 

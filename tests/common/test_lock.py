@@ -1,5 +1,5 @@
-"""The lock file of a run directory: the owner that it names, and the earlier owners whose run a restarted worker
-continues."""
+"""The lock file of a run directory: the owner that it names, and the case in which a restarted worker takes over a run
+that an earlier owner began."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class PretendedGpu:
 def test_a_limit_leaves_out_what_torch_does_not_hold_and_a_reserve(
     asked: float | None, whole: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The usable memory is the limit without the 1.5 GiB that CUDA and NCCL use and without a reserve. The GPU has 80
-    GiB, and torch's allocator holds 2."""
+    """The usable memory is the limit minus the 1.5 GiB that CUDA and NCCL use, and minus a reserve. The GPU has 80 GiB,
+    and torch's allocator holds 2."""
     gpu = PretendedGpu(monkeypatch, total=80.0, held=2.0, outside=1.5)
     limit = limit_memory(CUDA, asked, local_size=8)
     assert limit.gib == pytest.approx(whole)

@@ -1,5 +1,5 @@
-"""Checks whether a process is alive, and ranks that end when their launcher has ended. Small scripts take the place of
-torchrun and of `ddp_train.py --processes`, because they start quickly."""
+"""Detection of processes that are alive, and ranks that end when their launcher has ended. Small scripts take the place
+of torchrun and of `ddp_train.py --processes`, because they start quickly."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def test_a_worker_ends_with_its_launcher(job: Job, after: str) -> None:
 
 
 def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> None:
-    """A worker whose launcher ended before the worker's first line ends at once. Its parent is then another process,
-    here also a Python process."""
+    """A worker whose launcher ended before the worker's first line ends at once. By then the worker is a child of
+    another process, here also a Python process."""
     go = job.folder / "go"
     job.start(above=ADOPTED, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
     await_file(job.started)
@@ -185,7 +185,7 @@ def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> No
 @pytest.mark.parametrize("has_store", [True, False], ids=["a torchrun that is not seen", "a leftover of torchrun"])
 def test_a_worker_alone(tmp_path: Path, has_store: bool) -> None:
     """A worker whose torchrun is not visible, for example outside its container, keeps running if torchrun's store
-    answers. So does one whose variables were left over."""
+    answers. So does a worker that only has a variable left over from an earlier torchrun."""
     with closing(socket.create_server(("127.0.0.1", 0))) as store:
         variables = STORE | {"MASTER_PORT": str(store.getsockname()[1])} if has_store else {}
         program = WORKER.format(

@@ -36,7 +36,8 @@ RECORDED: dict[str, Any] = {"dataset": DATASET, "torch": "2.15.0", "device": "CP
 
 
 def arms_of(**runs: dict[str, Any]) -> Arms:
-    """Return the arms of finished runs, each given by its changes to TRAIN, to MODEL ("model") or to RECORDED.
+    """Return the arms of finished runs. The values for a run are changes to TRAIN and to RECORDED; "model" has its
+    changes to MODEL.
 
     "content" replaces the dataset that the summary records, "precision_trained" gives the precision that it records,
     and "left_out" names keys that train.json lacks.
@@ -110,7 +111,8 @@ def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said
 
 
 def test_another_precision_is_another_arm_and_noted() -> None:
-    """ "auto" is another precision on another CPU of the same name."""
+    """Runs with another precision are not counted as replicates, and a note says so. Even the same setting "auto" can
+    be another precision on another CPU of the same name."""
     low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
     arms = arms_of(a={**low}, b={SEED: 1, **full}, x={"learning_rate": 0.003}, c={SEED: 2, **low}, d={SEED: 3, **full})
     assert [*arms.runs.values()] == [("a", "c"), ("b", "d"), ("x",)]
@@ -118,7 +120,8 @@ def test_another_precision_is_another_arm_and_noted() -> None:
 
 
 def test_summaries_without_precision_compare_as_before_unless_two_are_recorded() -> None:
-    """A summary of an earlier version does not record it."""
+    """Summaries of earlier versions do not record the precision. Their runs still count as replicates of other runs,
+    unless those record two different precisions."""
     low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
     assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")})
     assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")})

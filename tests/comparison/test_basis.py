@@ -70,7 +70,8 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
-    """Bits per byte compare over as many bytes of a split: 40 x 16 tokens of 2 / ln 2 bytes, 20 x 16 of 4 / ln 2."""
+    """Bits per byte of two tokenizers are compared if the measured parts of a split have equally many bytes: 40 x 16
+    tokens of 2 / ln 2 bytes, and 20 x 16 of 4 / ln 2."""
     a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
     other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20, "bits_per_byte": 1.1}
     a.test_loss(2.4), b.test_loss(4.4, **other)

@@ -16,7 +16,8 @@ from tests.support.launch import Workshop
 
 
 def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
-    """A sweep's status and the table of runs show the share; a finished run counts as stopped once its budget grows."""
+    """A sweep's status and the table of runs show which share of a budget in steps is done. A finished run counts as
+    stopped once its budget grows."""
     RunFolder(tmp_path, "base")
     derived = derive(load_base(tmp_path, "base"), "r", {"train_steps": 8})
     write_runs([derived])

@@ -1,4 +1,5 @@
-"""Time and cost of a run on other machines: the notebook's figures, which speed counts, and refusals."""
+"""Time and cost of a run on other machines: the notebook's figures, the choice between measured and reported speeds,
+and refusals."""
 
 from __future__ import annotations
 

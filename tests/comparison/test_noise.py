@@ -1,4 +1,5 @@
-"""Noise of text and of seeds, checked against scipy, closed forms, and simulated texts whose mean is known."""
+"""Noise in a loss from the text and from the seeds, checked against scipy, closed forms, and simulated texts whose mean
+is known."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_intervals_cover_their_share_of_simulated_texts(name: str, windows: int,
 
 @pytest.mark.parametrize("by", [0.0, 0.3, 0.6])
 def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
-    """The mean of a stationary chain with shocks of variance 1 has the variance 1 / (1 − by)² / windows."""
+    """The mean of a stationary chain has the variance 1 / (1 − by)² / windows. Each loss in the chain is `by` times the
+    previous one plus a shock of variance 1."""
     generator, windows = np.random.default_rng(5), 4000
     found = [text_noise(correlated(by)(generator, windows)) for _ in range(400)]
     variances = [each.error**2 for each in found if isinstance(each, Estimate)]
@@ -124,8 +126,9 @@ def test_under_holm_an_interval_excludes_zero_where_a_difference_is_significant(
 
 
 def test_seeds_needed_are_the_fewest_for_the_spread_and_for_the_ends_of_its_interval() -> None:
-    """Cohen (1988) gives 17 for a difference of one standard deviation; test_verdicts.py compares with an independent
-    implementation. The spread's chi-squared interval is 0.52 to 6.28 times the spread at 2 degrees of freedom."""
+    """A difference of one standard deviation takes 17 runs of each arm, as in Cohen (1988); test_verdicts.py compares
+    with an independent implementation. The other two numbers are for the ends of the spread's chi-squared interval. At
+    2 degrees of freedom this interval is 0.52 to 6.28 times the spread."""
     needed = seeds_needed(Variance(0.01**2, 2))
     ends = (0.01**2 * 2 / scipy.stats.chi2.ppf(p, 2) for p in (0.975, 0.025))
     assert needed == (17, *(seeds_needed(Variance(value, 2))[0] for value in ends))

@@ -74,7 +74,8 @@ def test_of_many_settings_those_of_most_runs_are_named_once(tmp_path: Path) -> N
 
 
 def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
-    """Each of the two blocks has a router of 4 x 32 and four experts as wide as the dense layer, two of them active."""
+    """Only the experts that a token uses count as active parameters; in a dense model all parameters do. Each of the
+    two blocks has a router of 4 x 32 and four experts as wide as the dense layer, two of them active."""
     dense = RunFolder(tmp_path, "dense").finish()
     experts = RunFolder(tmp_path, "experts", moe={"num_experts": 4, "num_active_experts": 2}).finish()
     table, expert = table_of(dense, experts), 8 * 32**2 + 5 * 32
@@ -165,7 +166,8 @@ def test_sorted_by_the_best_loss_or_by_what_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_notebooks_bills_to_the_cent() -> None:
-    """Bills are as reported. They equal seconds times price to within a cent, because the source truncates seconds."""
+    """The table's bills are those that the notebook reports. They equal seconds times price to within a cent, because
+    the notebook truncates seconds."""
     table = RunsTable.of([RunRecord.read(RunDirectory(SHIPPED_RUNS / name)) for name in NOTEBOOK])
     for name, (seconds, dollars, without_validation, loss) in BILLS.items():
         values = row_of(table, name)

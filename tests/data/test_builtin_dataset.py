@@ -85,7 +85,8 @@ def test_an_incomplete_folder_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace Python's library with a small one that also has every kind of file to leave out; return its folder."""
+    """Replace Python's library with a small one; return its folder. It also has every kind of file that the dataset
+    leaves out."""
     library = tmp_path / "library"
     for at in range(40):
         write(library / "json" / f"part{at:02}.py", f"def function_{at}(value):\n    return value + {at}\n" * 9)

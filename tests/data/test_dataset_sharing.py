@@ -181,7 +181,8 @@ def test_the_card_says_what_is_in_it(preparer: Preparer, folder: Path) -> None:
 
 @pytest.mark.parametrize("look", ["--verify", "--describe"])
 def test_a_folder_without_a_dataset_says_what_is_missing(preparer: Preparer, folder: Path, look: str) -> None:
-    """No tokenizer is looked for: it would be GPT-2's, from the network."""
+    """The line names the missing file. No tokenizer is looked for, because without meta.json it would be GPT-2's, which
+    would come from the network."""
     (folder / "tokenizer.json").unlink()
     (folder / "meta.json").unlink()
     remedy = "name another folder, or make or download the dataset"
@@ -237,7 +238,8 @@ def test_a_meta_json_that_does_not_fit(folder: Path, changes: dict, message: str
 
 
 def test_training_and_its_tests_work_on_it_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF_HUB_OFFLINE is set, and TIKTOKEN_CACHE_DIR has no vocabulary."""
+    """Training, test_smoke.py and test_loss.py need no network if the dataset has a tokenizer of its own.
+    HF_HUB_OFFLINE is set, and TIKTOKEN_CACHE_DIR has no vocabulary."""
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     shop = InProcess(tmp_path, {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"})
     write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)

@@ -139,7 +139,8 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset: FakeDataset) -> None:
-    """An empty folder is no obstacle, files have the umask's permissions, and the storage never receives the token."""
+    """A download has exactly the repository's files, all of one commit. An empty folder is no obstacle, and files have
+    the umask's permissions. The storage to which the Hub redirects never receives the token."""
     downloader.folder.mkdir(parents=True)
     downloader.environment["HF_TOKEN"] = TOKEN
     text = finish([downloader.start("import os; os.umask(0o027)")], expect=0, timeout=60).stderr
@@ -163,7 +164,8 @@ def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset
 def test_killed_download_resumes_with_the_remaining_files(
     downloader: Downloader, dataset: FakeDataset, is_pushed: bool
 ) -> None:
-    """If the repository has changed meanwhile, the folder has only files of the new version."""
+    """A killed download is resumed without a second download of complete files. If the repository has changed
+    meanwhile, the folder has only files of the new version."""
     process = downloader.start_and_hold(dataset)
     process.kill()
     finish([process], expect=-signal.SIGKILL, timeout=60)
@@ -243,7 +245,8 @@ def test_corruption_once_recovers_and_lasting_corruption_is_refused(
 
 
 def test_a_mistyped_dataset_leaves_nothing(downloader: Downloader) -> None:
-    """The owner's folder is not left behind, unless it holds another dataset."""
+    """If a dataset is not on the Hub, no folder is left behind. The folder of its owner remains only if it holds
+    another dataset."""
     for kept in ([], ["someone", "someone/other"]):
         for name in kept:
             (downloader.datasets / name).mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Preparations that are killed, stopped or fail, which the same command continues to the same bytes; their memory."""
+"""Preparations that are killed, stopped or fail: the same command continues them to the same bytes. Their memory does
+not grow with the input."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ def test_a_worker_that_dies_at_the_start_leaves_nothing_to_wait_for(preparer: Pr
 
 
 def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: Path) -> None:
-    """The encoding's pattern tries all ways to match a long word of a's, and the library gives up after a million."""
+    """If tokenizing fails, the command prints one line, and completes once the text is changed. Here the encoding's
+    pattern tries all ways to match a long word of a's, and tiktoken's regex library gives up after a million."""
     mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))
     write_json_lines(tmp_path / "texts" / "0.jsonl", DOCUMENTS[:100])
     write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 60])
@@ -158,7 +160,8 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: signal.Signals) -> None:
-    """A terminal's signal is sent to the whole process group, as by Ctrl-C, and one line is printed nevertheless."""
+    """No tokenizing process outlives a command that gets a signal. A terminal's signal is sent to the whole process
+    group, as by Ctrl-C, and one line is printed nevertheless."""
     mine, arguments = Preparer(tmp_path), [preparer.path / "texts", "out", *SMALL]
     process = mine.start(*arguments, "--workers", 2, start_new_session=True)
     workers = workers_of(process)
@@ -187,7 +190,8 @@ BEGIN = ["texts", "out", "--tokenizer", "tokenizer.json"]
 
 
 def test_a_mended_file_goes_on_after_the_others(begun: Preparer) -> None:
-    """Other options are refused, unless the work begins again."""
+    """A command that failed at a broken file completes once the file is mended. Other options are refused, unless the
+    work begins again."""
     assert "b.jsonl: line 1: not JSON" in begun.run(*BEGIN, status=1)
     line = begun.run(*BEGIN, "--shuffle-seed", "1", status=2)
     assert "unfinished work with other options (shuffle_seed: None, not 1)" in line

@@ -67,7 +67,8 @@ def test_a_hundredth_of_the_text_is_validation(preparer: Preparer) -> None:
 
 
 def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
-    """The last file, a quarter of the text, is in the train split unless documents keep their order."""
+    """A long document does not become the validation split. The last file, a quarter of the text, is in the train split
+    unless documents keep their order."""
     preparer = Preparer(tmp_path)
     (tmp_path / "texts").mkdir()
     long = "\n".join(texts(45))
@@ -122,7 +123,8 @@ def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) 
 
 
 def test_a_shuffle_is_a_permutation_decided_by_its_seed(preparer: Preparer) -> None:
-    """The number of workers changes no byte."""
+    """Equal seeds give equal bytes, whatever the number of workers. Another seed gives another order, and no order is
+    correlated with that of the input."""
     first, other = (preparer.prepare("texts", f"s{seed}", "--shuffle-seed", seed) for seed in (1, 2))
     again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 2)
     assert content_of(again) == content_of(first)
@@ -268,7 +270,8 @@ def test_the_commands_printed_at_the_end_train(
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, arguments: list[str], message: str) -> None:
-    """An owner's folder is not left behind if there was none, and not deleted if it was there already and empty."""
+    """A wrong command changes no file or folder. A dataset's owner has a folder above the dataset's. It is not left
+    behind if there was none, and not deleted if it was there already and empty."""
     (preparer.path / "datasets" / "there").mkdir(parents=True, exist_ok=True)
     for name, content in {"empty": "", "nulls": '{"text": ""}\n{"text": null}\n'}.items():
         (preparer.path / f"{name}.jsonl").write_text(content)

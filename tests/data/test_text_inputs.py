@@ -228,7 +228,8 @@ def test_invalid_text_is_an_error_or_replaced(tmp_path: Path, name: str, content
 
 @pytest.mark.parametrize("block", [1, 2, 64])
 def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """The error names the byte, whatever the size of the blocks that are read, and if the file ends in a character."""
+    """The error names the first byte that is not valid, whatever the size of the blocks that are read. It also does so
+    if the file ends in the middle of a character."""
     monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
     for content, place in ((b"\xc3\xa9 ol\xe9!", 5), ("日本".encode()[:-1], 3)):
         (tmp_path / "a.txt").write_bytes(content)
@@ -237,8 +238,8 @@ def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
-    """The dataset is that of a command with --replace-invalid from the beginning. Work done with that option does not
-    continue without it."""
+    """A command that failed at text that is not UTF-8 can be continued with --replace-invalid. The dataset is the same
+    as with this option from the beginning. Work done with the option does not continue without it."""
     write_json_lines(preparer.path / "texts" / "0.jsonl", texts(1000))  # enough for unfinished work to be kept
     tokenizer = preparer.prepare(preparer.path / "texts" / "0.jsonl", "for-its-tokenizer") / "tokenizer.json"
     (preparer.path / "texts" / "1.txt").write_bytes(b"\xe9t\xe9")

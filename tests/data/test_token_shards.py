@@ -41,7 +41,8 @@ def shard(tokens: list[int], magic: int = 20240520, version: int = 1, said: int 
 
 
 def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -> None:
-    """Write a file as build-nanogpt's fineweb.py does: a part of a larger array, without the file's suffix."""
+    """Write a file as build-nanogpt's fineweb.py does: the array is a part of a larger one, and the name given to numpy
+    has no suffix."""
     path.parent.mkdir(exist_ok=True)
     whole = np.empty((len(tokens) + 5,), dtype=dtype)
     whole[: len(tokens)] = tokens
@@ -113,7 +114,8 @@ def test_llm_cs_wide_shards(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tokenizer: Path) -> None:
-    """Shards of both widths become one split; --token-dtype gives the width of the shard that has no header."""
+    """A tokenizer may name its end-of-text token <|end_of_text|>, as Llama 3's does. Shards of both widths become one
+    split; --token-dtype gives the width of the shard that has no header."""
     renamed = preparer.path / "tokenizer.json"
     renamed.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end_of_text|>"))
     (preparer.path / "x_train_000000.bin").write_bytes(shard([0, 299, 5], magic=20240801, version=7))
@@ -185,7 +187,8 @@ sys.addaudithook(watch)
 
 
 def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path, tokenizer: Path) -> None:
-    """One shard is replaced, and the shard of the test split, which had been imported completely, is deleted."""
+    """Shards that change after an interruption are imported again. One shard is replaced, and the shard of the test
+    split, which had been imported completely, is deleted."""
     (tmp_path / "shards").mkdir()
     for name in ("a_test_1", "a_train_1", "a_train_2"):
         (tmp_path / "shards" / f"{name}.bin").write_bytes(shard([1, 2, 0]))

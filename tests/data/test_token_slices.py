@@ -93,7 +93,8 @@ def test_the_number_of_steps(ramp: list[tuple[int, BatchLayout]], wanted: int, a
 def test_every_token_is_trained_on_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, first: BatchLayout, ramp: list[tuple[int, int]], start: int
 ) -> None:
-    """The inputs of all steps, accumulation steps and ranks join to a slice, and the targets to the slice one later."""
+    """The inputs of all steps, accumulation steps and ranks together are one slice of the tokens. The targets together
+    are the slice that begins one token later."""
     path = tmp_path_factory.getbasetemp() / "counting.safetensors"
     if not path.exists():
         save_file({"tokens": np.arange(2**14, dtype=np.uint16)}, path)
@@ -175,7 +176,8 @@ def test_the_fingerprint_sees_another_dataset(tmp_path: Path) -> None:
 
 
 def test_the_notebooks_meta_json_is_understood(tmp_path: Path) -> None:
-    """`files` may be an object; without a tokenizer it is GPT-2's, and without counts the bytes are unknown."""
+    """`files` may be an object. If no tokenizer is named, it is GPT-2's. If no counts are given, the bytes per token
+    are unknown."""
     shop = Workshop(tmp_path)
     folder = shop.add_dataset()
     files = {"train": "train.safetensors", "validation": "validation.safetensors"}

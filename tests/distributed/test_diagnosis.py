@@ -18,8 +18,8 @@ FIRST = Heartbeat(1, ELSEWHERE, "global step 4", [4, 0], 3.0, stopping=False)
 
 
 def at(order: int, part: int, stalled: float | None) -> Heartbeat:
-    """Return the heartbeat of a rank on another machine that has done `part` parts of the place number `order` and has
-    made no progress for `stalled` seconds (None if it is idle)."""
+    """Return the heartbeat of a rank on another machine. The rank has done `part` parts of its work at the place with
+    the number `order`, and has made no progress for `stalled` seconds (None if it is idle)."""
     return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
@@ -70,8 +70,8 @@ def last(at: float, heartbeat: Heartbeat | None = None, gone_since: float | None
 def case(
     ranks: Sequence[Heartbeat | LastHeartbeat], until: tuple[float, float], now: float, fault: Fault | None = None
 ) -> tuple[Heartbeats, float, Fault | None]:
-    """Return rank 0's record of the ranks, with the seconds of the last contact with the store and of the end of this
-    process's own freeze; the time; and the fault found at that time."""
+    """Return rank 0's record of the ranks, the time `now`, and the fault found at that time. `until` gives the seconds
+    of the last contact with the store and of the end of this process's own freeze, both kept in the record."""
     return known(ranks, contact=until[0], frozen_until=until[1]), now, fault
 
 
@@ -147,7 +147,7 @@ def test_only_a_new_heartbeat_counts() -> None:
 
 def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
     """Rank 1 waits while rank 0 saves for a long time. Then both continue. Rank 1 is not called stuck while its newest
-    heartbeat is from before that."""
+    heartbeat may have been sent before they continued."""
     timeouts = {"stuck": 10.0, "silent": 20.0, "gone": 5.0}
     saving = replace(FIRST, place="global step 3", progress=[3, IDLE], stalled=None)
     heartbeats = known([saving, replace(FIRST, stalled=12.0)])

@@ -16,7 +16,8 @@ from tests.support.launch import Workshop
 
 
 class Device:
-    """Simulated device. `recorded` counts its events, and a test sets `reached`, the number that it has completed."""
+    """Simulated device. `recorded` counts its events. A test sets `reached`, the number of events that the device has
+    completed."""
 
     def __init__(self) -> None:
         self.recorded = self.reached = 0

@@ -255,7 +255,8 @@ def evaluate(subject: Subject, folder: Path, *options: object) -> Result:
 
 
 def test_the_command_prints_a_table_and_writes_files(subject: Subject, tmp_path: Path) -> None:
-    """Scores of a run's checkpoint stay in the run, too."""
+    """The command prints a table and writes the file that --output names. Scores of a run's checkpoint are also kept in
+    the run's folder."""
     run = tmp_path / "runs" / "r"
     checkpoint = shutil.copytree(subject.folder, run / "checkpoints" / "20260101Z000000-iteration-9")
     (run / "checkpoints" / "best").symlink_to(checkpoint.name)
@@ -333,7 +334,8 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
 
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two tasks, and the group `outer` with the group `both` of these tasks, in the index of lm-eval's names."""
+    """The names of two tasks. In the index of lm-eval's names, these tasks form the group `both`, and the group `outer`
+    contains `both`."""
     from lm_eval.tasks import TaskManager
 
     names = ["one", "a_task_with_a_rather_long_name_of_its_own"]
@@ -402,7 +404,8 @@ def test_tasks_that_cannot_be_run_are_one_line(
 
 @pytest.mark.slow
 def test_lm_evals_own_names_are_known() -> None:
-    """lm-eval's index of all its tasks takes seconds to build."""
+    """lm-eval's own names and patterns of them are found, and a misspelt one gets a suggestion. The test is slow,
+    because lm-eval's index of all its tasks takes seconds to build."""
     for name in ("arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"):
         assert benchmarks.known_names(name) == [name]
     assert "lambada_openai" in benchmarks.known_names("lambada*")

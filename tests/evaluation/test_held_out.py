@@ -67,7 +67,8 @@ def unwrapped(result: Result) -> str:
 
 
 def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
-    """The loss is over all whole batches of 6 x 16 tokens from the start token on, and equals torch's cross-entropy."""
+    """The loss of each sequence of 16 tokens equals torch's cross-entropy, and the printed loss is their mean. It is
+    over all whole batches of 6 sequences from the start token on."""
     run = shop.runs / "r"
     best, weights = run / "checkpoints" / "best", Path(files_of(run)[1])
     model = load_model(load_model_config(run / "model.json"), weights, CPU)
@@ -194,8 +195,8 @@ def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(shop: Workshop) -> None:
-    """The same ids are then other text to the model, even if both vocabularies have the same size. A tokenizer file
-    with other formatting is the same tokenizer."""
+    """A dataset is refused if its tokenizer is not the model's. Its ids are other text to the model, even if both
+    vocabularies have the same size. A tokenizer file with other formatting is the same tokenizer."""
     for name, text in (("own", "the cat sat on the mat " * 99), ("other", "0123456789 " * 99)):
         folder = shop.datasets / "me" / name
         folder.mkdir(parents=True)
@@ -350,7 +351,8 @@ def test_weights_elsewhere_leave_nothing(shop: Workshop, tmp_path: Path) -> None
 
 
 def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
-    """A link in a result's place is replaced and not followed; a file in the place of the folder gives a warning."""
+    """A link in the place of a result's file is replaced and not followed. A file in the place of the results folder
+    gives a warning, and the result is not kept."""
     run = shop.runs / "r"
     measure(shop, "r", "--batches", 1)
     outside = tmp_path / "outside"

@@ -381,7 +381,7 @@ class _Web(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing; tests read `asked`."""
+        """Log nothing; the list `asked` tells the tests what was requested."""
 
 
 def test_instructions_are_downloaded_once_and_whole_into_the_users_cache(shop: Workshop) -> None:

@@ -129,7 +129,8 @@ def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Ben
 
 
 def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
-    """The time that Retry-After asks for is waited for."""
+    """A judge that fails for a while is asked again until all questions have valid answers. A new request waits for as
+    long as Retry-After asks."""
     bench.judge.faults = [
         *(status(429, retry_after="0.7"), status(500), status(529, retry_after="soon"), Fault(hang_up=True)),
         *(status(503, retry_after="Fri, 31 Dec 1999 23:59:59 GMT"), status(408), Fault(delay_seconds=60)),
@@ -163,7 +164,8 @@ def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
 def test_a_judge_that_never_answers_or_refuses(
     bench: Bench, fault: Fault, error: type[Exception], words: str, requests: int
 ) -> None:
-    """A request whose failure may pass is sent three times; after a long Retry-After or another failure, only once."""
+    """A request is sent three times if its failure may be temporary. After a long Retry-After or another failure, it is
+    sent only once."""
     bench.judge.always = {None: fault}
     with pytest.raises(error) as caught:
         bench.run(parallel=1, timeout=0.3)

@@ -178,8 +178,8 @@ def test_responses_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_the_books_and_the_notebooks_files_are_read_too(tmp_path: Path) -> None:
-    """Such a file is a list of the test entries with a model's answer in each: the book's
-    instruction-data-with-response.json."""
+    """The book and the notebook write a list of the test entries with a model's answer in each. Such files are read,
+    too, for example the book's instruction-data-with-response.json."""
     entries = [{"instruction": "Add.", "input": "1", "output": "2", "model_response": text} for text in ("2", "")]
     for name, label in (("small-ift-test-results", "small"), ("instruction-data-with-response",) * 2):
         path = tmp_path / f"{name}.json"

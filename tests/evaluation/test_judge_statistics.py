@@ -25,7 +25,8 @@ def test_questions_without_answers_count_for_no_model() -> None:
 
 
 def test_models_share_their_resamples() -> None:
-    """A model that is always 5 points better is so in every resample, however much the questions differ."""
+    """A model that is 5 points better at every question is 5 points better in every resample, however much the
+    questions differ."""
     scores = RANDOM.integers(0, 95, size=(40, 1, 1)).astype(float)
     comparison = compare(np.concatenate([scores, scores + 5], axis=2), seed=0)
     assert comparison is not None

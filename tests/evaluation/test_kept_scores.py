@@ -54,7 +54,8 @@ def test_each_run_keeps_its_own_scores(bench: Bench) -> None:
 
 
 def test_the_same_judging_is_one_result_and_another_company_is_another(bench: Bench) -> None:
-    """Answers that are judged alone are the same in any company."""
+    """Judging the same answers again leaves one result, and judging them together with other models' answers makes
+    another one. With the prompt "book", each answer is judged alone, so that other models do not matter."""
     bench.command()
     bench.command("--prompt", "book")
     bench.models.reverse()
@@ -83,7 +84,8 @@ def test_another_models_missing_answer_leaves_no_question_out(bench: Bench) -> N
 
 
 def test_answers_that_belong_to_no_known_weights(bench: Bench) -> None:
-    """A line says that scores of answers in a run's folder are not kept. For answers elsewhere, nothing is printed."""
+    """Scores are not kept if it is unknown which weights gave the answers. A line says so for answers in a run's
+    folder. For answers elsewhere, nothing is printed."""
     bench.models[0] = make_models()[0]
     (bench.folder / "medium").rename(bench.folder / "elsewhere")
     (bench.folder / "large" / "checkpoints" / CHECKPOINT / "model.safetensors").write_bytes(b"trained anew")

@@ -136,8 +136,8 @@ def line_of_refusal(shop: Workshop, run: Path) -> str:
 @pytest.mark.fault("best is damaged", "training continues from latest to the same end")
 @pytest.mark.fault("latest is no link", "training continues from the highest step, and latest is a link again")
 def test_other_damages(shop: Workshop, exhaustive: bool) -> None:
-    """A run is resumed even if `best` is damaged, and if `latest` is missing, a file or a folder, as programs leave it
-    that do not copy links or that follow them."""
+    """A run is resumed even if `best` is damaged, and even if `latest` is no link. Programs that do not copy links
+    leave nothing or a file in its place; programs that follow links leave a folder."""
     best = [*(FILE_DAMAGES if exhaustive else FILE_DAMAGES[:: 2 * len(FILES) + 1]), *LINK_DAMAGES, Damage(Path.unlink)]
     latest = [Damage(Path.unlink), Damage(become_a_file), Damage(become_a_copy)]
 
@@ -170,7 +170,8 @@ def test_all_damaged(shop: Workshop) -> None:
 
 @pytest.mark.fault("a bit flips anywhere", "found in each file of a checkpoint by the check that every start makes")
 def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
-    """The check that every start makes first finds any flipped bit. The test calls the check in this process."""
+    """Every start first makes a check of the checkpoint, which finds any flipped bit that changes a value. The test
+    calls this check in its own process."""
     checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
     dice = random.Random(0)
     meta = read_meta(checkpoint)

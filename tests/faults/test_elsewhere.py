@@ -1,7 +1,7 @@
 """Links, downloads and pickles that reach for other files, and data that must stay here.
 
 Whatever paths a checkpoint, an unfinished download or a list of files from somebody else contains, nothing outside is
-written or deleted, and no code in them runs.
+written or deleted, and no code in them runs. Secrets are written nowhere, and ranks listen on this machine alone.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ LEADING_OUT: dict[str, list[str]] = {  # the path that becomes a link, and the r
 @pytest.mark.parametrize(("place", "asked"), LEADING_OUT.items(), ids=LEADING_OUT)
 @pytest.mark.fault("names and links that lead out", "refused; nothing there was read or changed")
 def test_names_stay_in_their_folders(bench: Bench, outside: Path, place: str, asked: list[str]) -> None:
-    """A link that leads out is refused even if its target is whole: the original, or a copy of another checkpoint or
-    run."""
+    """A link that leads out is refused even if its target is whole. The target is a copy of the original, or of another
+    checkpoint or run where there is no original."""
     latest = bench.reset()
     link = (bench.shop.path / place).parent.resolve() / Path(place).name
     like = link if os.path.lexists(link) else latest if "iteration" in place else bench.shop.runs / "r"
@@ -172,8 +172,9 @@ def test_nothing_outside_is_changed(bench: Bench, outside: Path, tmp_path: Path)
 
 @pytest.mark.fault("folders on another disk, by links", "training, continuing and restarting work; the links stay")
 def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
-    """A whole folder may be on a larger disk, because such a link is the user's own. Only names that are typed or read
-    from a file, and links in somebody else's files, must not lead out."""
+    """Training works if a whole folder, such as datasets/ or a run's checkpoints/, is a link to a larger disk, because
+    such a link is the user's own. Only names that are typed or read from a file, and links in somebody else's files,
+    must not lead out."""
     places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
     for number, place in enumerate(places if exhaustive else places[:2]):
         shop, disk = InProcess(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
@@ -242,7 +243,7 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
 @pytest.mark.fault("a hub that names files elsewhere", "refused before anything is downloaded")
 def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exhaustive: bool) -> None:
     """Paths that lead out of the dataset's folder are refused. An endpoint other than the Hub itself could list such a
-    path to have a file written there or, because of its hash, deleted."""
+    path to have a file written there. With a wrong hash it could have an existing file deleted."""
     before = tree(outside)
     above = "../../../../outside/file"
     paths = [above, str(outside / "file"), f"a/../{above}", "./train.json", "a//b.json"]

@@ -63,7 +63,7 @@ def assert_ended(result: Result, place: Path, reason: str = "No space left on de
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault of a disk before a file operation of a call of file_operations.CALLS."""
+    """Disk fault just before one of the file operations in a call of a function of file_operations.CALLS."""
 
     call: str
     number: int
@@ -211,7 +211,8 @@ b.read_documents = lambda: dict(list(everything().items())[:80])
 @pytest.mark.slow
 @pytest.mark.fault("disk full for the data set", "ends with nothing half written; with space it is built")
 def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
-    """The disk has space for nothing, for the tokenizer alone, or for the tokenizer and a split."""
+    """A disk too small for the dataset ends the run with one line and no part of the dataset; with more space, the same
+    command completes. The disk has space for nothing, for the tokenizer alone, or for the tokenizer and a split."""
     model = {"vocab_size": 4096, "context_length": 16}
     settings = {"dataset": "builtin/python-stdlib", "precision": "fp32"}
     sizes = [0, 60, 400] if exhaustive else [60]

@@ -392,8 +392,8 @@ WRONG: list[Any] = [None, True, -1, 0, 1.5, 10**18, 10**400, 1e308, "x", "a\nb\x
 @pytest.mark.slow
 @pytest.mark.fault("a checkpoint's meta.json is wrong, continued", "refused, or trained on; no checkpoint lost")
 def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool) -> None:
-    """A run whose meta.json has a wrong value or lacks a key is refused by the real command, or resumed without a
-    loss."""
+    """A run whose meta.json has a wrong value or lacks a key is refused by the real command, or is resumed without
+    losing a checkpoint."""
     right = bench.meta()
     metas: list[dict[str, Any]] = [{**right, key: value} for key in [*right, "new"] for value in WRONG]
     metas += [{other: value for other, value in right.items() if other != key} for key in right]

@@ -33,8 +33,8 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Call:
-    """Call of file_operations.CALLS during which a rank is killed: call `number` (from 0) of a run with these
-    settings."""
+    """Call of one of the functions in file_operations.CALLS during which a rank is killed. `number` (from 0) counts the
+    calls of that function in a run with these settings."""
 
     name: str
     number: int = 0
@@ -68,7 +68,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop
 
 
 def straight(shop: Workshop, call: Call) -> Path:
-    """Return the undisturbed run with the call's optimizer, and train it if this has not been done."""
+    """Return the undisturbed run with the optimizer and the number of ranks of `call`. Train it if it does not exist
+    yet."""
     settings = SHARDED if call.settings == SHARDED else {}
     name = f"straight-{call.ranks}"
     run = shop.runs / name
@@ -79,7 +80,7 @@ def straight(shop: Workshop, call: Call) -> Path:
 
 
 def operations_of(shop: Workshop, calls: Sequence[Call]) -> list[list[str]]:
-    """Return the file operations of each of the calls, in one undisturbed run. The calls must have the same
+    """Return the file operations during each of `calls`, as one undisturbed run logs them. All calls must have the same
     settings."""
     paths, name = [shop.path / call.run_name("operations") for call in calls], calls[0].run_name("dry")
     run = shop.add_run(name, **SETTINGS | calls[0].settings)

@@ -78,7 +78,7 @@ FEW = {"python's start": False, "an import": True, "a save": False, "a step": Tr
 
 
 def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes: bool) -> None:
-    """Kill the launcher while a rank is at a place, and resume the run to its end."""
+    """Kill the launcher when a rank has reached `place` in the program, and resume the run to its end."""
     run = shop.add_run(f"killed-{by_processes}-" + place.name.replace("'", "").replace(" ", "-"), **SETTINGS)
     mark = shop.path / f"{run.name}.mark"
     go = mark.with_suffix(".go")

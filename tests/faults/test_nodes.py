@@ -131,7 +131,8 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
 @pytest.mark.fault("the network fails", "both sides say so and end within the time-out and 30 s; the same end")
 @pytest.mark.fault("a node vanishes", "the other one says so and ends in as long; the same end")
 def test_faults_in_turn(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
-    """A run that is stopped, cut in two, and left by a node, one after the other, reaches the same end.
+    """A run reaches the same end after three faults in turn: it is stopped, the network between its nodes fails, and a
+    node vanishes.
 
     SIGTERM goes to one node's torchrun, or to both as a scheduler sends it. Packets are lost without an error, as in a
     broken switch, or the carrier is lost, as with a pulled cable.
@@ -197,7 +198,7 @@ def refusal(pair: Pair, name: str) -> str:
 
 @pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes", "all are started again, to the same end")
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool) -> None:
-    """When a rank dies, the other node's torchrun also starts its ranks again, in its own time."""
+    """When a rank dies, the other node's torchrun also starts its ranks again, not necessarily at the same time."""
     cases = [(1, False), (0, True)] if exhaustive else [(1, False)]
     for number, (struck, c10d) in enumerate(cases):
         run = add_run(pair, f"restarted-{number}")

@@ -1,4 +1,7 @@
-"""Old checkpoints that are deleted, and operations on files that fail."""
+"""Old checkpoints that are deleted, and operations on files that fail.
+
+The operations fail while a save deletes an old checkpoint.
+"""
 
 from __future__ import annotations
 

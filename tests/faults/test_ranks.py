@@ -1,6 +1,6 @@
 """One rank that is not as the others.
 
-Gradients that are not finite, a rank 0 that is slow, weights that drift apart.
+The faults are gradients that are not finite, a slow rank 0, and weights that drift apart.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ OTHER_PLACES = {
 
 
 def acting_at(place: str, rank: int, action: str, step: int) -> str:
-    """Return the prelude with which a rank runs `action` at a place."""
+    """Return Python source that makes a rank run `action` at a place in the program."""
     text = OTHER_PLACES.get(place, "before({place}, {action}, rank={rank}, step={step}, call=1)")
     return FAULTS + text.format(place=place, rank=rank, action=action, step=step)
 
@@ -83,8 +83,9 @@ def acting_at(place: str, rank: int, action: str, step: int) -> str:
 @pytest.mark.fault("a rank is told to stop", "in ten places: all stop after the same step; the same end")
 @pytest.mark.fault("stopped after each step", "each process does one step; the same end")
 def test_told_anywhere(shop: Workshop, exhaustive: bool) -> None:
-    """If one rank alone gets a signal, all ranks stop after the same step. In these runs each process does a single
-    step, is told to stop at another place, and the next process resumes the run."""
+    """If one rank alone gets a signal, all ranks stop after the same step, wherever in the step that rank is. In these
+    runs each process does a single step, and the next process resumes the run. Each process gets the signal at another
+    place."""
     settings = SETTINGS | {"precision": "fp16", "validation_interval": 1, "report_interval": 3}
     lively = FAULTS + "lively_scaler()\n"
     unstopped = shop.add_run("not-told", **settings)
@@ -206,8 +207,8 @@ STUCK = ("freeze", "pause(1000)", "spin")
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of one of `ranks` ranks, which kills itself, raises an error or gets stuck at a place. With `as_torchrun`,
-    the other ranks are told to end once one has failed, as torchrun does."""
+    """Loss of one of `ranks` ranks. At a place in the program, this rank kills itself, raises an error or gets stuck.
+    With `as_torchrun`, the other ranks are told to end once one has failed, as torchrun does."""
 
     place: str
     rank: int

@@ -1,4 +1,7 @@
-"""Two jobs on one run."""
+"""Two jobs on one run.
+
+The second job is refused while the first one lives.
+"""
 
 from __future__ import annotations
 

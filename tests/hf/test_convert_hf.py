@@ -69,7 +69,7 @@ def imported(path: Path, source: str = "hf") -> GPTModel:
 
 
 def loaded(folder: Path) -> Any:
-    """Return the model in a folder as transformers loads it, whose folder must have exactly the tensors of its
+    """Return the model that transformers loads from a folder. The folder must have exactly the tensors of the model's
     class."""
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +117,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_transformers_loads_what_is_exported_as_the_same_model(
     exported: tuple[Path, GPTModel], request: pytest.FixtureRequest
 ) -> None:
-    """A native class also samples the text that test_smoke.py prints, both with a cache."""
+    """transformers loads each export as its native class, with the same logits and the same tokenizer. It also
+    generates the text that test_smoke.py prints; both use a key-value cache."""
     path, model = exported
     theirs, tokenizer = loaded(path / "out"), loaded_tokenizer(path / "out")
     assert type(theirs).__name__ == EXPORTS[request.node.callspec.params["exported"]][0]
@@ -222,7 +223,8 @@ def test_a_full_disk_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["<|endoftext|>", "<|end_of_text|>"])
 def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name: str) -> None:
-    """The end-of-text token is ours, and transformers adds none behind the vocabulary."""
+    """transformers uses the end-of-text token of our tokenizer, under its name and id. It adds no other one after the
+    vocabulary."""
     train_bpe(iter([TEXT]), 290, tmp_path / "tokenizer.json")
     content = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", name)
     (tmp_path / "tokenizer.json").write_text(content)
@@ -350,8 +352,8 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Path) -> None:
-    """A source that could be a Hub name is also called a missing folder. A model in this project's own format, and a
-    part of a model, are recognized."""
+    """If a missing folder could also be a model's name on the Hub, the error says both. A model in this project's own
+    format, a single file of a model, and an incomplete model are recognized."""
     folder = tmp_path / "c"
     write_checkpoint(folder, small())
     (folder / "model.json").write_text(small().model_dump_json())
@@ -385,8 +387,9 @@ def hub_variables(hub: FakeHub, home: Path) -> dict[str, str]:
 
 
 def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
-    """The dataset names no tokenizer, which means GPT-2's, but the model has 64 tokens. A checkpoint with its own
-    tokenizer therefore replaces the run's best one."""
+    """transformers and this project's import load a published run with the same weights. The dataset of the run names
+    no tokenizer, which means GPT-2's. This does not fit the run's model of 64 tokens, so that a checkpoint with its own
+    tokenizer replaces the best one."""
     shop = InProcess(tmp_path)
     shop.add_dataset()
     run = shop.add_run("r", price_per_hour=36.0)
@@ -451,7 +454,8 @@ def check_card(card: str, run: Path) -> None:
 
 
 def test_a_checkpoint_that_records_little_has_a_card(tmp_path: Path) -> None:
-    """A checkpoint of the notebook's program records its losses; --card prints the card without a Hub."""
+    """A checkpoint of the notebook's program records little more than its losses. --card prints its card without a
+    Hub."""
     write_checkpoint(tmp_path / "c", small(), train_loss=3.5, val_loss="x", global_step=7, is_best=True)
     card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
     front = yaml.safe_load(card.split("---\n", 2)[1])

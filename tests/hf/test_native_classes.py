@@ -100,7 +100,8 @@ def test_what_no_native_class_computes_is_told_by_the_keys_name(changes: dict[st
 
 
 def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
-    """The refusal names every key that the notebook's format needs; --plan names those of the nearest native class."""
+    """The refusal names every key that has to change for the notebook's format. --plan names those that have to change
+    for the nearest native class."""
     levers: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "qk_norm": True, "mlp": "relu2"}
     config = shape(vocab_size=300, **levers, value_embeddings=1, linear_bias=False)
     write_checkpoint(tmp_path / "c", config)
@@ -124,7 +125,7 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_widths_that_heads_do_not_divide() -> None:
-    """transformers refuses a Llama of such a width, and computes a Qwen 3 of that width."""
+    """If `emb_dim` is not a multiple of the number of heads, transformers refuses a Llama and computes a Qwen 3."""
     import transformers
     from huggingface_hub.errors import StrictDataclassClassValidationError
 
@@ -189,7 +190,8 @@ for name in names:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTModel, dict[str, Any]]]:
-    """Each model of OWN, and what a process without this project in its path computed from the exported folder."""
+    """Models without a native class (OWN), each with the results that another process computed from the exported
+    folder. That process does not have this project in its path."""
     path = tmp_path_factory.mktemp("elsewhere")
     models = {name: write_checkpoint(path / "c" / name, shape(**{"vocab_size": 300, **OWN[name]})) for name in OWN}
     for name, model in models.items():

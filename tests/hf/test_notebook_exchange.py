@@ -38,7 +38,8 @@ PAIR = ("model.tok_emb.weight", "model.out_head.weight")
 
 
 def published(folder: Path, **changes: Any) -> NotebookModel:
-    """Write a folder like the author's repositories, with code that must not run, and return its model."""
+    """Write a folder like the repositories of the notebook's author, with code that must not run, and return its
+    model."""
     cfg = shape(vocab_size=300, drop_rate=0.1, **changes).model_dump(exclude_unset=True)
     torch.manual_seed(4)
     from tests.support.published_model import PublishedConfig, PublishedModel  # loads transformers

@@ -1,4 +1,4 @@
-"""A mixture of experts against a loop over tokens and experts in fp64, and transformers' Mixtral."""
+"""A mixture of experts equals a loop over tokens and experts in fp64, and transformers' Mixtral."""
 
 from __future__ import annotations
 

@@ -330,8 +330,8 @@ def test_a_compiled_model_is_one_graph_with_the_same_gradients(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiled model is one graph with one loss, and has the gradients of the uncompiled model. The chunks of logits
-    are unequal, and experts' widths no multiple of eight, so that they are padded; their blocks are recomputed. A
-    different load of the experts does not compile the model again."""
+    are unequal. The widths of experts are no multiple of eight, so that they are padded, and blocks with experts are
+    recomputed in the backward pass. A different load of the experts does not compile the model again."""
     model = random_model(shape(**changes), recompute_blocks="moe" in changes)
     model.moe_router_loss_scale = 0.1
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""harness/model/cross_entropy.py against torch's own linear and cross_entropy."""
+"""harness/model/cross_entropy.py, checked against torch's own linear and cross_entropy."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
 
 
 def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a frequent token does not overflow in fp16. By the number of logits alone, all rows of a small
-    vocabulary would be one chunk on a GPU, and this gradient would be a sum over all of them."""
+    """The gradient of a frequent token does not overflow in fp16. It is a sum over the rows of a chunk. If only the
+    number of logits limited a chunk, all rows of a small vocabulary would be one chunk on a GPU."""
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", CHUNK_LOGITS["cuda"])
     rows, vocab = 2**17, 16
     features, weight = torch.ones(rows, 2, requires_grad=True), torch.zeros(vocab, 2, requires_grad=True)
@@ -235,8 +235,8 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
-    """The kernel is compiled once for all numbers of rows, and once more for use without gradients. All are split into
-    chunks of 128 rows and a shorter last one."""
+    """The kernel is compiled once for all numbers of rows, and once more for use without gradients. The rows are always
+    split into chunks of 128, of which the last one may have fewer."""
     loss = torch.compile(linear_cross_entropy, dynamic=True, backend="aot_eager")
     programs = []
     for rows in (200, 512, 64, 1):
@@ -306,9 +306,9 @@ print(json.dumps(found))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status for the peak memory")
 def test_peak_memory_is_far_below_the_references() -> None:
     """The peak memory is less than a third of the reference's. 2,048 x 50,257 logits in fp32 have 393 MiB. torch's own
-    loss keeps at least two such tensors, while a chunk has 64 MiB. Both losses run in one process, ours first. The
-    second number that MEASURE prints is how much the reference raises the peak above ours, which is less than the
-    memory that it uses."""
+    loss keeps at least two such tensors, while a chunk has 64 MiB. MEASURE runs both losses in one process, ours first.
+    Its second number is only the reference's peak above ours, which is less than all the memory that the reference
+    uses."""
     ours, added = printed_by(MEASURE)
     assert ours < 350
     assert ours + added > 700

@@ -1,4 +1,4 @@
-"""Choice of the precision by the speed of bf16 on the processor, and attention in bf16 on the CPU."""
+"""Processors on which bf16 is fast, attention in bf16 on the CPU, and the precision of measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.warm import warm_server
 
 
 def test_a_finished_model_is_measured_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers must not depend on the processor. tests/training/test_every_precision.py tests training."""
+    """Outside training, "auto" is fp32 on a CPU, because the numbers of a finished model must not depend on the
+    processor. tests/training/test_every_precision.py tests training."""
     monkeypatch.setattr(module, "has_fast_bf16", lambda: True)
     assert Precision.resolve("auto", torch.device("cpu")).name == "fp32"
 

@@ -130,8 +130,8 @@ def test_too_little_and_too_much(shop: Workshop, train: dict[str, Any], words: s
 @pytest.mark.parametrize(("key", "batches"), [("tokens_per_parameter", 2), ("target_flops", 1)])
 def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop, key: str, batches: int) -> None:
     """A budget raised to the value that the error message names is accepted. The value is rounded up to three digits,
-    which may be a token or two more than one batch. A budget that is itself rounded up to whole batches then has
-    two."""
+    so that it may exceed one batch by a token or two. A budget that is itself rounded up to whole batches is then two
+    batches."""
     said = re.search(r"at least ([\d.e+-]+),", refused(shop, **{key: 1e-6}))
     assert said
     asked = experiment(shop, **{key: float(said[1])})

@@ -90,8 +90,8 @@ def test_latest_and_best_are_relative_links(folder: Path) -> None:
 
 
 def test_a_folder_in_place_of_latest(folder: Path) -> None:
-    """If the checkpoints were copied with links followed, `latest` is a folder. The newest dated checkpoint is taken.
-    If there is none, a message says how to rename the folder; it is not trained over."""
+    """`latest` is a folder if the checkpoints were copied by a program that follows links. The newest dated checkpoint
+    is then taken. If there is none, a message says how to rename the folder, and training does not start."""
     path = save_checkpoint(folder, a_checkpoint(3))
     (folder / "latest").unlink()
     shutil.copytree(path, folder / "latest")
@@ -184,8 +184,8 @@ def test_verify_names_the_damaged_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_meta_json_that_is_none_or_vouches_for_nothing(folder: Path, tmp_path: Path) -> None:
-    """A checkpoint is refused if its meta.json is none, if the list of hashes is missing or incomplete, and if that
-    list leads out of the checkpoint."""
+    """A checkpoint is refused if the content of its meta.json is not valid. It is refused, too, if the list of hashes
+    in it is missing or incomplete, or names a file outside the checkpoint."""
     path = save_checkpoint(folder, a_checkpoint())
     meta = read_meta(path)
     for text in ("", "{", "[]", "{}", *(f'{{"global_step": {each}}}' for each in ('"1"', "null", '1, "sha256": []'))):
@@ -266,8 +266,8 @@ def test_later_checkpoints_are_moved_aside_whole(
 
 
 def test_nothing_later_moves_nothing(folder: Path) -> None:
-    """If no checkpoint is later, none is moved. If a kill left `best` at an older checkpoint, it is set to the best
-    step that the checkpoint to resume from records."""
+    """If no checkpoint is later, none is moved. A kill may have left `best` at an older checkpoint. It is then set to
+    the best step as recorded in the checkpoint to resume from."""
     paths = save_steps(folder, [0, 5], best=5)
 
     def unwanted() -> Path:
