@@ -1,5 +1,5 @@
-"""Estimated speeds against numbers by hand and torch's counters, the settings that they depend on, and the names of
-devices."""
+"""Estimated speeds, compared with numbers calculated by hand and with torch's counters; the settings that they depend
+on; and the names of devices."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.Mo
 
 
 def test_names_of_devices() -> None:
-    """Devices are found by the names of drivers and people. Devices with other memory, clocks or parts of a GPU than
-    those in the table are not."""
+    """A device is found by the name that its driver gives and by names that people use. A device whose memory or clocks
+    differ from those in the table is not found, nor is a part of a GPU."""
     for driver, name in DRIVER_NAMES.items():
         assert device(driver).name == name
         assert device(driver).matrix_peak == peak_flops(driver), "MFU uses another peak for the same device"

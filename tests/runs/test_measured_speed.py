@@ -71,8 +71,8 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: InProce
 
 
 def test_a_step_is_as_fast_if_all_that_is_recorded_agrees() -> None:
-    """A condition that only one record has is ignored, because an earlier version or another program did not write
-    it."""
+    """A recorded step is as fast as the current one if the conditions agree that both have recorded. A condition that
+    only one of them has is ignored, because an earlier version or another program did not write it."""
     train: dict[str, Any] = {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1, "bucket_mb": None}
     train |= {"optimizer": "adamw", "shard_optimizer": False, "deterministic": False, "batch_ramp": None}
 

@@ -210,8 +210,8 @@ def test_long_names_fit_a_terminal(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_only_rank_0_prints(shop: Workshop) -> None:
-    """With torchrun's environment variables only rank 0 prints the plan. Ranks exchange nothing for a plan, so the test
-    runs one after the other."""
+    """With torchrun's environment variables only rank 0 prints the plan. The test runs the ranks one after the other,
+    which works because ranks exchange nothing for a plan."""
     shop.add_run()
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]

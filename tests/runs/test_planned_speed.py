@@ -29,7 +29,7 @@ BILLS = {
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> None:
     """A plan from the notebook's speeds has the notebook's cost, to the cent. These speeds include validation, which
-    one GPU of the eight ran. Its part of the cost is the reported one, or an estimate if the speed is given as an
+    one GPU of the eight ran. The cost of validation is the reported one, or an estimate if the speed is given as an
     option. The B200's cost may be off by a cent, because the table's seconds are cut to whole ones (0.4 cents)."""
     speed, seconds, total, without, machine = BILLS[name]
     cents = 0.0101 if name == "8xb200m160" else 0.0001
@@ -54,8 +54,8 @@ def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> No
 
 @pytest.mark.parametrize("name", BILLS)
 def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
-    """The shipped runs, which validate on all ranks, cost the notebook's dollars without validation, and an estimate
-    for validation."""
+    """The shipped runs validate on all ranks. Their plans show the notebook's dollars for training, and an estimate for
+    validation."""
     found = rows(shipped(tmp_path, name), name, **EIGHT)
     assert "tokens/s of training alone, without validation (reported for 8x " in found["speed"]
     assert f"${BILLS[name][3]} training + $" in found["cost"]
@@ -261,8 +261,8 @@ def test_an_estimated_speed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "speed"), [("8xa100m40", 984_000), ("8xh100m80", 2_740_000)])
 def test_the_estimate_of_a_stack_of_levers_with_muon(tmp_path: Path, name: str, speed: int) -> None:
-    """The estimate for GPT-2 small with Muon and the model options of the public speed record is below the same run's
-    without them."""
+    """The estimate for GPT-2 small with Muon and FAST, the model options of a public speed record, is below the same
+    run's without them."""
     device, plain = ESTIMATED[name]
     where = shipped(tmp_path, name, optimizer="muon", lr_schedule="linear")
     model = where.runs / name / "model.json"
@@ -282,7 +282,8 @@ LARGE_ENOUGH = {"emb_dim": 4096, "n_layers": 1}
 
 @pytest.mark.parametrize(("device", "said"), [("H100", "96 tokens/s"), ("H200", "(estimated for 1 x H200: ")])
 def test_a_measured_speed_comes_first(shop: Workshop, device: str, said: str) -> None:
-    """A speed measured on the assumed device replaces the estimate. A speed measured on another device does not."""
+    """A speed measured on the device that the plan assumes replaces the estimate. A speed measured on another device
+    does not."""
     shop.add_run(model=LARGE_ENOUGH)
     add_summary(shop, device="NVIDIA H100 80GB HBM3")
     assert said in rows(shop, assume_device=device)["speed"]

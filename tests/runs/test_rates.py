@@ -1,4 +1,5 @@
-"""Learning-rate schedules and the rules that scale learning rate and weight decay, against exact numbers by hand."""
+"""Learning-rate schedules, and the rules that scale learning rate and weight decay, compared with exact numbers
+calculated by hand."""
 
 from __future__ import annotations
 
@@ -159,8 +160,8 @@ def test_what_is_scaled_beyond_all_numbers_is_refused() -> None:
 
 
 def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
-    """With a batch ramp, learning rate and weight decay of each step are those by hand for the step's batch B, and
-    B/(eta·lambda) is the same in each step."""
+    """With a batch ramp, learning rate and weight decay of each step equal those calculated by hand for the step's
+    batch B. B/(eta·lambda) is the same in each step."""
     ramped = config(scale_with_batch={"reference_tokens": 1024})
     largest = scale_settings(ramped, **SETUP).values
     for batch, by_hand in ((1024, 1.0), (2048, math.sqrt(2)), (4096, 2.0)):

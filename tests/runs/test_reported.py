@@ -1,5 +1,5 @@
-"""The reported figures that ship with the notebook's runs equal the source's, and agree with each other where the
-source's do."""
+"""The reported figures that ship with the notebook's runs equal the published ones, and agree with each other where the
+published ones do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def values(name: str, *figures: str) -> tuple[float | None, ...]:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_figures_of_the_source(name: str) -> None:
-    """The figures are the source's, and agree with each other. The source computes its dollars from whole seconds."""
+    """The figures are the published ones, and agree with each other. The published dollars are computed from whole
+    seconds."""
     reported = shipped(name)
     seconds, *figures = COSTS[name]
     dollars, runs, each, validation, without, seconds_without = figures

@@ -1,5 +1,5 @@
-"""Results in a run directory, of measurements of its weights and of microbatch searches (-f), are written, read and
-told apart."""
+"""Results in a run directory are written, read and told apart: measurements of its weights, and microbatch searches
+(-f)."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """A result that cannot be written gives one line of warning. A file in place of the folder takes the place of a
-    read-only folder, into which root, who may run the tests, could write."""
+    """A result that cannot be written gives one line of warning. Here a file has the name of the folder. A read-only
+    folder would not do, because the tests may run as root, who could write into it."""
     run.results.write_text("")
     experiment: Any = SimpleNamespace(run=run)
     keep_search(experiment, SEARCH)

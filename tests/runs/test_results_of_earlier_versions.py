@@ -112,8 +112,8 @@ def test_summary_and_metrics_are_read_and_written_as_they_were(name: str, tmp_pa
 
 
 def test_files_with_fewer_keys() -> None:
-    """Files of the still earlier version do not record where their tokens were trained, so the speed of a resumed run
-    is measured from the checkpoint on."""
+    """Files of a still earlier version (fixtures/older) do not record where their tokens were trained, so the speed of
+    a resumed run is measured from the checkpoint on."""
     meta = CheckpointMeta.model_validate_json((FIXTURES / "older" / META).read_text())
     state = meta.state()
     assert (state.measured_from_step, state.measured_from_tokens) == (meta.global_step, meta.tokens_seen)

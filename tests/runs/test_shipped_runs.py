@@ -50,7 +50,7 @@ def test_every_run_loads(name: str) -> None:
 
 
 def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:
-    """Git ignores what training writes into a shipped run. In a user's own run it shows the summary, the chart and
+    """Git ignores what training writes into a shipped run. In a user's own run Git shows the summary, the chart and
     results, which a user may want to commit."""
     shutil.copyfile(ROOT / ".gitignore", tmp_path / ".gitignore")
     files = ["summary.json", "training-run-chart.png", "metrics.jsonl", "ift-responses.json", "judgements.jsonl"]

@@ -33,7 +33,7 @@ def ladder(noise: float = 0.0, *, seed: int = 0, budgets: tuple[float, ...] = BU
 
 
 def points_of(parameters: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> Points:
-    """Return points whose FLOPs are by the rule C = 6ND."""
+    """Return points whose FLOPs follow the rule C = 6ND."""
     return points_with_flops(parameters, tokens, 6 * parameters * tokens, loss)
 
 

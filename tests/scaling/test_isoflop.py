@@ -57,8 +57,8 @@ def test_parabolas_without_noise_come_back_exactly() -> None:
 
 
 def test_the_best_sizes_of_a_known_law_come_back() -> None:
-    """The fit is within 6 % for sizes from a quarter to four times the best. It is not exact because the law's profiles
-    are not parabolas."""
+    """The fitted best sizes are within 6 % of the law's. The profiles have sizes from a quarter to four times the best.
+    The fit is not exact because the law's profiles are not parabolas."""
     isoflop = fitted(ladder())
     for profile in isoflop.profiles:
         assert optimum_of(profile).parameters.value == pytest.approx(best_size(profile.flops), rel=0.06)
@@ -124,7 +124,7 @@ def test_a_profile_without_a_lowest_loss_inside_is_refused(options: dict[str, An
 
 
 def test_profiles_of_mere_noise_are_refused() -> None:
-    """All are refused except about 2.5 %, which look curved by chance."""
+    """All profiles of mere noise are refused except about 2.5 %, which look curved by chance."""
     told = 0
     for seed in range(60):
         profiles = fitted(parabolas(0.05, seed=seed, curve=0.0001), 200).profiles

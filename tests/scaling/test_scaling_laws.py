@@ -37,7 +37,7 @@ def test_a_law_without_noise_comes_back_exactly() -> None:
 
 
 def test_the_intervals_of_a_noisy_law_hold_it() -> None:
-    """At most 3 of 20 intervals of 95 % (five coefficients, four seeds) miss."""
+    """At most 3 of 20 intervals of 95 % (five coefficients, four seeds) do not contain the true coefficient."""
     missed = 0
     for seed in range(4):
         coefficients = of_ladder(seed)[1].coefficients()

@@ -41,8 +41,8 @@ ALONE = re.compile(
 
 
 def question_of(prompt: str) -> dict[str, Any]:
-    """Return the JSON object at the end of a prompt. For a prompt in the book's form, return the same keys, with one
-    answer named ""."""
+    """Return the JSON object at the end of a prompt. A prompt in the book's form (ALONE) has no JSON: for it, return
+    the same keys, with one answer named ""."""
     if alone := ALONE.fullmatch(prompt):
         asked, reference, answer = alone.groups()
         instruction = asked.split("### Instruction:\n")[1].split("\n\n### Input")[0]
@@ -54,9 +54,9 @@ def question_of(prompt: str) -> dict[str, Any]:
 class Fault:
     """Reaction to one request. The default is the honest answer.
 
-    `write` makes the text of the reply from the honest scores. `body` is sent unchanged in place of a reply. Before
-    anything is sent, `delay_seconds` pass. With `trickle`, they pass after each of 1000 blanks before the body, which
-    keep the connection open. `hang_up` closes the connection instead.
+    `write` makes the text of the reply from the honest scores. `body` is sent unchanged in place of a reply. The
+    reply is sent after a pause of `delay_seconds`. With `trickle`, 1000 blanks are sent before the body instead, each
+    followed by this pause, to keep the connection open. `hang_up` closes the connection without a reply.
     """
 
     status: int = 200
@@ -233,8 +233,8 @@ A judge that counts words listens at {url}; Ctrl-C ends it. In another terminal:
 
 
 def write_ways(responses: Path, folder: Path) -> list[Path]:
-    """Write one file for each of WAYS, with its answers to the questions of a responses file. Return the paths. Raises
-    SystemExit if the responses cannot be read or one of the files exists."""
+    """Write one file for each way of answering in WAYS, with its answers to the questions of the file `responses`.
+    Return the paths. Raises SystemExit if `responses` cannot be read or one of the files exists."""
     keys = ("instruction", "input", "output")
     try:
         questions = [{key: each[key] for key in keys} for each in json.loads(responses.read_text())["responses"]]

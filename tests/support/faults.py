@@ -208,7 +208,8 @@ def note(path: str, action: Action = lambda: None) -> Action:
 
 
 def slow_charts(seconds: float) -> None:
-    """Draw charts again, by a process that only sleeps for `seconds` at each chart."""
+    """Turn charts on, which this module turns off. The process that draws them only sleeps for `seconds` at each
+    chart."""
     slow = f"chart.draw_training_chart = lambda *_, **__: time.sleep({seconds})"
     source = f"import time, harness.runs.chart as chart\n{slow}\nfrom harness.runs.chart_worker import main\nmain()"
     harness.training.chart_process.WORKER[:] = [sys.executable, "-c", source]
@@ -219,8 +220,8 @@ def slow_charts(seconds: float) -> None:
 
 
 def record_windows(folder: str) -> None:
-    """Record the token windows of each step that this rank completes in a file. A line has the first token and the
-    count."""
+    """Record in a file of `folder` the token windows of each step that this rank completes. Each line has the first
+    token of a window and its number of tokens."""
     handed: list[tuple[int, int]] = []
     path = Path(folder) / f"{os.getpid()}"
 

@@ -1,8 +1,8 @@
 """Faults at exact file operations, which preludes of the fault tests inject into the process under test.
 
 Audit hooks see that a file is opened, created, renamed, linked, truncated or removed. They see neither writes nor
-fsync, so those functions are wrapped. safetensors writes from Rust, which neither shows, so that its call counts as
-three operations.
+fsync, so those functions are wrapped. Hooks and wrapped functions do not see what safetensors writes from Rust, so a
+call of safetensors counts as three operations.
 """
 
 from __future__ import annotations

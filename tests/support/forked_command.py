@@ -1,4 +1,5 @@
-"""Root commands in forks of the test process. They share its imports, because a cold Python takes seconds to start."""
+"""The repository's commands in forks of the test process. They share its imports, because a cold Python takes seconds
+to start."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ DRAWING = {"compare_runs.py": "matplotlib.pyplot", "fit_scaling.py": "harness.sc
 
 
 def run_forked(script: str, *arguments: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
-    """Run a script of the root in a fork, and expect this exit status, or any if `status` is None."""
+    """Run one of the repository's scripts in a fork, and expect this exit status, or any if `status` is None."""
     drawing = [DRAWING[script]] if {"--chart", "--html"}.intersection(arguments) else []
     for module in (*MODULES[script], *drawing):
         importlib.import_module(module)

@@ -64,7 +64,7 @@ class Script:
         return cls(words[0], tuple(words[1:])) if is_script else None
 
     def run(self) -> None:
-        """Run the script in this process, as Python does."""
+        """Run the script in this process as __main__, with the sys.argv and sys.path that Python would give it."""
         is_file = self.name.endswith(".py")
         if self.name == "-c":
             source, *sys.argv[1:] = self.arguments
@@ -80,7 +80,7 @@ class Script:
 
 
 def fork_pythons() -> None:
-    """Replace each script that this process starts with its own Python by a fork of this process. Forks do the same."""
+    """Make this process run scripts in forks of itself, where it would start its own Python anew. Forks do the same."""
     start = subprocess.Popen.__init__
 
     @wraps(start)

@@ -89,7 +89,8 @@ RATES = [0, 1, 0.0, 1e-320, 1e-8, 0.5, 0.999, 1.0, 1.5, 100, 1e9, 1e300, -0.1, -
 def plausible(
     described: type[BaseModel], own: dict[str, list[Any]], counts: Sequence[int] = COUNTS
 ) -> dict[str, list[Any]]:
-    """Return values of the right type for each key of a JSON object, from its JSON Schema, or those of `own`."""
+    """Return values for keys of a JSON object: those of `own`, else values of the types in the JSON Schema and the text
+    "other". Keys for whose types there are no values are left out."""
     found = dict(own)
     for key, field in described.model_json_schema()["properties"].items():
         kinds = [field, *field.get("anyOf", [])]
@@ -255,8 +256,8 @@ class Bench:
     def refuses(
         self, *arguments: str, words: Sequence[str] = (), run: str = "r", also: Path | None = None, status: int = 2
     ) -> None:
-        """Assert that training is refused with one line that has these words, and changes neither what is here nor the
-        folder `also`."""
+        """Assert that training is refused with one line that has these words, and changes neither the workshop's folder
+        nor the folder `also`."""
         folders = [self.shop.path, *filter(None, [also])]
         before = [tree(folder) for folder in folders]
         result = self.shop.attempt(*arguments, run=run)
@@ -274,7 +275,8 @@ class Bench:
 
 
 def vouch_for(checkpoint: Path, *names: str) -> None:
-    """Update the hashes in meta.json to those of the changed files, as whoever made the files would."""
+    """Write the hashes of the changed files into meta.json, as a person who changed them on purpose could. The hash of
+    meta.json itself is removed."""
     meta = json.loads((checkpoint / "meta.json").read_text())
     meta["sha256"] |= {name: sha256(checkpoint / name) for name in names}
     meta["sha256"].pop("meta.json", None)  # meta.json's own hash, which earlier versions did not write

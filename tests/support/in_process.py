@@ -1,5 +1,5 @@
-"""The root's commands inside the test process, for tests that are not about processes. This takes a tenth of a fork's
-time."""
+"""The repository's commands, run inside the test process, for tests that are not about processes. A command takes a
+tenth of its time in a fork."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ended(BaseException):
 
 
 def call(name: str, *arguments: object, folder: Path, environment: dict[str, str] | None = None) -> Result:
-    """Run one of the root's commands in `folder`, and return its result, whatever its exit status."""
+    """Run one of the repository's commands in `folder`, and return its result, whatever its exit status."""
     with ExitStack() as stack:
         output, errors = (stack.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2))
         stack.enter_context(_as_before())
@@ -54,7 +54,7 @@ class InProcess(Workshop):
     """
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
-        """Run one of the root's commands, and return its result, whatever its exit status."""
+        """Run one of the repository's commands, and return its result, whatever its exit status."""
         variables = {"HF_HUB_OFFLINE": "1", **self.environment, **(environment or {})}
         return call(name, *arguments, folder=self.path, environment=variables)
 
@@ -65,7 +65,7 @@ class InProcess(Workshop):
         return result
 
     def script(self, name: str, *arguments: str) -> Result:
-        """Run one of the root's commands, which must succeed."""
+        """Run one of the repository's commands, which must succeed."""
         result = self.command(name, *arguments)
         assert result.status == 0, result
         return result

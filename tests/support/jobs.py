@@ -35,7 +35,8 @@ def set_pace(exhaustive: bool) -> None:
 
 
 def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int = JOBS_AT_ONCE) -> list[Found]:
-    """Call `test` with each of the cases, several at a time. Raises the error of the first case in order that fails."""
+    """Call `test` with each of the cases, several at a time, and return its results in the order of `cases`. Raises the
+    error of the first case in this order that fails."""
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(test, case) for case in cases]
         try:
@@ -81,7 +82,7 @@ def said(processes: Sequence[Process]) -> list[tuple[str, str]]:
 
 
 def assert_named_are_whole(run: Path) -> None:
-    """Verify `latest`, `best` and all other checkpoints of a run."""
+    """Verify that `latest`, `best` and all other checkpoints of a run are complete and undamaged."""
     folder = run / "checkpoints"
     links = [folder / name for name in ("latest", "best") if (folder / name).is_symlink()]
     for path in [*links, *(path for _, path in checkpoints.list_checkpoints(folder))]:

@@ -79,8 +79,8 @@ class Bench:
         return self.cache.read_bytes().count(b"\n") if self.cache.exists() else 0
 
     def write(self) -> list[str]:
-        """Write each model's responses file, and return the paths. A file goes to the subfolder named like the model if
-        there is one, else to `folder`."""
+        """Write each model's responses file, and return the paths. The file is written into the subfolder with the
+        model's name if there is one, else into `folder`."""
         paths = []
         for model in self.models:
             own = self.folder / model.model

@@ -123,7 +123,7 @@ class Workshop:
         return [self.fork(command, shared | place, prelude) for place in places]
 
     def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
-        """Start one of the root's scripts in a process that has already imported torch."""
+        """Start one of the repository's scripts in a process that has already imported torch."""
         return warm_server().spawn(command, self.path, self._environment(variables), prelude, draws=self.draws)
 
     def torchrun(
@@ -142,11 +142,11 @@ class Workshop:
         return self.spawn(command, {})
 
     def script(self, name: str, *arguments: str) -> Result:
-        """Run another of the root's commands, which must succeed."""
+        """Run another of the repository's commands, which must succeed."""
         return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
-        """Run one of the root's commands, and return its result, whatever its exit status."""
+        """Run one of the repository's commands, and return its result, whatever its exit status."""
         return finish(
             [self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS
         )

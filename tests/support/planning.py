@@ -31,8 +31,8 @@ def experiment_of(shop: Workshop, run: str = "r") -> Experiment:
 
 
 def plan(shop: Workshop, run: str = "r", checkpoint: str | None = None, *, ranks: int = 1, **options: Any) -> str:
-    """Return the text of a run's plan, which must fit a terminal of 80 columns. Raises UserError if the command
-    would."""
+    """Return the text of a run's plan, which must fit a terminal of 80 columns. Raises UserError if the command would
+    refuse the run."""
     given = TrainOptions(plan=True, runs_dir=shop.runs, **options)
     given.check(checkpoint)
     experiment = experiment_of(shop, run)

@@ -53,7 +53,8 @@ class Preparer:
         return subprocess.Popen(command, cwd=self.path, env={**os.environ, **self.environment}, **pipes | options)
 
     def fork(self, *arguments: object, prelude: str = "") -> WarmProcess:
-        """Start the real command in a forked process, which starts at once, after the Python source `prelude`."""
+        """Start the real command in a fork, without the delay of a cold start. The Python source `prelude` runs before
+        the command."""
         environment = {**os.environ, **self.environment}
         return warm_server().spawn([PREPARE, *map(str, arguments)], self.path, environment, TAKE_PATH + prelude)
 

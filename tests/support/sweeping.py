@@ -29,12 +29,13 @@ def states(sweep: SweepRuns) -> dict[str, str]:
 
 
 def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
-    """Start one of the root's commands. The runs and ranks that it starts are forked from it."""
+    """Start one of the repository's commands. The runs and ranks that it starts are forked from it."""
     return shop.fork([str(ROOT / name), *arguments, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS)
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:
-    """Run one of the root's commands in a fork of this process, and return its result, whatever its exit status."""
+    """Run one of the repository's commands in a fork of this process, and return its result, whatever its exit
+    status."""
     done = run_forked(name, *arguments, "--runs-dir", str(shop.runs), status=None)
     return Result(done.returncode, done.stdout, done.stderr)
 

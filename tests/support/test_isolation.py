@@ -76,7 +76,8 @@ FREE += ["import shutil; os.makedirs('x2/runs/datasets'); os.mkdir('x2/datasets'
 
 
 def seen(folder: Path, actions: list[str]) -> list[str]:
-    """Return what a process reports of these actions in `folder`, which it watches as if it were the checkout."""
+    """Return the lines that a process reports if it performs these actions and `folder` is guarded in place of the
+    checkout."""
     forbidden = (f"{folder}/runs/", f"{folder}/datasets/")
     program = "import os\nfrom tests.support import guard\n"
     program += f"guard.watch({forbidden!r}, 'report', {REQUIRED!r})\n"
@@ -116,7 +117,8 @@ def test_no_device_is_in_sight(tmp_path: Path) -> None:
 
 
 def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
-    """Another sitecustomize.py still runs, and its variables are kept like those of a module."""
+    """If the tests' sitecustomize.py hides another one, the other still runs. Its variables live as long as the
+    process, like those of a module."""
     made = "import sys, weakref\nclass Made:\n    pass\nmade = Made()\nsys.found = weakref.ref(made)\n"
     (tmp_path / "sitecustomize.py").write_text(made)
     check = "import sys; assert sys.found()"

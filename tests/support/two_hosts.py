@@ -6,8 +6,9 @@
         ends = wait_for(pair.torchrun("r"), timeout=60)
 
 Each host has its own network (a loopback interface, and one end of the cable), a host name, /etc/hosts with both names,
-and a disk: the path `<folder>/work` is another directory on each host. None of this has a name outside of the
-namespaces. One process for each host keeps them, and they are gone when it ends, whatever happens to the tests.
+and a disk: the path `<folder>/work` is a different directory on each host. None of this has a name outside of the
+namespaces. One process for each host keeps the host's namespaces alive. They are gone when this process ends, whatever
+happens to the tests.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Host:
         return results[0]
 
     def start(self, command: Sequence[str], variables: dict[str, str]) -> WarmProcess:
-        """Start one of the root's scripts, or torchrun, on this host."""
+        """Start one of the repository's scripts, or torchrun, on this host."""
         launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
         inherited = {key: value for key, value in os.environ.items() if key not in launcher}
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.shop.environment}
@@ -92,8 +93,8 @@ class Host:
         return [str(ROOT / "ddp_train.py"), name, str(self.work / "datasets"), "--runs-dir", str(self.work / "runs")]
 
     def workers(self) -> list[int]:
-        """Return the pids of the processes that torchrun has started on this host. Only they have a parent but no
-        grandparent here."""
+        """Return the pids of the processes that torchrun has started on this host. They are those whose parent, but not
+        grandparent, is a process of this host."""
         parents = {pid: parent_of(pid) for pid in self.processes()}
         return [pid for pid, parent in parents.items() if parent in parents and parents[parent] not in parents]
 

@@ -48,7 +48,8 @@ def test_hours_dollars_and_disk_are_those_of_the_runs_plans(shop: Workshop) -> N
 
 
 def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
-    """Three equal runs on two groups take the time of two, and each group's run has half of the price."""
+    """Three equal runs on two groups take as long as two runs one after the other. Each run is shown with half of the
+    machine's price."""
     found = plan(shop, 10.0, groups=2, vary={"random_seed": [1, 2, 3]})
     one = (TRAINING + VALIDATION) / 10
     assert found.seconds() == pytest.approx(2 * one)
@@ -76,7 +77,8 @@ def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> Non
 
 
 def test_finished_runs_cost_nothing_and_give_their_speed(shop: Workshop) -> None:
-    """Runs whose speed is not known are named, and not counted."""
+    """Finished runs add neither time nor cost. Their measured speed is used for the other runs of the same shape. A run
+    whose speed is not known is named, and not counted."""
     keys: dict[str, Any] = {"together": [{}, {"random_seed": 3}, {"emb_dim": 32}]}
     finished = load(shop, **keys).runs[0]
     write_runs([finished])
@@ -102,7 +104,7 @@ def test_what_is_unknown_has_its_remedy(shop: Workshop) -> None:
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
-    """`plan` prints a note; `run` refuses the sweep."""
+    """If no disk can hold the checkpoints of a sweep, `plan` prints a note and `run` refuses the sweep."""
     load(shop, set={"min_train_tokens": 10**13, "checkpoint_interval": 1}, vary={"random_seed": [1, 2]})
     planned = sweep_command(shop, "plan", str(shop.datasets))
     assert (planned.status, planned.stderr) == (0, "")
@@ -116,7 +118,8 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
 
 
 def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
-    """A model of this width has an estimated speed, which gives dollars only on the machine that has the price."""
+    """The plan has dollars only on the machine whose price is in train.json. The model is wide enough for an estimated
+    speed on both machines."""
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
@@ -125,7 +128,8 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
 
 
 def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
-    """One run that wants more data than the local dataset has is named; if all do, the plan is refused."""
+    """A plan names the run that needs more data than the local dataset has. If this holds for all runs, the plan is
+    refused."""
     shop.add_dataset()
     keys: dict[str, Any] = {"vary": {"min_train_tokens": [1280, 10**6]}}
     found = plan(shop, 10.0, **keys)

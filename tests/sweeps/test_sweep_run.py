@@ -1,5 +1,5 @@
-"""Running a sweep: with real runs, and, where those would take long, with a program in the place of ddp_train.py that
-behaves as its settings say.
+"""Running a sweep: with real runs, and, where those would take long, with a program in the place of ddp_train.py. A
+setting of the run decides what this program does.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def make(shop: Workshop, **keys: Any) -> SweepRuns:
 
 @dataclass
 class Ended:
-    """A sweep that has ended: the lines that it printed while training, those at its end, and the text of its error, ""
-    without one. `reason` and `spent` are the runner's."""
+    """A sweep that has ended. `said` has the lines that it printed while training, `end` those at its end. `error` is
+    the text of its error, or "" if it had none. `reason` and `spent` are those of its SweepRunner."""
 
     said: list[str]
     end: list[str]
@@ -143,7 +143,8 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
 
 
 def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its devices go to the next run: the last two runs wait for each other."""
+    """If a run cannot be started, its devices are given to the next run. The last two runs wait for each other, so they
+    finish only if both are running."""
     shop.add_dataset()
     sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
     log = shop.runs / "s-seed1" / "sweep.log"
@@ -195,7 +196,8 @@ def test_a_dataset_without_a_split_stops_only_its_own_run(shop: Workshop) -> Non
 
 
 def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> None:
-    """The plan of a run is (1280 + 160) tokens at 96 a second: 15 s and 150 dollars."""
+    """A run is not begun if its planned cost is more than what is left of --max-dollars. Each run here is planned to
+    train and validate (1280 + 160) tokens at 96 a second, which takes 15 s and costs 150 dollars."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
@@ -222,7 +224,7 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
 
 
 def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
-    """The run costs 50 dollars at the price of the machine, and the other group is idle."""
+    """A single run costs 50 dollars, at the price of the whole machine, although the second group is idle."""
     assert run(shop, make(shop, vary={"random_seed": [1]}), groups=2, max_dollars=1000.0).spent == 50.0
 
 
@@ -246,7 +248,8 @@ def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spending includes what was spent before, by the run's own clock, as in compare_runs.py."""
+    """If the cost of a run is not known in advance, the run is stopped when the budget is spent. The sum includes what
+    earlier commands spent. It is taken from the seconds in the metrics, as in compare_runs.py."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep, max_dollars=25.0)
@@ -259,7 +262,8 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
 def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine is paid for while a run starts up, downloads, compiles or is stuck, and two runs share it."""
+    """A run that writes no metrics because it starts up, downloads, compiles or is stuck spends the budget, too: the
+    machine is paid for by the clock. Two runs at the same time share its price."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.05)
     shop.add_dataset()
     sweep = make(shop, set={"eps": 6.0}, vary={"random_seed": [1, 2]})
@@ -309,7 +313,8 @@ def test_a_pruned_run_is_done(shop: Workshop) -> None:
 
 
 def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
-    """Every command also shows the same dollars, those of the summary."""
+    """Every command prints the same word for the state of a run, and the same dollars, which are those of its
+    summary."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
     folders = [each.run.path for each in sweep.runs]
     add_summary(sweep.runs[0], dollars={"total": 0.0049}, seconds={"total": 176.0})
@@ -362,7 +367,7 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
 
 
 def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has no sys.stdout if it is started by `command >&-`."""
+    """A sweep whose output is closed trains its runs to the end. Python started by `command >&-` has no sys.stdout."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.0)
     sweep = make(shop, vary={"random_seed": [1]})
     monkeypatch.setattr(sys, "stdout", None)
@@ -373,7 +378,8 @@ def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: py
 
 
 def test_a_run_that_is_being_trained_is_waited_for(shop: Workshop) -> None:
-    """The percentage is rounded down: 26.9 % of the tokens are shown as 26 %."""
+    """A sweep waits for a run that another process trains. The percentage in its status is rounded down: 26.9 % of the
+    tokens are shown as 26 %."""
     sweep = make(shop, vary={"random_seed": [1, 2]})
     other = sweep.runs[0].run
     event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
@@ -409,8 +415,8 @@ def weights(shop: Workshop, name: str) -> str:
 
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
-    """Missing runs are made. The last lines are the next commands; they name the runs by a pattern if it matches no
-    other run."""
+    """`sweep_runs.py run` makes missing runs and trains all. The last lines that it prints are the next commands. These
+    name the runs by a pattern if the pattern matches no other run."""
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"min_train_tokens": 10**9}]
     sweep = make(shop, together=entries[:1])

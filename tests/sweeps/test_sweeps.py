@@ -302,7 +302,8 @@ def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.M
 
 
 def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
-    """The killed process had this one's pid, as happens in containers, or another one's."""
+    """Making runs removes the unfinished folder of a process that was killed while it made runs. That process had this
+    one's pid, as happens in containers, or another pid."""
     for pid in (os.getpid(), 2**22 + 1):  # the latter is above Linux's largest pid
         (shop.runs / f".s.partial-{pid}" / "s-seed2").mkdir(parents=True)
     write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
@@ -331,7 +332,8 @@ def test_derive_run(shop: Workshop) -> None:
 
 
 def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
-    """Values given with --set stay. The base has 1,280 tokens, a vocabulary of 64, and 3 validation batches."""
+    """A run derived for another dataset gets the vocabulary size, tokens and validation batches that fit the dataset.
+    Values given with --set stay. The base has 1,280 tokens, a vocabulary of 64, and 3 validation batches."""
     folder = shop.add_dataset("local/small", tokens=400)
     folder.joinpath("meta.json").write_text(json.dumps({"vocab_size": 300}))
     save_file({"tokens": np.zeros(70, np.uint16)}, folder / "validation.safetensors")

@@ -153,7 +153,7 @@ def test_two_ranks_get_what_one_process_gets(
 
 
 def test_a_run_with_benchmarks_ends_as_one_without(shop: InProcess, benchmarked: Path) -> None:
-    """Although it was stopped in the middle of benchmarks."""
+    """A run with benchmarks that was stopped in the middle of them ends as a run without benchmarks."""
     run = add_run(shop, "without")
     replace(shop, draws=True).train("without")
     assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]

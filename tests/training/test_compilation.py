@@ -128,8 +128,8 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_with_a_compiled_model_continue_to_the_same_bits(shop: Workshop) -> None:
-    """A resumed run on two ranks with a compiled model ends in the same bits. Each rank runs the compiling pass by
-    itself, before the pass after which DDP rebuilds its buckets."""
+    """A resumed run on two ranks with a compiled model ends with the same weights as the first time, to the bit. Each
+    rank compiles in a pass without an exchange. DDP rebuilds its buckets only after the next pass."""
     run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 256, "n_layers": 1})
     result = shop.train(prelude=COMPILED)
     assert "note:" not in result.stdout

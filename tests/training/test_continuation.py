@@ -69,8 +69,9 @@ def copy_of(run: Path, name: str) -> Path:
 
 
 def test_continued_from_a_named_checkpoint(shop: InProcess) -> None:
-    """A run resumed from a named checkpoint moves everything later to aside/ and ends as the first run. Gradients are
-    exchanged in several buckets. A tensor that makes a bucket larger than `bucket_mb` is the bucket's last."""
+    """A run resumed from a named checkpoint moves everything later to aside/ and ends as it did the first time.
+    Gradients are exchanged in several buckets. A tensor that makes a bucket larger than `bucket_mb` is the bucket's
+    last."""
     run = shop.add_run("named", model={"emb_dim": 256}, **COMMON, bucket_mb=1)
     said = shop.train("named", prelude=COUNTED).stdout
     (run / "training-run-chart.png").write_text("a chart")
@@ -95,8 +96,8 @@ def test_continued_from_a_named_checkpoint(shop: InProcess) -> None:
 
 
 def test_a_shared_out_optimizer_goes_on_as_a_whole_one(shop: InProcess) -> None:
-    """A run with a sharded Muon state ends as one with an unsharded state. Both begin on two ranks and resume on three,
-    the sharded run without sharding and the unsharded one with it."""
+    """A run with a sharded Muon state ends as one with an unsharded state. Both begin on two ranks. Both resume on
+    three ranks with the opposite value of `shard_optimizer`."""
     settings = COMMON | {"min_train_tokens": 512, "gradient_accumulation_steps": 1, "precision": "fp32"} | MUON
     runs = {flag: shop.add_run(f"sharded-{flag}", **settings, shard_optimizer=flag) for flag in (True, False)}
     for run in runs.values():
@@ -173,7 +174,8 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -
 
 
 def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess) -> None:
-    """A process that is killed between its last checkpoint and its summary leaves that of the shorter run."""
+    """A finished run whose summary is that of its shorter training gets a new summary. A process that is killed between
+    its last checkpoint and its summary leaves such an old summary."""
     run = shop.add_run("longer", min_train_tokens=256)
     shop.train_here("longer")
     earlier = (run / "summary.json").read_text()
@@ -189,7 +191,8 @@ def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess
 
 
 def test_a_search_alone_is_not_moved_aside(shop: InProcess) -> None:
-    """-f measures the device. Results of an earlier training are moved when the run begins again."""
+    """The result of a search (-f) stays in place when a run first begins, because it measures the device. When a
+    trained run begins again, this result is moved aside with the results of the earlier training."""
     run = shop.add_run("searched")
     found = write_result(RunDirectory(run), SEARCH)
     assert "Earlier results" not in shop.train_here("searched").stdout
@@ -199,7 +202,8 @@ def test_a_search_alone_is_not_moved_aside(shop: InProcess) -> None:
 
 
 def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: InProcess) -> None:
-    """The dataset's tokens are GPT-2's by its meta.json, and this model has 64 of them."""
+    """Training continues if a sample cannot be made. By its meta.json, the dataset's tokens are GPT-2's, but this model
+    has a vocabulary of 64."""
     shop.add_run("sampled", sample_prompt="def", sample_interval=2)
     result = shop.train_here("sampled")
     assert "no sample: " in result.stdout + result.stderr

@@ -207,8 +207,8 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
 
 
 def rounding_of(name: str, exact: list[float]) -> list[float]:
-    """Return the difference from the `exact` losses that rounding is expected to make in the run's own precision, for
-    each step in SHOWN. The module's docstring says how it is measured."""
+    """Return the expected error that rounding in the run's own precision causes in the loss, for each step in SHOWN.
+    `exact` has the losses without it. The module's docstring says how the error is measured."""
     dtype = DTYPES.get(RUNS[name][1].get("precision", ""), torch.float32)
     roundoff = torch.finfo(dtype).eps / 2
     draws = [losses_of(name, fp64=True, roundoff=roundoff, seed=seed) for seed in range(DRAWS)]

@@ -74,7 +74,8 @@ class Sizes:
 
 @given(st.integers(0, 5000), st.integers(0, 3000), st.lists(st.none() | st.integers(0, 6000), max_size=30))
 def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int, guesses: list[int | None]) -> None:
-    """The answer is the same with any guesses; only the sizes that are tried differ."""
+    """With or without guesses, the search finds the largest size that fits. Guesses change only the sizes that are
+    tried."""
     sizes, has_guesses = Sizes(threshold), bool(guesses)
     found = largest_that_fits(sizes.fits, ceiling, lambda: guesses.pop(0) if guesses else None)
     assert found == min(threshold, ceiling)
@@ -96,8 +97,9 @@ def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int, guesse
 def test_guesses_from_memory_that_is_not_linear_cost_little(
     answer: int, slope: float, fixed: float, power: float, gaps: float, hidden: int
 ) -> None:
-    """Guesses from a line cost at most three more tries than no guesses where memory does not follow a line: where it
-    bends, where the allocator leaves gaps, and where it first grows after some sequences."""
+    """Guesses by a straight line cost at most three tries more than a search without guesses, even where memory does
+    not follow the line: where it bends, where the allocator leaves gaps, and where it first grows after some
+    sequences."""
     sizes = Sizes(answer, lambda n: fixed + slope * (max(0, n - hidden) ** power + gaps * math.sin(n)))
     assert largest_that_fits(sizes.fits, 10**6, sizes.guess) == answer
     assert len(sizes.asked) <= 2 * math.log2(answer + 1) + 5, "three more than without guesses"
@@ -188,9 +190,9 @@ def first(workshop: Workshop, base_gib: float) -> tuple[int, Result]:
 
 
 def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
-    """Users predict memory from the printed line, so under this limit it must predict the answer, or at most one
-    sequence more. Without --write the search leaves train.json unchanged and writes a result, from which the line can
-    be computed again."""
+    """Users predict memory from the formula that the command prints, so under this limit the formula must predict the
+    answer, or at most one sequence more. Without --write the search leaves train.json unchanged and writes a result,
+    from which the formula can be computed again."""
     number, result = first
     assert number >= 2
     match = re.search(r"^Memory: ([\d.]+) GiB per sequence \+ ([\d.]+) GiB fixed", result.stdout, re.MULTILINE)
@@ -227,9 +229,11 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], worksh
 def test_write_changes_one_number_and_nothing_else(
     tmp_path: Path, ranks: int, batches: str, found: int, written: int
 ) -> None:
-    """--write replaces only the number after "microbatch_size". A sample prompt before the key contains the same text.
+    """--write replaces only the number after the key "microbatch_size", although a sample prompt before it contains the
+    same text.
 
-    Global batches of 8 and of 12 sequences on 2 ranks have parts of 4 and 6 sequences, which 2 divides.
+    On 2 ranks, global batches of 8 and of 12 sequences give each rank 4 and 6 sequences. So 2 is written, which divides
+    both, and not the 4 that was found.
     """
     shop = InProcess(tmp_path)
     shop.add_dataset(tokens=100 + 16 * 12 * ranks + 1)
@@ -272,7 +276,7 @@ HURRIED = "import harness.training.batch_size_finder as finder\nfinder.SEARCH_SE
 
 def test_a_late_search_ends_and_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path: Path) -> None:
     """After SEARCH_SECONDS no further size is tried, and the answer is the largest size that has fitted. On two ranks
-    the search allocates as many bytes of gradients as training, where they are views of DDP's buckets, which are
+    the search allocates as many bytes of gradients as training. In training they are views of DDP's buckets, which are
     allocated during each forward pass."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=16 * 2 * 2 + 1)
@@ -299,7 +303,7 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: f
 
 
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
-    """For each limit near the program's own memory the command prints N or fails with one line."""
+    """For each limit near the program's own memory the command prints the largest microbatch or fails with one line."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=500)
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
@@ -313,7 +317,8 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
 
 
 def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
-    """Run ddp_train.py in new processes, which import as late as a user's. Forks have imported all."""
+    """Run ddp_train.py in new processes, which import each module when it is first needed, as a user's do. A fork has
+    already imported all modules."""
     command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), arguments[0], str(shop.datasets)]
     command += [*arguments[1:], "--runs-dir", str(shop.runs)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -327,7 +332,8 @@ def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] 
     [({"train_steps": 20}, "train split of local/letters is too short"), ({"warmup_steps": 6}, "warm-up")],
 )
 def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: str) -> None:
-    """A larger microbatch takes more tokens for the same steps, or leaves fewer steps for the same tokens."""
+    """--write writes a smaller microbatch than the one found if training would refuse that one. A larger microbatch
+    takes more tokens for the same steps, or leaves fewer steps for the same tokens."""
     shop = InProcess(tmp_path)
     shop.add_dataset(tokens=4000)
     tokens = None if "train_steps" in budget else 800
@@ -367,8 +373,9 @@ if os.environ["RANK"] == "1":
 
 
 def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, first: tuple[int, Result]) -> None:
-    """If rank 1 runs out of memory first, here because of a `ulimit -d` below --memory-limit-gib, its smaller answer is
-    printed, by rank 0 alone, which does not wait for it forever. The limit holds for each process separately."""
+    """The printed answer is the smaller of both ranks' answers. Here rank 1 runs out of memory first, because of a
+    `ulimit -d` below --memory-limit-gib. Rank 0 alone prints, and does not wait for rank 1 forever. The limit holds for
+    each process separately."""
     bound = BOUND.format(bytes=int((base_gib + ROOM - TWO_SEQUENCES) * GIB))
     result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=bound)
     assert first[0] - 3 <= answer(result) <= first[0] - 1

@@ -80,7 +80,8 @@ def test_it_learns_on_two_ranks(trained: Trained) -> None:
 
 
 def test_it_goes_on_bit_for_bit(trained: Trained) -> None:
-    """A run resumed from a checkpoint between two reports, which holds the experts' loads so far, has the same end."""
+    """A run resumed from a checkpoint between two reports ends as it did without the resume, to the bit. The checkpoint
+    holds the experts' loads since the last report."""
     assert_goes_on_to_the_same_end(trained[0], trained[1])
 
 
@@ -177,8 +178,8 @@ def test_half_precision_ends_near_fp32(trained: Trained, changes: dict[str, Any]
 
 
 def test_it_goes_on_with_another_number_of_ranks(trained: Trained) -> None:
-    """After a run resumes from a checkpoint between two reports with another number of ranks, its next report includes
-    the tokens before the checkpoint."""
+    """A run is resumed on another number of ranks, from a checkpoint between two reports. Its next report includes the
+    tokens before the checkpoint."""
     shop, run, _ = trained
     folder = Path(shutil.copytree(run, shop.runs / "one", symlinks=True))
     shop.train_here("one", list_checkpoints(run / "checkpoints")[1][1].name)

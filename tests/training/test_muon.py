@@ -126,7 +126,8 @@ def test_muon_is_torchs_in_fp64(keys: dict[str, Any], momenta: Sequence[float | 
 
 
 def test_orthogonalised_in_bf16_a_step_is_torchs() -> None:
-    """With fp32 weights, where both orthogonalise in bf16, the steps agree to a few units in bf16's last place."""
+    """With fp32 weights, `orthogonalise` and torch.optim.Muon both compute in bf16. Their steps agree to a few units in
+    bf16's last place."""
     torch.manual_seed(0)
     matrix = torch.randn(48, 16)
     parameter, theirs = nn.Parameter(torch.zeros(48, 16)), nn.Parameter(torch.zeros(48, 16))

@@ -252,7 +252,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(
 
 
 def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
-    """Muon refuses a checkpoint of the notebook, whose AdamW state is numbered and has no momentum."""
+    """Muon refuses a checkpoint of the notebook, whose AdamW state has numbers in place of parameter names and has no
+    momentum."""
     step = trained_step(MUON)
     tensors = step.bare_model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
