@@ -173,7 +173,7 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: assume N tokens/s of training alone.")
+@click.option("--assume-tps", type=POSITIVE, help="With --plan: assume N tokens/s without validation.")
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: assume N tokens/s with validation.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")

@@ -28,11 +28,17 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.option("--model", default=NOTEBOOK_JUDGE, show_default=True, help="The judge.")
 @click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OpenAI]")
 @click.option("--prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
-@click.option("--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Judge each so often.")
-@click.option("--attempts", type=click.IntRange(1, 100), default=5, show_default=True, help="For a valid answer.")
-@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds for a request.")
-@click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at once.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of orders, resamples.")
+@click.option(
+    "--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Times each answer is judged."
+)
+@click.option(
+    "--attempts", type=click.IntRange(1, 100), default=5, show_default=True, help="Requests for a valid judgement."
+)
+@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for a request.")
+@click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at a time.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of orders and resamples."
+)
 @click.option(
     "--cache",
     type=click.Path(path_type=Path),

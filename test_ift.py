@@ -32,13 +32,21 @@ RESPONSES = "ift-responses.json"
 )
 @click.option("--responses", type=click.Path(path_type=Path), help=f"[default: {RESPONSES} beside model.json]")
 @click.option("--overwrite", is_flag=True, help="Replace a responses file that exists already.")
-@click.option("--responses-only", is_flag=True, help="No judge.")
+@click.option("--responses-only", is_flag=True, help="Write the responses, and ask no judge.")
 @click.option("--name", help="Name of the model in tables.  [default: its run's and checkpoint's names]")
 @click.option("--save", type=click.Path(path_type=Path), help="Keep the fine-tuned model in this new folder.")
 @click.option("--answers-only", is_flag=True, help="Learn the answers alone, not the instructions.")
 @click.option("--learning-rate", type=POSITIVE, help="[default: 5e-5 x 768 / emb_dim]")
-@click.option("--max-epochs", type=click.IntRange(min=1), default=100, show_default=True, help="If nothing rises.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of an answer.")
+@click.option(
+    "--max-epochs",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Stop here if the loss never rises.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer, in tokens."
+)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=123, show_default=True)
 @click.option("--judge-model", default=NOTEBOOK_JUDGE, show_default=True)
 @click.option("--judge-prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)

@@ -20,9 +20,17 @@ DEFAULT_PROMPT = "Every effort moves you"
     type=click.Path(path_type=Path),
     help="File with a prompt in each line; in a .jsonl file, each line is a JSON string.",
 )
-@click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="At most.")
-@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Continuations of each.")
-@click.option("--temperature", type=FiniteNumber(min=0), default=1.0, show_default=True, help="0: the likeliest.")
+@click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="Longest text, tokens.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Continuations of each prompt."
+)
+@click.option(
+    "--temperature",
+    type=FiniteNumber(min=0),
+    default=1.0,
+    show_default=True,
+    help="0 always takes the likeliest token.",
+)
 @click.option(
     "--top-k", type=click.IntRange(min=1), default=25, show_default=True, help="Sample from the k likeliest tokens."
 )

@@ -108,7 +108,7 @@ def verify(dataset: Dataset) -> list[str]:
             right.append(f"{split}: {len(tokens):,} tokens, {compared}")
     if wrong:
         raise RunError(f"{dataset.folder}: {'; '.join(wrong)}; make or download the dataset again")
-    return [*right, f"{dataset.folder} is whole"]
+    return [*right, f"{dataset.folder} is complete"]
 
 
 def describe(dataset: Dataset) -> Iterator[str]:

@@ -39,7 +39,7 @@ from harness.training.zero1 import StatePartition
 
 REASON_CHARACTERS = 200  # largest number of characters of a compiler's error that a message shows
 CANNOT_BE_COMPILED = (
-    'train.json: key "compile": the model cannot be compiled here: {}; remove the cause, or let compile be false'
+    'train.json: key "compile": the model cannot be compiled here: {}; remove the cause, or set compile to false'
 )
 
 

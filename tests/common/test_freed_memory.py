@@ -15,8 +15,8 @@ from tests.support.isolation import ROOT
 from tests.support.launch import Workshop
 
 # In each fork, allocates and frees two blocks of 64 MiB many times. Prints the page faults of the last ten times, and
-# the bytes by which resident memory has grown in the end. Under a limit, then allocates and frees many small blocks, and
-# prints the bytes that are free at the heap's end (mallinfo2's `keepcost`).
+# the bytes by which resident memory has grown in the end. Under a limit, then allocates and frees many small blocks,
+# and prints the bytes that are free at the heap's end (mallinfo2's `keepcost`).
 PAGES = 2 * 2**26 // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
 import ctypes, os, resource

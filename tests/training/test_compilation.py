@@ -122,7 +122,7 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
     result = shop.train("r", ranks=1, prelude=BROKEN, expect=2)
     (line,) = result.error_lines
     assert line.startswith('error: train.json: key "compile": the model cannot be compiled here: ')
-    assert line.endswith("remove the cause, or let compile be false")
+    assert line.endswith("remove the cause, or set compile to false")
     assert "Traceback" not in result.stderr
 
 
