@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 from tests.support import isolation  # must come before every import of torch
 from tests.support.jobs import set_pace
@@ -26,18 +25,9 @@ FILES_FOR_SEVERAL_PROCESSES = 4
 # The slowest files, the slowest first. They start first, so that the other processes do not wait for one of them at the
 # end.
 LONGEST = (
-    *("bench/on_gpu", "commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing"),
-    *("commands/quickstart", "model/kernels", "training/compilation"),
-    *("faults/signals", "faults/saving_in_background", "faults/launcher", "evaluation/judge", "data/builtin_dataset"),
-    *("faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
-    *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
-)
-# Tests that may run in another process than the rest of their file. That process makes the file's fixtures that they
-# need once more.
-ALONE = (
-    *("search::test_the_answer_trains_under", "search::test_two_ranks_agree", "on_gpu::test_a_rehearsal"),
-    *("kernels::test_machine_code", "compilation::test_two_ranks", "background::test_how_long_the_loop"),
-    *("preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
+    *("faults/nodes", "training/microbatch_search", "faults/signals", "faults/launcher", "model/kernels"),
+    *("commands/quickstart", "faults/saving_in_background", "faults/kills", "faults/ranks", "faults/full_disks"),
+    *("evaluation/benchmarks", "training/compilation", "bench/on_gpu", "data/builtin_dataset", "faults/continuation"),
 )
 
 
@@ -52,17 +42,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
     if is_few:
         config.option.numprocesses, config.option.dist = 0, "no"
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    return FilesAndLongTests(config, log)
-
-
-class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
-    """Scheduler that gives a process the tests of one file at a time, or a single test named in ALONE."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid if any(name in nodeid for name in ALONE) else super()._split_scope(nodeid)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,6 +22,7 @@ import pytest
 from harness.common.errors import STOPPING_SIGNALS, RunError, RunStopped, UserError
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
+from harness.common.lock import RunLock
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.file import SweepRuns
@@ -468,6 +469,15 @@ def test_a_real_run_that_reports_no_more_is_stopped_with_a_checkpoint(shop: Work
     assert status_of(sweep.runs[0]).dollars == pytest.approx(10 * sum(seconds.values())), "the last report cost less"
 
 
+def test_a_second_sweep_of_the_same_name_is_refused(shop: Workshop) -> None:
+    make(shop, vary={"random_seed": [1]})
+    lock = RunLock.take(shop.runs / ".sweep-s.lock", "used for the sweep s")
+    another = sweep_command(shop, "run", str(shop.datasets))
+    os.close(lock.descriptor)
+    assert another.status == 2
+    assert f"{shop.runs}: is being used for the sweep s by another process" in another.stderr
+
+
 @pytest.mark.slow
 def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -> None:
     """Ctrl-C stops the run with a checkpoint, and so does a kill of the sweep's process. The next sweep resumes it."""
@@ -477,9 +487,6 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     make(shop, vary={"random_seed": [1, 2]})
     first = begin(shop, "--processes", "2")
     wait_for_steps(shop, "s-seed1", first, 3)
-    another = sweep_command(shop, "run", str(shop.datasets))
-    assert another.status == 2
-    assert f"{shop.runs}: is being used for the sweep s by another process" in another.stderr
     first.send_signal(signal.SIGINT)
     stdout, stderr = first.communicate(timeout=PATIENCE_SECONDS)
     assert (first.returncode, stderr) == (130, "")
@@ -537,7 +544,7 @@ def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(shop: Workshop) -
     status = status_of(sweep.runs[0])
     assert status.state == "damaged"
     assert status.said.startswith(f"{spoilt}:1: not valid JSON")
-    assert "move it away" in status.said
+    assert "move the file away" in status.said
     ended = run(shop, sweep)
     assert states(sweep) == {"seed1": "damaged", "seed2": "finished"}
     assert not (shop.runs / "s-seed1" / "began").exists(), "it is not trained anew"
