@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
