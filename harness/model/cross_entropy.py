@@ -165,9 +165,13 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
     """Add errors.T @ features to `total_WxC`, which may have a higher precision. If `is_first`, overwrite `total_WxC`
-    with the product."""
+    with the product. A GPU adds in the higher precision without writing the product to memory; a CPU rounds it to the
+    factors' precision first, because torch has no such product for CPUs."""
+    beta = 0 if is_first else 1
     if total_WxC.dtype == errors_RxW.dtype:
-        torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=0 if is_first else 1, out=total_WxC)
+        torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=beta, out=total_WxC)
+    elif total_WxC.is_cuda:
+        torch.addmm(total_WxC, errors_RxW.T, features_RxC, total_WxC.dtype, beta=beta, out=total_WxC)
     elif is_first:
         total_WxC.copy_(errors_RxW.T @ features_RxC)
     else:
