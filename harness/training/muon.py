@@ -37,10 +37,10 @@ def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_GxMxN
 
 
-# Largest number of elements in a batch of matrices of the same block and shape, which are orthogonalized together
-# because one small matrix at a time would hardly occupy a device. The batches do not depend on the number of ranks, so
-# the last bits of the results do not depend on it either.
-BATCH_NUMBERS = 2**20
+# Largest number of elements in a batch of matrices of the same shape, which are orthogonalized together because one
+# matrix at a time would hardly occupy a device, and because each operation takes a GPU's driver some microseconds. The
+# batches do not depend on the number of ranks, so the last bits of the results do not depend on it either.
+BATCH_NUMBERS = {"cpu": 2**20, "cuda": 2**23}
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,15 @@ def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Ma
     return found
 
 
-def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
-    """Group the matrices into batches that are orthogonalized together. The matrices of a batch are of the same block
-    and, up to transposition, of the same shape. A batch has at most BATCH_NUMBERS elements in all, or is a single
-    larger matrix."""
-    alike: dict[tuple[str, int, int], list[Matrix]] = {}
+def batches_of(matrices: list[Matrix], numbers: int) -> list[list[Matrix]]:
+    """Group the matrices into batches that are orthogonalized together. The matrices of a batch have the same shape, up
+    to transposition. A batch has at most `numbers` elements in all, or is a single larger matrix."""
+    alike: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in matrices:
-        alike.setdefault((matrix.name.split(".")[1], *matrix.sides), []).append(matrix)
+        alike.setdefault(matrix.sides, []).append(matrix)
     batches = []
-    for (_, low, high), found in alike.items():
-        count = max(1, BATCH_NUMBERS // (low * high))
+    for (low, high), found in alike.items():
+        count = max(1, numbers // (low * high))
         batches += [found[at : at + count] for at in range(0, len(found), count)]
     return batches
 
@@ -126,7 +125,8 @@ class Muon:
         others = {name: each for name, each in self.parameters.items() if name not in self._muons}
         self._adamw = AdamW(model, config, self.partition, others)
         matrices = [each for name, parameter in self._muons.items() for each in matrices_of(name, parameter, model)]
-        batches = batches_of(matrices)
+        device = next(iter(self.parameters.values())).device.type
+        batches = batches_of(matrices, BATCH_NUMBERS.get(device, BATCH_NUMBERS["cpu"]))
         owners = self.partition.owners([sum(newton_schulz_flops(*each.sides) for each in batch) for batch in batches])
         shared = list(zip(batches, owners, strict=True))
         self._shards = [each.shard(owner) for batch, owner in shared for each in batch]
