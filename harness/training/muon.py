@@ -38,9 +38,11 @@ def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # Largest number of elements in a batch of matrices of the same shape, which are orthogonalized together because one
-# matrix at a time would hardly occupy a device, and because each operation takes a GPU's driver some microseconds. The
-# batches do not depend on the number of ranks, so the last bits of the results do not depend on it either.
-BATCH_NUMBERS = {"cpu": 2**20, "cuda": 2**23}
+# small matrix at a time would hardly occupy a device. At GPT-2's width a GPU's batch has seven square matrices, or one
+# of a feed-forward layer; with larger batches, eight ranks would have unequal shares. On a CPU the matrices of a batch
+# are also of the same block. The batches do not depend on the number of ranks, so the last bits of the results do not
+# depend on it either.
+BATCH_NUMBERS = {"cpu": 2**20, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,17 @@ def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Ma
     return found
 
 
-def batches_of(matrices: list[Matrix], numbers: int) -> list[list[Matrix]]:
+def batches_of(matrices: list[Matrix], device_type: str) -> list[list[Matrix]]:
     """Group the matrices into batches that are orthogonalized together. The matrices of a batch have the same shape, up
-    to transposition. A batch has at most `numbers` elements in all, or is a single larger matrix."""
-    alike: dict[tuple[int, int], list[Matrix]] = {}
+    to transposition, and on a CPU are of the same block. A batch has at most BATCH_NUMBERS elements in all, or is a
+    single larger matrix."""
+    alike: dict[tuple[str, int, int], list[Matrix]] = {}
     for matrix in matrices:
-        alike.setdefault(matrix.sides, []).append(matrix)
+        block = "" if device_type == "cuda" else matrix.name.split(".")[1]
+        alike.setdefault((block, *matrix.sides), []).append(matrix)
     batches = []
-    for (low, high), found in alike.items():
-        count = max(1, numbers // (low * high))
+    for (_, low, high), found in alike.items():
+        count = max(1, BATCH_NUMBERS.get(device_type, BATCH_NUMBERS["cpu"]) // (low * high))
         batches += [found[at : at + count] for at in range(0, len(found), count)]
     return batches
 
@@ -125,8 +129,7 @@ class Muon:
         others = {name: each for name, each in self.parameters.items() if name not in self._muons}
         self._adamw = AdamW(model, config, self.partition, others)
         matrices = [each for name, parameter in self._muons.items() for each in matrices_of(name, parameter, model)]
-        device = next(iter(self.parameters.values())).device.type
-        batches = batches_of(matrices, BATCH_NUMBERS.get(device, BATCH_NUMBERS["cpu"]))
+        batches = batches_of(matrices, next(iter(self.parameters.values())).device.type)
         owners = self.partition.owners([sum(newton_schulz_flops(*each.sides) for each in batch) for batch in batches])
         shared = list(zip(batches, owners, strict=True))
         self._shards = [each.shard(owner) for batch, owner in shared for each in batch]

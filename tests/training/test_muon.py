@@ -16,7 +16,7 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
-from harness.training.muon import Matrix, Muon, batches_of, orthogonalise
+from harness.training.muon import BATCH_NUMBERS, Matrix, Muon, batches_of, orthogonalise
 from harness.training.step import OptimizerStep
 from tests.training.test_optimizer import CONFIG, TRAIN, fresh_model, update
 
@@ -176,10 +176,13 @@ def test_a_tied_head_is_one_parameter_with_the_embeddings_rate() -> None:
 def test_large_matrices_are_orthogonalised_alone() -> None:
     shapes = [(8, 8), (8, 16), (16, 8)] * 2
     small = [Matrix(f"trf_blocks.{at // 3}.ff.layers.0.weight", 0, *shape) for at, shape in enumerate(shapes)]
-    assert list(map(len, batches_of(small, 2**20))) == [2, 4]
-    large = [Matrix("trf_blocks.0.att.qkv.weight", at, 8, 8) for at in range(5)]
-    assert list(map(len, batches_of(large, 128))) == [2, 2, 1]
-    assert list(map(len, batches_of([Matrix("trf_blocks.0.ff.layers.0.weight", 0, 16, 8)], 64))) == [1]
+    assert list(map(len, batches_of(small, "cpu"))) == [1, 2, 1, 2]
+    assert list(map(len, batches_of(small, "cuda"))) == [2, 4]
+    for device, numbers in BATCH_NUMBERS.items():
+        side = math.isqrt(numbers // 2)
+        large = [Matrix("trf_blocks.0.att.qkv.weight", at, side, side) for at in range(5)]
+        assert list(map(len, batches_of(large, device))) == [2, 2, 1]
+        assert list(map(len, batches_of([Matrix("trf_blocks.0.ff.layers.0.weight", 0, 2 * side, side)], device))) == [1]
 
 
 def test_products_are_in_bf16_where_training_is_and_the_device_has_units_for_it(monkeypatch: Any) -> None:
