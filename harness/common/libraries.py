@@ -17,8 +17,8 @@ SETTINGS = {
     # allocates its activations and gradients anew. With pages of 4 KiB, this allocation takes a tenth of the step's
     # time (docs/LOG.md).
     "THP_MEM_ALLOC_ENABLE": "1",
-    # Triton may fuse a product and a sum into one operation, as it does by default. Triton 3.9 warns on each rank if the
-    # variable is missing, because version 3.10 changes the default, and with it the bits of a compiled run.
+    # Triton may fuse a product and a sum into one operation, as it does by default. Triton 3.9 warns on each rank if
+    # the variable is missing, because version 3.10 changes the default, and with it the bits of a compiled run.
     "TRITON_DEFAULT_FP_FUSION": "1",
 }
 MOST_COMPILERS = 32  # compile processes of each rank; torch's own default has the same maximum
