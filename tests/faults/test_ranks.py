@@ -171,7 +171,7 @@ def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
 
 @pytest.mark.fault(
     "weights of one rank change",
-    "found before the next save; names the tensor and, of three ranks, the one that differs",
+    "found before the next save; names the tensor and, of three ranks, the differing one",
 )
 def test_divergence(shop: Workshop, exhaustive: bool) -> None:
     cases = [(0, 2, None), (1, 2, None), (0, 3, None), (2, 3, None), (1, 2, 2), (2, 3, 2), (0, 3, 1)]
