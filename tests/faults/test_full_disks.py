@@ -216,7 +216,7 @@ b.read_documents = lambda: dict(list(everything().items())[:80])
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full for the data set", "ends, and no part of the data set is left; with space, it is built")
+@pytest.mark.fault("disk full for the dataset", "ends, and no part of the dataset is left; with space, it is built")
 def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
     """If the disk is too small for the dataset, the run ends with one line, and no part of the dataset is left. With
     more space, the same command completes. The free space is for nothing, for the tokenizer alone, or for the tokenizer
