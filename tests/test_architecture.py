@@ -181,8 +181,8 @@ def package_of(room: str) -> str:
 
 
 def may_import(room: str, other: str | None) -> bool:
-    """Return True if `room` may import from `other`. An allowed package includes its folders; within a package each
-    folder must be allowed itself."""
+    """Return True if `room` may import from `other`. If ROOMS allows another package, its folders are allowed, too.
+    Folders of the same package must be listed one by one."""
     if other is None or other in {room, *ROOMS[room]}:
         return other is not None
     return package_of(other) != package_of(room) and package_of(other) in ROOMS[room]
@@ -268,7 +268,8 @@ def assert_no_circle(imports: dict[str, set[str]]) -> None:
 
 
 def test_no_circle_of_modules_rooms_or_packages() -> None:
-    """No imports form a circle, including imports in functions and for type checkers."""
+    """No imports form a circle, neither among modules nor among rooms or packages. Imports in functions and for type
+    checkers count, too."""
     modules = {module: modules_imported(module) for module in SOURCES if module not in PACKAGES}
     assert sum(map(len, modules.values())) > 500, "the test must find the imports"
     assert_no_circle(modules)

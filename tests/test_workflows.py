@@ -1,5 +1,5 @@
-""".github/workflows/: actions are pinned by commit, may only read, and run on the Python versions that pyproject.toml
-promises."""
+"""Rules for the workflows in .github/workflows/: actions are pinned by commit, workflows may only read, and the tests
+run on the Python versions that pyproject.toml promises."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.support.launch import DATASET, Result, Workshop
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
-    """A run that would train, and its dataset."""
+    """A run that is ready to be trained, and its dataset."""
     made = InProcess(tmp_path)
     made.add_dataset()
     made.add_run()
@@ -85,7 +85,7 @@ def test_a_start_beyond_the_split(shop: Workshop) -> None:
 
 
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
-    """`ddp_train.py runs/* datasets` is refused, whether the shell makes two runs of the pattern or three."""
+    """`ddp_train.py runs/* datasets` is refused, whether the pattern matches two runs, three, or none."""
     second = str(shop.add_run("second"))
     refused(shop.command("ddp_train.py", "r", second, str(shop.datasets)), "give one RUN, then DATASETS_DIR")
     refused(shop.command("ddp_train.py", "lr-*", str(shop.datasets)), "give one RUN, then DATASETS_DIR")

@@ -105,7 +105,7 @@ def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, .
 
 
 def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) -> None:
-    """The Hub is asked for a dataset before torch is loaded. A plan does not ask the Hub."""
+    """A dataset that the Hub does not have is refused before torch is loaded. With --plan, the Hub is not asked."""
     shop.add_run(dataset="someone/corpse")
     with FakeHub() as hub:
         shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")

@@ -58,8 +58,8 @@ def test_a_table_and_verdicts_as_text_and_as_json(runs: Path) -> None:
 
 
 def test_both_commands_agree_on_what_is_the_same_text(tmp_path: Path) -> None:
-    """Both commands identify a validation text by its content. The text is the same one if the dataset has another
-    name, or if microbatches have another size and the total number of tokens is equal."""
+    """Both commands identify a validation text by its content. The text is the same one even if the dataset has another
+    name. It is also the same one if microbatches have another size but the total number of tokens is equal."""
     same: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "a": ({}, {}),
         "renamed": ({}, {"dataset": {**DATASET, "name": "you/texts"}}),
@@ -143,7 +143,8 @@ def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
 
 
 def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
-    """Absurd values in a hand-edited summary empty cells of that run alone, and no line has more than 80 columns."""
+    """Absurd values in a run's hand-edited summary leave only that run's cells empty, and no line has more than 80
+    columns."""
     odd: dict[str, dict[str, Any]] = {
         "huge": {"tokens_per_second": 1e300, "final_validation_loss": 1e300, "seconds": {"total": 1e300}},
         "endless": {"tokens_seen": 10**400, "seconds": {"total": 1e308, "training": 1e308}},
@@ -176,7 +177,7 @@ HOSTILE = "\x1b[2J\nH100\r\x07\u202e\u2028 of anybody's making, and a long one, 
 
 
 def hostile_runs(folder: Path) -> None:
-    """Write two runs in which every text contains control characters, in the files of all commands."""
+    """Write two runs with the files that all commands write. Every text in them contains control characters."""
     for name, other in (("a\x1b[31m\nred", ""), ("b", "2")):
         text = HOSTILE + other
         dataset = {**DATASET, "name": text}

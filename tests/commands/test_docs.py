@@ -198,7 +198,7 @@ def rows_of(document: Path, first: str) -> list[list[str]]:
 
 
 def defaults_of(kind: type[RunFile]) -> dict[str, str]:
-    """Return every key that a file may have, with the default as the key's row in the table of keys must show it."""
+    """Return every key that a file may have, with the default that the table of keys must show."""
     found = dict.fromkeys(kind.other_keys, "none")
     for name, field in kind.model_fields.items():
         is_needed = field.default is PydanticUndefined

@@ -69,7 +69,7 @@ def forms(text: str) -> set[str]:
 
 
 def shown(first: str, last: str) -> set[str]:
-    """Return README's lines from `first` up to `last`, as `forms` changes them. Lines that stand for omitted ones are
+    """Return README's lines from `first` up to `last`, as `forms` changes them. Empty lines and lines with only "…" are
     left out."""
     readme = (ROOT / "README.md").read_text()
     start = readme.index(first)

@@ -152,7 +152,8 @@ def test_compile_auto_steps_down_where_a_compiler_is_missing(monkeypatch: pytest
 def test_kernels_that_round_the_dropout_rate_are_not_used(
     monkeypatch: pytest.MonkeyPatch, version: str, drop_rate: float, allowed: bool
 ) -> None:
-    """cuDNN's attention is disabled on CUDA if this version of torch would give it a dropout rate that it rounds."""
+    """cuDNN's attention rounds some dropout rates. It is disabled on CUDA if this version of torch would use it with
+    such a rate."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(torch, "__version__", version)
     try:

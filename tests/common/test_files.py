@@ -86,7 +86,7 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcept
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """The draft of a living writer is left to it; that of a killed one is removed."""
+    """The draft folder of a living writer is kept; that of a killed writer is removed."""
     final = tmp_path / "a[1]"  # glob would read this name as a pattern
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT)
     partial = tmp_path / f".a[1].partial-{process.pid}"

@@ -59,8 +59,8 @@ for way in ("kept", "limited", "scarce"):
 
 @pytest.mark.slow
 def test_blocks_are_kept_where_there_is_room() -> None:
-    """Large blocks are kept if there is room. Under a limit, at least 4 MiB stay free at the heap's end for small
-    allocations, because oneDNN does not check whether its own succeed."""
+    """Large blocks of freed memory are kept if there is room. Under a limit, at least 4 MiB stay free at the heap's end
+    for small allocations, because oneDNN does not check whether its own succeed."""
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment, cwd=ROOT

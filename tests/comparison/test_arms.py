@@ -36,8 +36,8 @@ RECORDED: dict[str, Any] = {"dataset": DATASET, "torch": "2.15.0", "device": "CP
 
 
 def arms_of(**runs: dict[str, Any]) -> Arms:
-    """Return the arms of finished runs. The values for a run are changes to TRAIN and to RECORDED; "model" has its
-    changes to MODEL.
+    """Return the arms of finished runs. The keywords are the names of the runs. A run's dict has the keys that differ
+    from TRAIN and RECORDED, and under "model" those that differ from MODEL.
 
     "content" replaces the dataset that the summary records, "precision_trained" gives the precision that it records,
     and "left_out" names keys that train.json lacks.
@@ -159,7 +159,8 @@ def test_a_seed_of_dropout_makes_replicates_of_given_weights() -> None:
 
 
 def test_two_spellings_of_the_same_settings_are_replicates() -> None:
-    """Two spellings of a batch size or of a checkpoint interval are replicates; so are runs that lack newer keys."""
+    """Runs are replicates even if one spells the same batch size or checkpoint interval in another way. Runs that lack
+    newer keys are replicates, too."""
     by_batch = {SEED: 1, "gradient_accumulation_steps": 1, "global_batch_size": 32}
     assert groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 4}) == [("a", "b")]
     assert len(groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 2})) == 2

@@ -70,8 +70,8 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
-    """Bits per byte of two tokenizers are compared if the measured parts of a split have equally many bytes: 40 x 16
-    tokens of 2 / ln 2 bytes, and 20 x 16 of 4 / ln 2."""
+    """Bits per byte of two tokenizers are compared if the measured parts of a split have equally many bytes. Here these
+    are 40 x 16 tokens of 2 / ln 2 bytes each, and 20 x 16 tokens of 4 / ln 2 bytes each."""
     a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
     other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20, "bits_per_byte": 1.1}
     a.test_loss(2.4), b.test_loss(4.4, **other)
@@ -99,8 +99,9 @@ def test_the_best_checkpoints_result_is_taken_or_else_the_latests(
 
 
 def test_the_best_checkpoint_is_the_one_that_the_link_names_today(tmp_path: Path) -> None:
-    """If the run's checkpoints are missing, the link's target at the time of the measurement counts. Results of a
-    checkpoint that was set aside do not count."""
+    """The best checkpoint is the one that the link `best` names when the table is made. If the run's checkpoints are
+    missing, it is the one that the link named when the result was measured. Results of a checkpoint that was set aside
+    do not count."""
     run = RunFolder(tmp_path, "a").finish().test_loss(2.6, LATEST).test_loss(2.5, BEST)
     assert values(table_of(run), "test_loss") == [2.5]
     run.add_checkpoint(LATEST, "best", "latest")
@@ -194,7 +195,8 @@ def test_benchmarks_while_training_are_in_a_column_of_their_own(tmp_path: Path) 
 
 
 def test_benchmarks_while_training_compare_on_as_many_examples_in_the_same_precision(tmp_path: Path) -> None:
-    """The precision that "auto" stood for is read from the checkpoint."""
+    """Scores are compared only if they are of equally many examples and in the same precision. The precision that
+    "auto" stood for is read from the checkpoint."""
     asked = {"a": "fp32", "b": "auto", "c": "fp32", "d": "fp32", "e": "bf16", "f": "auto"}
     runs = {name: RunFolder(tmp_path, name, {"precision": each}).finish() for name, each in asked.items()}
     for name, run in runs.items():

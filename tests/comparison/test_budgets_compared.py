@@ -39,8 +39,8 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
-    """A run with a budget in steps is a replicate of one with a budget in tokens if both see as many tokens,
-    and not if it sees more."""
+    """A run with a budget in steps is a replicate of one with a budget in tokens if both see equally many tokens. A run
+    that sees more tokens is not a replicate."""
     runs = []
     for seed, (name, key, value, tokens) in enumerate(
         [("longer", "train_steps", 6, 768), ("steps", "train_steps", 5, 640), ("tokens", "min_train_tokens", 640, 640)]

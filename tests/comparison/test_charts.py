@@ -165,8 +165,9 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
 
 
 def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrows mark the cut top (in the title) and a reference below the shown range (in the legend). The given note is
-    shown. Labels may begin with "_", which matplotlib would hide, or contain "$", which it would read as a formula."""
+    """An arrow in the title marks losses above the shown range, and an arrow in the legend a reference below it. The
+    given note is shown. Labels may begin with "_", which matplotlib would hide, or contain "$", which it would read as
+    a formula."""
     import matplotlib.pyplot as plt  # imported here because every process that runs tests loads this file
 
     figures: list[Any] = []

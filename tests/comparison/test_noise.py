@@ -71,8 +71,8 @@ def test_intervals_cover_their_share_of_simulated_texts(name: str, windows: int,
 
 @pytest.mark.parametrize("by", [0.0, 0.3, 0.6])
 def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
-    """The mean of a stationary chain has the variance 1 / (1 − by)² / windows. Each loss in the chain is `by` times the
-    previous one plus a shock of variance 1."""
+    """In a stationary chain, each loss is `by` times the previous one plus a shock of variance 1. The mean of such a
+    chain has the variance 1 / (1 − by)² / windows."""
     generator, windows = np.random.default_rng(5), 4000
     found = [text_noise(correlated(by)(generator, windows)) for _ in range(400)]
     variances = [each.error**2 for each in found if isinstance(each, Estimate)]
@@ -126,9 +126,10 @@ def test_under_holm_an_interval_excludes_zero_where_a_difference_is_significant(
 
 
 def test_seeds_needed_are_the_fewest_for_the_spread_and_for_the_ends_of_its_interval() -> None:
-    """A difference of one standard deviation takes 17 runs of each arm, as in Cohen (1988); test_verdicts.py compares
-    with an independent implementation. The other two numbers are for the ends of the spread's chi-squared interval. At
-    2 degrees of freedom this interval is 0.52 to 6.28 times the spread."""
+    """With the estimated spread, a difference of one standard deviation takes 17 runs of each arm, as in Cohen (1988);
+    test_verdicts.py compares such numbers with an independent implementation's. Two more numbers are returned, for the
+    two ends of the spread's chi-squared interval. At 2 degrees of freedom this interval is 0.52 to 6.28 times the
+    spread."""
     needed = seeds_needed(Variance(0.01**2, 2))
     ends = (0.01**2 * 2 / scipy.stats.chi2.ppf(p, 2) for p in (0.975, 0.025))
     assert needed == (17, *(seeds_needed(Variance(value, 2))[0] for value in ends))

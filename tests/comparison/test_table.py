@@ -166,8 +166,8 @@ def test_sorted_by_the_best_loss_or_by_what_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_notebooks_bills_to_the_cent() -> None:
-    """The table's bills are those that the notebook reports. They equal seconds times price to within a cent, because
-    the notebook truncates seconds."""
+    """The table's bills are those that the notebook reports. They differ from seconds times price by at most a cent,
+    because the notebook truncates seconds."""
     table = RunsTable.of([RunRecord.read(RunDirectory(SHIPPED_RUNS / name)) for name in NOTEBOOK])
     for name, (seconds, dollars, without_validation, loss) in BILLS.items():
         values = row_of(table, name)

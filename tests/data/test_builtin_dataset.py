@@ -31,8 +31,8 @@ FILES = {"meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SP
 
 @pytest.mark.slow
 def test_the_whole_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The counts and hashes in meta.json are those of the files. Each document is a file of the library, in one split;
-    a complete folder is left alone."""
+    """The counts and hashes in meta.json are those of the files. Each document is a file of the library, in exactly one
+    split. A complete folder is left alone."""
     ensure_dataset(tmp_path, NAME, [*SPLITS])
     folder = tmp_path / NAME
     assert {path.name for path in folder.iterdir()} == FILES

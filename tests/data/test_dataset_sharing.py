@@ -77,8 +77,9 @@ def test_files_of_a_hub_dataset(preparer: Preparer, hub: FakeHub) -> None:
 
 @pytest.mark.usefixtures("corpus")
 def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer, hub: FakeHub) -> None:
-    """The second file arrives damaged and is downloaded again. The third is refused; by then, the first two have been
-    read and deleted. The same command then completes the dataset."""
+    """Each file is deleted once it has been read. Here the second file arrives damaged and is downloaded again, and the
+    Hub refuses the third one. By then, the first two have been read and deleted. The same command then completes the
+    dataset."""
     files = hub.datasets["someone/web"].files
     files["sample/10BT/1.parquet"].corrupt, files["sample/10BT/1.parquet"].faulty_downloads = True, 1
     files["sample/10BT/2.parquet"].resolve_status = 403

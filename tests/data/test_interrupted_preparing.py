@@ -1,5 +1,5 @@
-"""Preparations that are killed, stopped or fail: the same command continues them to the same bytes. Their memory does
-not grow with the input."""
+"""Preparations that are killed, stopped or fail: the same command continues them, and the dataset has the same bytes
+as without the interruption. Their memory does not grow with the input."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: signal.Signals) -> None:
-    """No tokenizing process outlives a command that gets a signal. A terminal's signal is sent to the whole process
-    group, as by Ctrl-C, and one line is printed nevertheless."""
+    """No tokenizing process outlives a command that gets a signal. A terminal sends its signals, for example that of
+    Ctrl-C, to the whole process group, and still only one line is printed."""
     mine, arguments = Preparer(tmp_path), [preparer.path / "texts", "out", *SMALL]
     process = mine.start(*arguments, "--workers", 2, start_new_session=True)
     workers = workers_of(process)
@@ -341,7 +341,7 @@ def _high_water_mark(pid: int) -> int:
 @pytest.mark.slow
 @needs_proc
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Peaks for a text, for eight times the text, and for one document of 25 MiB are all far below half a GiB."""
+    """Memory peaks for a text, for eight times the text, and for one document of 25 MiB are far below half a GiB."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [f" {word}" for word in WORDS if word.isalpha()]))
     documents = texts(3000, longest=400)
     for copies in (1, 8):

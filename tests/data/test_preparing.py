@@ -67,8 +67,8 @@ def test_a_hundredth_of_the_text_is_validation(preparer: Preparer) -> None:
 
 
 def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
-    """A long document does not become the validation split. The last file, a quarter of the text, is in the train split
-    unless documents keep their order."""
+    """A long document is in the train split and does not become the validation split. It is the last file and a quarter
+    of the text. It is the validation split only if documents keep their order."""
     preparer = Preparer(tmp_path)
     (tmp_path / "texts").mkdir()
     long = "\n".join(texts(45))
@@ -270,8 +270,8 @@ def test_the_commands_printed_at_the_end_train(
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, arguments: list[str], message: str) -> None:
-    """A wrong command changes no file or folder. A dataset's owner has a folder above the dataset's. It is not left
-    behind if there was none, and not deleted if it was there already and empty."""
+    """A wrong command changes no file or folder. The folder of a dataset's owner contains the dataset's folder. The
+    owner's folder is not left behind if it did not exist before, and not deleted if it was empty before."""
     (preparer.path / "datasets" / "there").mkdir(parents=True, exist_ok=True)
     for name, content in {"empty": "", "nulls": '{"text": ""}\n{"text": null}\n'}.items():
         (preparer.path / f"{name}.jsonl").write_text(content)
@@ -288,7 +288,7 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, argu
 def test_a_text_too_short_for_its_splits_is_one_line(
     preparer: Preparer, tmp_path: Path, fraction: str, split: str, remedy: str, more: str
 ) -> None:
-    """Each remedy that the line names works."""
+    """The error line names two remedies, and each of them works."""
     mine = Preparer(tmp_path)
     arguments = ["texts", "out", "--tokenizer", preparer.path / "tokenizer.json", "--validation-fraction"]
     write_json_lines(tmp_path / "texts" / "a.jsonl", ["hello"])
@@ -320,7 +320,8 @@ def test_an_output_that_exists_is_kept_unless_overwritten(preparer: Preparer, tm
 
 @pytest.mark.parametrize("place", ["photos", "photos/raw"])
 def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, place: str) -> None:
-    """The text that the dataset would be made from is not deleted."""
+    """--overwrite is refused if it would delete a file that is no part of a dataset. Here the file is the text that the
+    dataset would be made from."""
     write_json_lines(tmp_path / place / "a.jsonl", DOCUMENTS[:100])
     before = (tmp_path / place / "a.jsonl").read_bytes()
     line = Preparer(tmp_path).run(place, "photos", *SMALL, "--overwrite", status=2)

@@ -18,8 +18,8 @@ FIRST = Heartbeat(1, ELSEWHERE, "global step 4", [4, 0], 3.0, stopping=False)
 
 
 def at(order: int, part: int, stalled: float | None) -> Heartbeat:
-    """Return the heartbeat of a rank on another machine. The rank has done `part` parts of its work at the place with
-    the number `order`, and has made no progress for `stalled` seconds (None if it is idle)."""
+    """Return the heartbeat of a rank on another machine. The rank is at place number `order`, has done `part` parts of
+    its work there, and has made no progress for `stalled` seconds (None if it is idle)."""
     return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
@@ -33,8 +33,8 @@ def near(heartbeat: Heartbeat) -> Heartbeat:
 
 
 def known(ranks: Sequence[Heartbeat | LastHeartbeat], *, contact: float = 0.0, frozen_until: float = 0.0) -> Heartbeats:
-    """Return rank 0's record of the ranks' last heartbeats. A `Heartbeat` was received at 0 s, a `LastHeartbeat` at its
-    own time."""
+    """Return rank 0's record of the ranks' last heartbeats. A `Heartbeat` counts as received at 0 s, and a
+    `LastHeartbeat` has its own time."""
     last = [each if isinstance(each, LastHeartbeat) else LastHeartbeat(each, 0.0) for each in ranks]
     return Heartbeats(HERE, contact, last, frozen_until)
 
@@ -70,8 +70,9 @@ def last(at: float, heartbeat: Heartbeat | None = None, gone_since: float | None
 def case(
     ranks: Sequence[Heartbeat | LastHeartbeat], until: tuple[float, float], now: float, fault: Fault | None = None
 ) -> tuple[Heartbeats, float, Fault | None]:
-    """Return rank 0's record of the ranks, the time `now`, and the fault found at that time. `until` gives the seconds
-    of the last contact with the store and of the end of this process's own freeze, both kept in the record."""
+    """Return rank 0's record of the ranks, the time `now`, and the fault to be found at that time. `until` has two
+    times in seconds, both kept in the record: the last contact with the store, and the end of this process's own
+    freeze."""
     return known(ranks, contact=until[0], frozen_until=until[1]), now, fault
 
 

@@ -85,8 +85,8 @@ class Event:
 
 
 def test_on_cuda_events_are_asked_in_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that queries events selects the rank's own device first. A new thread's current device is the first
-    one, which belongs to another rank and whose memory it would use."""
+    """The thread that queries events selects the rank's own device first. By default a new thread uses the first
+    device, and takes memory on it, although it belongs to another rank."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

@@ -74,7 +74,7 @@ class Subject:
 
 @pytest.fixture(scope="module", autouse=True)
 def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The data of the tests' tasks stays out of the user's own cache."""
+    """Keep the data of the tests' tasks out of the user's own cache."""
     import datasets
 
     with pytest.MonkeyPatch.context() as patch:
@@ -404,8 +404,8 @@ def test_tasks_that_cannot_be_run_are_one_line(
 
 @pytest.mark.slow
 def test_lm_evals_own_names_are_known() -> None:
-    """lm-eval's own names and patterns of them are found, and a misspelt one gets a suggestion. The test is slow,
-    because lm-eval's index of all its tasks takes seconds to build."""
+    """Names of lm-eval's own tasks are found, also by a pattern, and a misspelt one gets a suggestion. The test is
+    slow, because lm-eval's index of all its tasks takes seconds to build."""
     for name in ("arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"):
         assert benchmarks.known_names(name) == [name]
     assert "lambada_openai" in benchmarks.known_names("lambada*")
@@ -423,8 +423,8 @@ def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_libraries_keep_their_retries_to_themselves(tmp_path: Path) -> None:
-    """No library logs warnings. The test needs its own process because libraries set their log levels when they are
-    first imported."""
+    """The libraries log no warnings, for example about their retries. The test needs its own process because libraries
+    set their log levels when they are first imported."""
     (tmp_path / "script.py").write_text(
         "import logging\n"
         "from harness.evaluation.benchmarks.run import quieten\n"

@@ -52,7 +52,8 @@ def sample_without_cache(model: GPTModel, prompt: Sequence[int], sampling: Sampl
 
 @pytest.mark.parametrize(("tied", "qkv_bias"), [(False, True), (True, False)])
 def test_rows_of_unequal_lengths_are_what_each_is_alone(tied: bool, qkv_bias: bool) -> None:
-    """Rows are shorter than the context, as long, and longer, and they leave the batch at different times."""
+    """Each row of a batch has the logits that it has alone. The rows are shorter than the context, equally long, or
+    longer, and they leave the batch at different times."""
     model = random_model(shape(tie_weights=tied, qkv_bias=qkv_bias)).eval()
     text = random_tokens(model.config, 2).flatten().tolist()
     prompts = [text[:length] for length in (1, 7, 24, 30, 20)]
@@ -155,7 +156,8 @@ def test_prompts_from_a_file_and_several_samples(model_files: tuple[Path, Path],
 
 
 def changed(model_files: tuple[Path, Path], folder: Path, **values: float) -> tuple[Path, Path]:
-    """Return the files of a copy of the model with each named tensor (`__` for a dot) filled with a value.
+    """Return the files of a copy of the model. Each keyword is the name of a tensor, with `__` for a dot. The tensor is
+    filled with the keyword's value.
 
     The copy's head prefers end-of-text.
     """

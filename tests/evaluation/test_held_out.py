@@ -67,8 +67,8 @@ def unwrapped(result: Result) -> str:
 
 
 def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
-    """The loss of each sequence of 16 tokens equals torch's cross-entropy, and the printed loss is their mean. It is
-    over all whole batches of 6 sequences from the start token on."""
+    """The printed loss is the mean over all whole batches of 6 sequences from the start token on. The loss of each
+    sequence of 16 tokens equals torch's cross-entropy."""
     run = shop.runs / "r"
     best, weights = run / "checkpoints" / "best", Path(files_of(run)[1])
     model = load_model(load_model_config(run / "model.json"), weights, CPU)
@@ -167,7 +167,8 @@ def measured_bits(shop: Workshop, name: str, *options: object) -> tuple[float, f
     ],
 )
 def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str) -> None:
-    """The text begins with long words and ends with short ones, so that slices differ from the whole.
+    """Bits per byte of a slice are computed from its own bytes, not from the mean of the whole split. The text begins
+    with long words and ends with short ones, so that the two differ.
 
     End-of-text tokens count as no bytes.
     """
@@ -195,8 +196,8 @@ def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(shop: Workshop) -> None:
-    """A dataset is refused if its tokenizer is not the model's. Its ids are other text to the model, even if both
-    vocabularies have the same size. A tokenizer file with other formatting is the same tokenizer."""
+    """A dataset is refused if its tokenizer is not the model's, because the same ids stand for other text. This holds
+    even if both vocabularies have the same size. A tokenizer file with other formatting is the same tokenizer."""
     for name, text in (("own", "the cat sat on the mat " * 99), ("other", "0123456789 " * 99)):
         folder = shop.datasets / "me" / name
         folder.mkdir(parents=True)
@@ -257,7 +258,8 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
 
 
 def test_models_of_many_names(shop: Workshop, tmp_path: Path) -> None:
-    """A pattern names all runs that match, a long name is on a line above its numbers, and equal names become paths."""
+    """A pattern names all runs that match, and a long name is on a line above its numbers. Models of the same name are
+    shown by their paths."""
     long = "lr-of-a-run-with-a-name-of-its-own"
     for name in ("lr-1", long, "other"):
         shutil.copytree(shop.runs / "r", shop.runs / name, symlinks=True)
@@ -324,8 +326,8 @@ def test_measuring_the_same_again_with_any_batch_size_replaces_the_result(shop: 
 
 
 def test_every_way_to_the_weights_leads_to_the_same_file(shop: Workshop, tmp_path: Path) -> None:
-    """The ways are the link best, the checkpoint's own name, links to the run and to the checkpoint, and a checkpoints
-    folder that is a link to another disk."""
+    """All paths to the same weights lead to the same result file. The paths are the link best, the checkpoint's own
+    name, links to the run and to the checkpoint, and a checkpoints folder that is a link to another disk."""
     run = shop.runs / "r"
     own = (run / "checkpoints" / "best").resolve().name
     (tmp_path / "mine").symlink_to(run)
@@ -373,7 +375,8 @@ def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
 
 
 def test_results_go_aside_with_their_weights(shop: Workshop) -> None:
-    """Results of later checkpoints move if training resumes from an earlier one; all results move if it restarts."""
+    """If training resumes from an earlier checkpoint, results of later ones are moved to aside/. If it restarts, all
+    results are moved there."""
     run = shop.runs / "r"
     earlier, last = checkpoint_of_step(run, 10), (run / "checkpoints" / "latest").resolve().name
     for checkpoint in (earlier, last):
@@ -393,7 +396,8 @@ def test_results_go_aside_with_their_weights(shop: Workshop) -> None:
 def test_moving_aside_that_ends_early_leaves_no_results_without_their_weights(
     shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first attempt ends before each file or folder that it moves, in turn; the next attempt moves the rest."""
+    """If setting results aside ends before any of its moves, no results are left without their weights. The next
+    attempt moves the rest."""
     measure(shop, "r", "--batches", 1)
     things = {path.name for path in (shop.runs / "r").iterdir()} - {"model.json", "train.json", ".lock", "checkpoints"}
     checkpoints = {path.name for path in (shop.runs / "r" / "checkpoints").iterdir()}

@@ -197,7 +197,8 @@ def test_every_entry_is_trained_on_once_an_epoch_in_a_seeds_order() -> None:
 def test_the_weights_kept_are_those_from_before_the_rise(
     data: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fine-tuning with max_epochs set to the kept epoch ends with exactly the same weights."""
+    """Fine-tuning keeps the weights of the last epoch before the validation loss rises. A fine-tuning that max_epochs
+    ends after this epoch has exactly the same weights."""
     splits, model, other = InstructionSplits.load(data), tiny(), tiny()
     result = fine_tune(model, tokenizer, splits, FineTuneSettings(0.01, max_epochs=60))
     losses = [loss for loss in result.validation_losses if loss is not None]
@@ -229,7 +230,7 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer, capsys: pyt
 
 
 def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
-    """Answers also agree if a question is longer than the context."""
+    """Answers are the same one by one and in batches, even if a question is longer than the context."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
     entries = [asked(f"Say {word} {number}.", "", word) for number in range(3) for word in WORDS]
     entries.append(asked("red " * 100, "", "blue"))

@@ -55,7 +55,8 @@ def test_intervals_are_those_of_scipy() -> None:
 
 
 def test_win_rate_counts_ties_as_half() -> None:
-    """One question is won, one is lost, one is a tie, and one is a tie except for rounding."""
+    """A tie counts as half a win. Of the four questions, one is won, one is lost, one is a tie, and one is a tie except
+    for rounding."""
     scores = np.array([[3.0, 2.0], [1.0, 2.0], [2.0, 2.0], [0.1 + 0.2, 0.3]])
     comparison = compare(scores[:, None, :], seed=0)
     assert comparison is not None

@@ -17,7 +17,8 @@ ONE_BY_ONE = ("--attempts", "1", "--parallel", "1")
 
 @pytest.fixture
 def bench(bench: Bench) -> Bench:
-    """The bench with a run for each model, which has the checkpoint that gave the model's answers."""
+    """The answers and the fake judge, with a run for each model. The run has the checkpoint that gave the model's
+    answers."""
     for number, model in enumerate(bench.models):
         folder = bench.folder / model.model / "checkpoints" / CHECKPOINT
         folder.mkdir(parents=True)
@@ -71,7 +72,8 @@ def test_the_same_judging_is_one_result_and_another_company_is_another(bench: Be
 
 
 def test_another_models_missing_answer_leaves_no_question_out(bench: Bench) -> None:
-    """A gap in one model's scores, judged alone, leaves the other model's scores whole."""
+    """If one model has no valid score for a question, the other model keeps its score for that question. Both are
+    judged alone, with the prompt "book"."""
     bench.judge.faults = [text("no number")]
     done = bench.command("--prompt", "book", *ONE_BY_ONE, expect=1)
     assert "no valid answer to 1 of 15 prompts" in done.error_lines[0]

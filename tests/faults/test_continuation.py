@@ -78,7 +78,7 @@ def assert_lively(run: Path, precision: str) -> None:
     assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 1
 
 
-@pytest.mark.fault("stopped at a step", "all ranks stop after the same step with a checkpoint; the same end")
+@pytest.mark.fault("stopped at a step", "all ranks save and stop after the same step; resumed, the same end")
 def test_stopped_once(shop: Workshop, exhaustive: bool) -> None:
     def stop(case: tuple[int, Setup]) -> None:
         number, (ranks, accumulation, precision, others) = case

@@ -31,7 +31,8 @@ def shop(stopped_shop: Workshop) -> Workshop:
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage to a checkpoint that a link points to, or to the link, and words of the message about it."""
+    """Damage to a file of the checkpoint that a link leads to, or to the link itself. `words` are in the message about
+    it."""
 
     do: Callable[[Path], object]  # called with the file, or with the link
     words: str = ""
@@ -104,7 +105,9 @@ def few(cases: list[Damage], exhaustive: bool) -> list[Damage]:
     return cases if exhaustive else cases[:: len(FILES) + 1]
 
 
-@pytest.mark.fault("latest is damaged", "refused; the newest whole checkpoint is offered, and leads to the same end")
+@pytest.mark.fault(
+    "latest is damaged", "refused; the newest whole checkpoint is offered; resumed from it, the same end"
+)
 def test_damaged_latest(shop: Workshop, exhaustive: bool) -> None:
     runs = []
     for number, damage in enumerate(few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES):
@@ -168,7 +171,7 @@ def test_all_damaged(shop: Workshop) -> None:
     assert {path.name for path in (aside / "checkpoints").iterdir()} == {*(path.name for path in folders), *LINKS}
 
 
-@pytest.mark.fault("a bit flips anywhere", "found in each file of a checkpoint by the check that every start makes")
+@pytest.mark.fault("a flipped bit in any file of a checkpoint", "found by the check that every start makes")
 def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     """Every start first makes a check of the checkpoint, which finds any flipped bit that changes a value. The test
     calls this check in its own process."""

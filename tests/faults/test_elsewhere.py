@@ -1,7 +1,7 @@
-"""Links, downloads and pickles that reach for other files, and data that must stay here.
+"""Links and paths that lead out of a folder, code in pickles, secrets in the environment, and the ranks' sockets.
 
 Whatever paths a checkpoint, an unfinished download or a list of files from somebody else contains, nothing outside is
-written or deleted, and no code in them runs. Secrets are written nowhere, and ranks listen on this machine alone.
+written or deleted. No code in a checkpoint runs. Secrets are written nowhere, and ranks listen on this machine alone.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ LEADING_OUT: dict[str, list[str]] = {  # the path that becomes a link, and the r
 
 
 @pytest.mark.parametrize(("place", "asked"), LEADING_OUT.items(), ids=LEADING_OUT)
-@pytest.mark.fault("names and links that lead out", "refused; nothing there was read or changed")
+@pytest.mark.fault("names and links that lead out of their folder", "refused; nothing outside was read or changed")
 def test_names_stay_in_their_folders(bench: Bench, outside: Path, place: str, asked: list[str]) -> None:
-    """A link that leads out is refused even if its target is whole. The target is a copy of the original, or of another
-    checkpoint or run where there is no original."""
+    """A link that leads out of its folder is refused, even if it leads to a valid copy of the file or folder in its
+    place. In the place of a run or checkpoint that does not exist, the copy is one of another run or checkpoint."""
     latest = bench.reset()
     link = (bench.shop.path / place).parent.resolve() / Path(place).name
     like = link if os.path.lexists(link) else latest if "iteration" in place else bench.shop.runs / "r"
@@ -129,7 +129,7 @@ def test_names_stay_in_their_folders(bench: Bench, outside: Path, place: str, as
     bench.refuses(*asked[1:], run=asked[0], words=[link.name, "leads out of"], also=outside)
 
 
-@pytest.mark.fault("a checkpoint's name that is a link upwards", "refused; nothing changed")
+@pytest.mark.fault("a link to a folder above, given as CHECKPOINT", "refused; nothing changed")
 @pytest.mark.fault("a link in the lock's place", "refused; the file it leads to is as it was")
 def test_links_with_other_names(bench: Bench, outside: Path) -> None:
     (bench.reset().parent / "up").symlink_to("../..")
@@ -140,12 +140,12 @@ def test_links_with_other_names(bench: Bench, outside: Path) -> None:
     bench.refuses(words=[".lock"], also=outside, status=1)
 
 
-@pytest.mark.fault("links among what is deleted", "the links go; the folder outside is as it was")
-@pytest.mark.fault("a link in the place of a draft", "the link is replaced; the file it leads to is as it was")
+@pytest.mark.fault("links among files that are deleted", "the links are deleted; the folder outside is as it was")
+@pytest.mark.fault("a link in the place of a temporary file", "the link is replaced; the file it leads to is as it was")
 def test_nothing_outside_is_changed(bench: Bench, outside: Path, tmp_path: Path) -> None:
     """Leftovers of saves and old checkpoints are deleted, but not what the links in them lead to. A link in the place
-    of a temporary file is replaced, not followed. The names are easy to guess, because they contain the process's
-    pid."""
+    of a temporary file is replaced, not followed. Temporary files have names that are easy to guess, because they
+    contain the process's pid."""
     folder, shop, pid = bench.reset().parent, bench.shop, os.getpid()
     for name in (".saving-1", ".saving-latest-1", ".saving-pruned-x", "20200101Z000000-iteration-1"):
         (folder / name).symlink_to(outside)
@@ -173,8 +173,8 @@ def test_nothing_outside_is_changed(bench: Bench, outside: Path, tmp_path: Path)
 @pytest.mark.fault("folders on another disk, by links", "training, continuing and restarting work; the links stay")
 def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
     """Training works if a whole folder, such as datasets/ or a run's checkpoints/, is a link to a larger disk, because
-    such a link is the user's own. Only names that are typed or read from a file, and links in somebody else's files,
-    must not lead out."""
+    such a link is the user's own. Links in somebody else's files must not lead out of their folder. Neither must names
+    that are typed or read from a file."""
     places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
     for number, place in enumerate(places if exhaustive else places[:2]):
         shop, disk = InProcess(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
@@ -240,7 +240,7 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
     assert tree(outside) == before
 
 
-@pytest.mark.fault("a hub that names files elsewhere", "refused before anything is downloaded")
+@pytest.mark.fault("a hub that lists files outside the dataset's folder", "refused before anything is downloaded")
 def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exhaustive: bool) -> None:
     """Paths that lead out of the dataset's folder are refused. An endpoint other than the Hub itself could list such a
     path to have a file written there. With a wrong hash it could have an existing file deleted."""
@@ -256,7 +256,7 @@ def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exh
         assert not (customer.datasets / NAME).exists()
 
 
-@pytest.mark.fault("links in an unfinished build", "the data set is built; nothing outside is deleted")
+@pytest.mark.fault("links in an unfinished build", "the dataset is built; nothing outside is deleted")
 def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links in leftovers of builds of builtin/python-stdlib are not followed when the leftovers are deleted. The pids
     in the leftovers' names belong to no process."""
@@ -281,7 +281,7 @@ def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.Monk
 SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-sentinelKey9876543210"}
 
 
-@pytest.mark.fault("tokens in the environment", "in no output and in no file")
+@pytest.mark.fault("secrets in the environment", "written to no output and to no file")
 def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
     """No file and no line of output has the Hub's token or the API key, even when the Hub is asked with its token."""
     shop = bench.shop
@@ -307,8 +307,8 @@ def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
 
 @pytest.mark.fault("a machine in a hostile network", "the ranks' sockets are bound to the loopback interface alone")
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
-    """Ranks listen on the loopback interface alone, under the real torchrun, whose store is torch's own, and with
-    --processes, whose store rank 0 keeps."""
+    """Ranks listen on the loopback interface alone. Under the real torchrun the store is torch's own, and with
+    --processes rank 0 keeps it."""
     import psutil  # type: ignore[import-untyped]
 
     shop = Workshop(tmp_path)

@@ -104,8 +104,10 @@ def survive(shop: Workshop, fault: Fault, file: str = "", straight: str = "strai
             checkpoints.verify_checkpoint(aside)
 
 
-@pytest.mark.fault("disk full in a save", "ends on all ranks; all checkpoints are whole; with space the same end")
-@pytest.mark.fault("a broken disk", "an I/O error at any operation of a save ends the run; the same end")
+@pytest.mark.fault(
+    "disk full in a save", "ends on all ranks; all checkpoints are whole; with space, resumed to the same end"
+)
+@pytest.mark.fault("a broken disk", "an I/O error at any operation of a save ends the run; resumed to the same end")
 def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool) -> None:
     names = operations_of(shop, "save", 2)
     full = [Fault("save", 2, at, room) for at in range(len(names)) for room in (0, -1) if not (room and at % 3)]
@@ -141,10 +143,12 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full at a line of metrics", "ends with metrics.jsonl named; with space the same end")
+@pytest.mark.fault(
+    "disk full when a line of metrics is written", "ends with metrics.jsonl named; with space, resumed to the same end"
+)
 def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> None:
-    """A run survives a disk that is full at a line of metrics. The lines fill four pages of memory, because a full
-    tmpfs can still write the rest of the last page."""
+    """A run ends with one line if the disk is full when a line of metrics is written, and completes once there is
+    space. The lines fill four pages of memory, because a full tmpfs can still write the rest of the last page."""
     settings = SETTINGS | {"min_train_tokens": 64 * 40, "report_interval": 1}
     settings |= {"validation_interval": 500, "checkpoint_interval": 500}
     shop.add_run("lines", **settings)
@@ -154,11 +158,14 @@ def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full while results are moved", "every checkpoint stays whole; with space the same end")
-@pytest.mark.fault("disk full at the end", "ends with summary.json named; with space it is written")
+@pytest.mark.fault(
+    "disk full while results are moved", "every checkpoint stays whole; with space, resumed to the same end"
+)
+@pytest.mark.fault("disk full when the summary is written", "ends with summary.json named; with space, it is written")
 def test_disk_full_in_a_resumed_run(shop: Workshop, exhaustive: bool) -> None:
-    """A killed run is resumed. The disk becomes full while earlier results are moved aside or metrics.jsonl is cut, or
-    when summary.json is written at the end."""
+    """A killed run is resumed, and the disk becomes full. The run ends with one line and whole checkpoints, and
+    completes once there is space. The disk becomes full while earlier results are moved aside or metrics.jsonl is cut,
+    or when summary.json is written at the end."""
     earlier = next(path for step, path in checkpoints.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
 
     def stages(call: str, argument: str) -> list[Fault]:
@@ -176,7 +183,7 @@ def test_disk_full_in_a_resumed_run(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full at the lock", "ends on all ranks with the lock file named")
+@pytest.mark.fault("disk full when the lock file is written", "ends on all ranks with the lock file named")
 def test_disk_full_at_the_lock(shop: Workshop) -> None:
     for room in (0, -1):
         with shop_on_small_disk(shop, f"lock-{room}") as small:
@@ -209,10 +216,11 @@ b.read_documents = lambda: dict(list(everything().items())[:80])
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full for the data set", "ends with nothing half written; with space it is built")
+@pytest.mark.fault("disk full for the dataset", "ends, and no part of the dataset is left; with space, it is built")
 def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
-    """A disk too small for the dataset ends the run with one line and no part of the dataset; with more space, the same
-    command completes. The disk has space for nothing, for the tokenizer alone, or for the tokenizer and a split."""
+    """If the disk is too small for the dataset, the run ends with one line, and no part of the dataset is left. With
+    more space, the same command completes. The free space is for nothing, for the tokenizer alone, or for the tokenizer
+    and one split."""
     model = {"vocab_size": 4096, "context_length": 16}
     settings = {"dataset": "builtin/python-stdlib", "precision": "fp32"}
     sizes = [0, 60, 400] if exhaustive else [60]

@@ -92,7 +92,7 @@ def bench(finished_shop: Workshop, tmp_path: Path) -> Bench:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("train.json is anything", "2,000 files: refused with the key named, or valid and planned")
+@pytest.mark.fault("arbitrary content in train.json", "2,000 files: refused with the key named, or valid and planned")
 def test_train_json(shop: Workshop, exhaustive: bool) -> None:
     path, model = shop.runs / "r" / "train.json", load_model_config(shop.runs / "r" / "model.json")
 
@@ -117,7 +117,7 @@ def test_train_json(shop: Workshop, exhaustive: bool) -> None:
     assert 0.3 < explore(check, texts, 2000 if exhaustive else 200) < 0.99, "neither all valid nor all refused"
 
 
-@pytest.mark.fault("model.json is anything", "2,000 files: refused with the key named, or valid")
+@pytest.mark.fault("arbitrary content in model.json", "2,000 files: refused with the key named, or valid")
 def test_model_json(shop: Workshop, exhaustive: bool) -> None:
     path = shop.runs / "r" / "model.json"
 
@@ -147,7 +147,9 @@ IMPOSSIBLE_MODELS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a model that fits no machine", "refused by every command, or planned; no hang")
+@pytest.mark.fault(
+    "a model too large for any machine", "refused by every command, or planned by --plan; no command hangs"
+)
 def test_impossible_models(bench: Bench, exhaustive: bool) -> None:
     path, weights = bench.shop.path / "model.json", bench.shop.runs / "r" / "checkpoints" / "best" / "model.safetensors"
     before = tree(bench.shop.path)
@@ -165,7 +167,9 @@ def test_impossible_models(bench: Bench, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("train.json and model.json are anything, real command", "refused, planned or trained")
+@pytest.mark.fault(
+    "arbitrary content in train.json and model.json, given to the real command", "refused, planned or trained"
+)
 def test_commands_on_run_files(shop: Workshop, exhaustive: bool) -> None:
     run = shop.runs / "r"
     # torch.compile takes half a minute on a CPU, and is not tested here.
@@ -209,7 +213,9 @@ SAFETENSORS = st.builds(raw_safetensors, HEADERS, st.sampled_from([bytes(16)] * 
 
 
 @pytest.mark.slow
-@pytest.mark.fault("safetensors files are anything", "2,000 files: refused or valid tokens; none taken for weights")
+@pytest.mark.fault(
+    "arbitrary content in safetensors files", "2,000 files: refused, or read as valid tokens; none is loaded as weights"
+)
 def test_safetensors(tmp_path: Path, exhaustive: bool) -> None:
     path, model = tmp_path / "train.safetensors", GPTModel(ModelConfig(**MODEL))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -251,7 +257,7 @@ TOKEN_FILES = [
 ]
 
 
-@pytest.mark.fault("a hostile token file, real command", "refused with the split named; nothing changed")
+@pytest.mark.fault("a hostile token file, given to the real command", "refused with the split named; nothing changed")
 def test_token_files(shop: Workshop, exhaustive: bool) -> None:
     before = tree(shop.path)
     for split in ("train", "validation"):
@@ -279,7 +285,7 @@ PLAUSIBLE_META = plausible(
 )  # fmt: skip
 
 
-@pytest.mark.fault("a dataset's meta.json is anything", "2,000 files: refused with the key named, or valid")
+@pytest.mark.fault("arbitrary content in a dataset's meta.json", "2,000 files: refused with the key named, or valid")
 def test_dataset_meta(shop: Workshop, exhaustive: bool) -> None:
     folder = shop.datasets / DATASET
     valid = {"description": "letters", "token_dtype": "uint16", "files": ["train.safetensors"], "tokenizer": "gpt2"}
@@ -297,7 +303,9 @@ def test_dataset_meta(shop: Workshop, exhaustive: bool) -> None:
     explore(check, mutations(valid, PLAUSIBLE_META), 2000 if exhaustive else 150)
 
 
-@pytest.mark.fault("the memory of a token scan is anything", "the file is scanned again")
+@pytest.mark.fault(
+    "arbitrary content in the record of a token scan", "the record is used, or the file is scanned again"
+)
 def test_scan_memory(shop: Workshop, exhaustive: bool) -> None:
     dataset = Dataset.open(shop.datasets, DATASET)
     check_token_ids(dataset, "train", 64)
@@ -321,7 +329,9 @@ def test_scan_memory(shop: Workshop, exhaustive: bool) -> None:
 # Weights
 
 
-@pytest.mark.fault("weights of another model, real commands", "refused with the tensor named; nothing changed")
+@pytest.mark.fault(
+    "weights of another model, given to the real commands", "refused with the tensor named; nothing changed"
+)
 def test_weights(bench: Bench, exhaustive: bool) -> None:
     good = load_file(bench.reset() / "model.safetensors")
     name, query = "tok_emb.weight", "trf_blocks.0.att.W_query.weight"
@@ -368,7 +378,7 @@ PLAUSIBLE_CHECKPOINT = plausible(
 )
 
 
-@pytest.mark.fault("a checkpoint's meta.json is anything", "2,000 files: refused with the key named, or valid")
+@pytest.mark.fault("arbitrary content in a checkpoint's meta.json", "2,000 files: refused with the key named, or valid")
 def test_checkpoint_meta(bench: Bench, exhaustive: bool) -> None:
     latest = bench.reset()
 
@@ -390,7 +400,9 @@ WRONG: list[Any] = [None, True, -1, 0, 1.5, 10**18, 10**400, 1e308, "x", "a\nb\x
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a checkpoint's meta.json is wrong, continued", "refused, or trained on; no checkpoint lost")
+@pytest.mark.fault(
+    "resuming with a wrong value in a checkpoint's meta.json", "refused, or resumed; no checkpoint is lost"
+)
 def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool) -> None:
     """A run whose meta.json has a wrong value or lacks a key is refused by the real command, or is resumed without
     losing a checkpoint."""
@@ -418,9 +430,10 @@ def nothing_lost(before: dict[str, str], shop: Workshop) -> None:
         assert (shop.runs / "r" / "checkpoints" / link).is_dir()
 
 
-@pytest.mark.fault("a checkpoint's states are another program's", "refused with the checkpoint named; nothing changed")
+@pytest.mark.fault("a checkpoint with states of another program", "refused with the checkpoint named; nothing changed")
 def test_states_of_something_else(bench: Bench, exhaustive: bool) -> None:
-    """State files that are readable and have the right hashes, but hold something else, are refused."""
+    """State files that are readable and have the right hashes, but do not hold the states of this run's training, are
+    refused."""
     latest = bench.reset()
     optimizer = torch.load(latest / "optimizer.pt", weights_only=True)
     states = torch.load(latest / "train_state.pt", weights_only=True)
@@ -449,10 +462,10 @@ def test_states_of_something_else(bench: Bench, exhaustive: bool) -> None:
         bench.refuses(words=[latest.name])
 
 
-@pytest.mark.fault("metrics.jsonl is anything", "a foreign line moves to aside/, and the run continues to its end")
+@pytest.mark.fault("a foreign line in metrics.jsonl", "the line moves to aside/, and the run continues to its end")
 def test_metrics(bench: Bench, exhaustive: bool) -> None:
-    """A run is resumed to its end if metrics.jsonl has another program's line where the checkpoint expects its own next
-    line."""
+    """A run is resumed to its end even if another program's line is in metrics.jsonl, at the place where the checkpoint
+    expects the run's own next line."""
     lines = ["5", "[]", "null", "{}", '"x"', '{"event": 5}', "[" * 5000, "\ufeff{}", "", "NaN", '{"event": "train"}']
     for line in lines if exhaustive else lines[::3]:
         latest = bench.reset()
@@ -475,7 +488,7 @@ NAMES = st.text(ALPHABET, max_size=20) | st.sampled_from(
 )
 
 
-@pytest.mark.fault("names are anything", "8,000 names: refused, or they stay in their folder")
+@pytest.mark.fault("arbitrary names", "8,000 names: each is refused, or leads to a folder in the right parent folder")
 def test_names(bench: Bench, exhaustive: bool) -> None:
     """A name of a run, a dataset or a checkpoint leads to a folder in the right parent folder, or is refused with one
     line."""
@@ -497,8 +510,8 @@ def test_names(bench: Bench, exhaustive: bool) -> None:
     same_as(before, bench.shop.path)
 
 
-@pytest.mark.fault("names are anything, real command", "refused; nothing changed")
-@pytest.mark.fault("names longer than a file system's", "refused")
+@pytest.mark.fault("arbitrary names, given to the real command", "refused; nothing changed")
+@pytest.mark.fault("names longer than a file system allows", "refused")
 def test_commands_on_names(bench: Bench, exhaustive: bool) -> None:
     bench.reset()
     train = bench.shop.runs / "r" / "train.json"

@@ -120,9 +120,10 @@ CASES = [
 
 
 @pytest.mark.fault(
-    "killed in a save", "at each file operation, sharded, in the background, or deleting: all whole; the same end"
+    "killed in a save",
+    "at each operation, also sharded, background or deleting: all whole; resumed to the same end",
 )
-@pytest.mark.fault("killed at the end", "at every file operation: the same end, with its summary")
+@pytest.mark.fault("killed at the end of the run", "at every file operation: resumed to the same end, with its summary")
 @pytest.mark.parametrize(("calls", "each_of"), CASES)
 def test_killed_at_each_operation(shop: Workshop, calls: list[Call], each_of: int, exhaustive: bool) -> None:
     places = []
@@ -144,7 +145,9 @@ for place, seconds in ((STEP, 0.01), (VALIDATION, 0.1), (SAVE, 0.05)):
 
 
 @pytest.mark.slow
-@pytest.mark.fault("killed again and again", "50 times, any rank at any instant, with sharded state: the same end")
+@pytest.mark.fault(
+    "killed again and again", "50 times, any rank at any instant, with sharded state: resumed to the same end"
+)
 def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
     """A rank of one run, drawn at random, is killed again and again, at a random instant of its work."""
     kills, dice = 50 if exhaustive else 5, random.Random(0)

@@ -1,7 +1,7 @@
-"""torchrun, or ddp_train.py --processes, killed, and terminals closed.
+"""torchrun or ddp_train.py --processes is killed, and terminals are closed.
 
-After SIGKILL of a launcher (by the out-of-memory killer, or by a closing container), nobody is left who could stop its
-ranks. A terminal that closes sends SIGHUP to the launcher alone, because its ranks have their own sessions.
+After SIGKILL of a launcher (by the out-of-memory killer, or by a closing container), no process is left that could stop
+its ranks. A terminal that closes sends SIGHUP to the launcher alone, because its ranks have their own sessions.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("torchrun is killed", "in ten places, also --processes: all ranks gone in 15 s; the same end")
+@pytest.mark.fault(
+    "torchrun or --processes is killed",
+    "at ten places: all ranks end within 15 s; resumed to the same end",
+)
 def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     every = itertools.product(PLACES, (False, True))
     cases = [
@@ -208,14 +211,16 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a terminal is closed", "stops with a checkpoint; under nohup, without torchrun, training continues")
+@pytest.mark.fault(
+    "a terminal is closed", "stops with a checkpoint; under nohup training continues, except under torchrun"
+)
 def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
     few = [hangup for hangup in HANGUPS if hangup.name in ("torchrun", "--processes")]
     for_each(HANGUPS if exhaustive else few, lambda hangup: close_terminal(shop, hangup), at_once=2)
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the reader of the output ends", "stops with a checkpoint")
+@pytest.mark.fault("the process that reads the output ends", "stops with a checkpoint")
 def test_the_reader_of_the_output_ends(shop: Workshop) -> None:
     """A run stops when the reader of its output ends, as `tee` in `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"

@@ -47,8 +47,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def start(pair: Pair, exhaustive: bool) -> Start:
-    """Function that starts training on both hosts. Without --exhaustive it does so without torchrun, which takes
-    seconds."""
+    """Function that starts training on both hosts: with torchrun under --exhaustive, else without it, because torchrun
+    takes seconds to start."""
     return pair.torchrun if exhaustive else pair.ranks
 
 
@@ -97,7 +97,7 @@ def say_why(ends: Sequence[Result]) -> list[str]:
     return lines
 
 
-@pytest.mark.fault("two nodes", "each downloads the data once; the end of four processes on one host")
+@pytest.mark.fault("two nodes", "each downloads the data once; the same end as of four processes on one host")
 def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> None:
     """With two ranks on each node, each node downloads the dataset once, and rank 0 alone writes results."""
     hubs = [host.at_home(FakeHub) for host in pair.hosts]  # each on its host's own loopback
@@ -126,10 +126,14 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
     assert_same_end(run, runs[0])
 
 
-@pytest.mark.fault("one node is told to stop", "both stop after the same step; the same end")
-@pytest.mark.fault("rank 0 on another node than before", "refused with the node named that has the checkpoints")
-@pytest.mark.fault("the network fails", "both sides say so and end within the time-out and 30 s; the same end")
-@pytest.mark.fault("a node vanishes", "the other one says so and ends in as long; the same end")
+@pytest.mark.fault("one node is told to stop", "both nodes stop after the same step; resumed to the same end")
+@pytest.mark.fault("rank 0 on another node than before", "refused; the message names the node that has the checkpoints")
+@pytest.mark.fault(
+    "the network fails", "both nodes report it and end within the time-out plus 30 s; resumed to the same end"
+)
+@pytest.mark.fault(
+    "a node vanishes", "the other node reports it and ends within the time-out plus 30 s; resumed to the same end"
+)
 def test_faults_in_turn(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
     """A run reaches the same end after three faults in turn: it is stopped, the network between its nodes fails, and a
     node vanishes.
@@ -169,7 +173,7 @@ def test_faults_in_turn(pair: Pair, start: Start, straight: Path, exhaustive: bo
         assert_same_end(straight, run)
 
 
-@pytest.mark.fault("a node with other files", "refused with the file, the difference and both hosts named")
+@pytest.mark.fault("two nodes whose files differ", "refused with the file, the difference and both hosts named")
 def test_other_files_on_one_node(pair: Pair) -> None:
     run, own = add_run(pair, "different"), pair.second.shop
     letters = own.datasets / "local" / "letters"
@@ -196,7 +200,9 @@ def refusal(pair: Pair, name: str) -> str:
     return line
 
 
-@pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes", "all are started again, to the same end")
+@pytest.mark.fault(
+    "a rank dies under torchrun --max-restarts=2 on both nodes", "all ranks are started again, and reach the same end"
+)
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool) -> None:
     """When a rank dies, the other node's torchrun also starts its ranks again, not necessarily at the same time."""
     cases = [(1, False), (0, True)] if exhaustive else [(1, False)]

@@ -1,6 +1,6 @@
-"""Old checkpoints that are deleted, and operations on files that fail.
+"""Old checkpoints that are deleted, and deletions that fail.
 
-The operations fail while a save deletes an old checkpoint.
+File operations fail while a save deletes an old checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def assert_kept(path: Path, keep: int, start: str | None) -> None:
     assert lines
 
 
-@pytest.mark.fault("old checkpoints are deleted", "best, latest, the one continued from and the newest stay")
+@pytest.mark.fault(
+    "old checkpoints are deleted", "best, latest, the newest and the one that the run was resumed from are kept"
+)
 def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
     """The right checkpoints are kept when `best` is an early one because losses grow, when the run is resumed from
     neither `best` nor `latest`, and when the clock goes back."""
@@ -87,7 +89,9 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a delete fails", "training continues, and the next save deletes it")
+@pytest.mark.fault(
+    "deleting an old checkpoint fails", "training continues, and the next save deletes what is left of it"
+)
 def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
     settings, path = SETTINGS | {"keep_checkpoints": 1}, shop.path / "deletes"
     whole = shop.add_run("deletes", **settings)

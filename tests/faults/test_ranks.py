@@ -1,4 +1,4 @@
-"""One rank that is not as the others.
+"""One rank that differs from the others.
 
 The faults are gradients that are not finite, a slow rank 0, and weights that drift apart.
 """
@@ -57,7 +57,8 @@ FEW_INFECTIONS = [Infection("inf", 1, 2, "fp32"), Infection("nan", 0, 2, "fp16")
 
 @pytest.mark.fault("a gradient that is not finite", "all ranks skip that step alone, and the metrics count it")
 def test_some_infected_gradients(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
-    """The steps are skipped, but the run reaches its end if fewer than `max_skipped_steps` of them are in a row."""
+    """Steps with a gradient that is not finite are skipped. The run reaches its end if fewer than `max_skipped_steps`
+    steps in a row are skipped."""
     infected = (5, 8, 9)
     for number, infection in enumerate(EVERY_INFECTION if exhaustive else FEW_INFECTIONS):
         settings = SETTINGS | {"min_train_tokens": STEPS * 64 * infection.ranks, "max_skipped_steps": 3}
@@ -79,7 +80,7 @@ def test_some_infected_gradients(shop: Workshop, tmp_path: Path, exhaustive: boo
 
 @pytest.mark.fault("gradients that are never finite again", "ends after max_skipped_steps; best is as before")
 def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
-    """A run ends after `max_skipped_steps` skipped steps in a row, whether it reports at each step or less often."""
+    """A run ends within one report interval after `max_skipped_steps` steps in a row have been skipped."""
     for allowed, interval in itertools.product((1, 3, 4), (1, 4)) if exhaustive else [(3, 1), (3, 4)]:
         settings = SETTINGS | {"report_interval": interval, "max_skipped_steps": allowed, "checkpoint_interval": 2}
         run = shop.add_run(f"ill-{allowed}-{interval}", **settings)
@@ -130,7 +131,9 @@ def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("rank 0 is slow", "in a download, validation, save or chart: the others wait; the same end")
+@pytest.mark.fault(
+    "rank 0 is slow", "in a download, validation, save or chart: the other ranks wait and reach the same end"
+)
 def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
     """The other ranks wait if rank 0's own work takes longer than a gradient exchange may take."""
     timeout, seconds = {"COLLECTIVE_TIMEOUT_SECONDS": "3"}, 5
@@ -167,7 +170,8 @@ def test_slow_rank0(shop: Workshop, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "weights of one rank change", "found before a save, with the tensor and, of three ranks, the odd one"
+    "weights of one rank change",
+    "found before the next save; names the tensor and, of three ranks, the differing one",
 )
 def test_divergence(shop: Workshop, exhaustive: bool) -> None:
     cases = [(0, 2, None), (1, 2, None), (0, 3, None), (2, 3, None), (1, 2, 2), (2, 3, 2), (0, 3, 1)]

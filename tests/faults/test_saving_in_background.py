@@ -45,7 +45,9 @@ def latest_step(run: Path) -> int | None:
     return int(link.resolve().name.rpartition("-")[2])
 
 
-@pytest.mark.fault("a slow disk", "training continues during the save; latest moves once it is durable")
+@pytest.mark.fault(
+    "a slow disk", "training continues during the save; latest points to the checkpoint once that is durable"
+)
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> None:
     """While the first checkpoint takes seconds to reach the disk, steps are trained, and `latest` does not exist."""
     run, mark = add_run(shop, "slow-disk", min_train_tokens=64 * 100, validation_interval=99), tmp_path / "mark"
@@ -68,10 +70,12 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> Non
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 99]
 
 
-@pytest.mark.fault("weights change while they are written", "each file is that of a synchronous save, byte for byte")
+@pytest.mark.fault(
+    "training changes weights while a save writes them", "each file equals that of a synchronous save, byte for byte"
+)
 def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: bool) -> None:
-    """A background save writes the copied weights, not those that training has made of them while the writer was held
-    up."""
+    """A background save writes the weights as they were when the save began. Training changes the weights before they
+    are written, because the test delays the writer."""
     for ranks, precision in itertools.product((1, 2, 3), ("fp32", "fp16")) if exhaustive else [(2, "fp16")]:
         settings = {"precision": precision, "min_train_tokens": STEPS * 64 * ranks, "checkpoint_interval": 2}
         name = f"{ranks}-{precision}"
@@ -108,8 +112,12 @@ MOMENTS += [f"'harness.runs.checkpoints:sync', {{action}}, call={call}" for call
 MOMENTS += [f"'harness.runs.checkpoints:point', {{action}}, call={call}" for call in (5, 6)]
 
 
-@pytest.mark.fault("told to stop while saving", "the save is completed; latest is the last step; the same end")
-@pytest.mark.fault("a save that fails", "ends with the checkpoint named; older ones are whole; the same end")
+@pytest.mark.fault(
+    "told to stop during a save", "the save is completed; latest has the last step; resumed to the same end"
+)
+@pytest.mark.fault(
+    "a background save fails", "ends with the checkpoint named; older checkpoints are whole; resumed to the same end"
+)
 def test_a_save_that_is_disturbed(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """If a signal to stop arrives during a save, the run completes the save before it ends. An error in the writer's
     thread ends the run later: at the next step, the next save or the end of the run."""
@@ -161,7 +169,7 @@ before(WRITE, fill_disk, rank=0, call=2)
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
 
 
-@pytest.mark.fault("a large model", "a save of 250 MB pauses training for less time than a synchronous one")
+@pytest.mark.fault("a large model", "a background save of 250 MB pauses training for less time than a synchronous save")
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     steps = 24 if exhaustive else 6
     pauses: dict[bool, list[float]] = {False: [], True: []}

@@ -36,7 +36,8 @@ def shop(straight_shop: Workshop) -> Workshop:
 
 
 def assert_stopped(run: Path, result: Result, number: signal.Signals, interval: int) -> int:
-    """Assert that one line says how to continue, and that one checkpoint is of the last step done. Return that step."""
+    """Assert that one line says how to continue, and that exactly one checkpoint is of the last completed step. Return
+    that step."""
     (line,) = result.error_lines
     assert line.startswith(f"stopped by {number.name} after global step ")
     assert "to continue, run the same command again" in line
@@ -80,8 +81,11 @@ def acting_at(place: str, rank: int, action: str, step: int) -> str:
     return FAULTS + text.format(place=place, rank=rank, action=action, step=step)
 
 
-@pytest.mark.fault("a rank is told to stop", "in ten places: all stop after the same step; the same end")
-@pytest.mark.fault("stopped after each step", "each process does one step; the same end")
+@pytest.mark.fault(
+    "a rank is told to stop",
+    "at ten places: all ranks stop after the same step; resumed to the same end",
+)
+@pytest.mark.fault("stopped after each step", "each process trains one step, and the last one reaches the same end")
 def test_told_anywhere(shop: Workshop, exhaustive: bool) -> None:
     """If one rank alone gets a signal, all ranks stop after the same step, wherever in the step that rank is. In these
     runs each process does a single step, and the next process resumes the run. Each process gets the signal at another
@@ -105,7 +109,7 @@ def test_told_anywhere(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("told to stop in steps that take long", "stops after that step and no other")
+@pytest.mark.fault("told to stop during a long step", "stops after that step, and starts no other")
 def test_long_steps(shop: Workshop) -> None:
     """If steps are long, a run stops after the current one, because one more could take longer than torchrun waits."""
     run = shop.add_run("long", **SETTINGS)
@@ -144,7 +148,9 @@ LONG_WORK = {
 
 
 @pytest.mark.slow
-@pytest.mark.fault("torchrun is told to stop", "one checkpoint, and all are gone before torchrun kills; the same end")
+@pytest.mark.fault(
+    "torchrun is told to stop", "one checkpoint; all ranks end before torchrun would kill them; resumed to the same end"
+)
 def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     few = [("save", signal.SIGTERM, False), ("validation", signal.SIGINT, True)]
     cases = [*itertools.product(LONG_WORK, SIGNALS, (False, True))] if exhaustive else few
@@ -170,7 +176,9 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.fault("torchrun is told to stop, or killed, in a download", "all are gone; the same command trains")
+@pytest.mark.fault(
+    "torchrun is told to stop, or killed, during a download", "all ranks end; the same command then trains"
+)
 def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
     signals = [*SIGNALS, signal.SIGKILL] if exhaustive else [signal.SIGINT]
     for told, by_processes in itertools.product(signals, (False, True)):
@@ -207,8 +215,8 @@ STUCK = ("freeze", "pause(1000)", "spin")
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of one of `ranks` ranks. At a place in the program, this rank kills itself, raises an error or gets stuck.
-    With `as_torchrun`, the other ranks are told to end once one has failed, as torchrun does."""
+    """Failure of one of `ranks` ranks. At a place in the program, this rank kills itself, raises an error or gets
+    stuck. With `as_torchrun`, the other ranks are told to end once one has failed, as torchrun does."""
 
     place: str
     rank: int
@@ -246,7 +254,8 @@ def all_stuck() -> Iterator[Loss]:
 
 
 def lose(shop: Workshop, number: int, loss: Loss) -> None:
-    """Lose a rank, and assert that soon all are gone, with the right message."""
+    """Make a rank fail in the way of `loss`, and assert that all ranks end within GONE_SECONDS, with the right
+    message."""
     run, mark = shop.add_run(f"lost-{number}", **SETTINGS), shop.path / f"lost-{number}"
     action = f"note({str(mark)!r}, {loss.action})"
     processes = shop.start(run.name, ranks=loss.ranks, prelude=acting_at(loss.place, loss.rank, action, 6))
@@ -279,8 +288,10 @@ def lose(shop: Workshop, number: int, loss: Loss) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a rank dies", "the first error is shown, all ranks are gone in 15 s; the same end")
-@pytest.mark.fault("a rank is stuck", "frozen, asleep or busy: named in one line, all ranks end; continued as if not")
+@pytest.mark.fault("a rank dies", "the first error is shown; all ranks end within 15 s; resumed to the same end")
+@pytest.mark.fault(
+    "a rank is stuck", "frozen, asleep or busy: one line names it, and all ranks end; resumed to the same end"
+)
 @pytest.mark.parametrize("stuck", [False, True])
 def test_a_rank_is_lost(shop: Workshop, tmp_path: Path, straight: Path, stuck: bool, exhaustive: bool) -> None:
     own = Workshop(tmp_path, {"COLLECTIVE_TIMEOUT_SECONDS": "3"} if stuck else {})
@@ -298,7 +309,10 @@ def test_a_rank_is_lost(shop: Workshop, tmp_path: Path, straight: Path, stuck: b
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a rank dies under torchrun --max-restarts=3", "continues by itself, with no second --restart")
+@pytest.mark.fault(
+    "a rank dies under torchrun --max-restarts=3",
+    "ranks resume by themselves from latest; --restart is obeyed once",
+)
 def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """Restarted ranks resume from `latest`. --restart or a CHECKPOINT is obeyed only once."""
     # In each of a job's first lives, one rank dies at a step.

@@ -54,7 +54,10 @@ def await_metrics(run: Path, lines: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.fault("two jobs on one run", "the second is refused with the first's pid; after a kill another starts")
+@pytest.mark.fault(
+    "two jobs on one run",
+    "the second is refused with the first one's pid; after a kill of the first, another starts",
+)
 def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
     """A second job is refused while the first one lives, with any arguments, with file locks and without them. It is
     let in when the first one is dead."""
@@ -82,7 +85,10 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a lock file that is left", "taken over; without file locks, an owner that may live is believed")
+@pytest.mark.fault(
+    "a lock file that is left",
+    "taken over; without file locks, refused if the file's owner may still be alive",
+)
 def test_left_lock_files(shop: Workshop) -> None:
     """With file locks, the lock alone decides, whatever the lock file says. Without them, a run is refused if the owner
     in its lock file may still live. tests/common/test_lock.py has lock files with other contents."""

@@ -107,7 +107,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=EXPORTS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPTModel]:
-    """The folder that has a checkpoint "c" and its export "out", and the model. Tests only read the files."""
+    """Folder with a checkpoint "c" and its export "out", and the model that both hold. Tests only read the files."""
     path = tmp_path_factory.mktemp("exported")
     model = write_checkpoint(path / "c", small(**EXPORTS[request.param][1]))
     convert(path, "export", "c", "out")
@@ -223,8 +223,8 @@ def test_a_full_disk_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["<|endoftext|>", "<|end_of_text|>"])
 def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name: str) -> None:
-    """transformers uses the end-of-text token of our tokenizer, under its name and id. It adds no other one after the
-    vocabulary."""
+    """transformers uses the end-of-text token of our tokenizer, under its name and id. It adds no end-of-text token of
+    its own to the vocabulary."""
     train_bpe(iter([TEXT]), 290, tmp_path / "tokenizer.json")
     content = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", name)
     (tmp_path / "tokenizer.json").write_text(content)
@@ -288,7 +288,8 @@ def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharde
 
 
 def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: Path) -> None:
-    """A folder like that of OpenAI's GPT-2 on the Hub is imported."""
+    """A folder like that of OpenAI's GPT-2 on the Hub is imported. Its tensors include attention masks, their names
+    have no prefix, and vocab.json and merges.txt stand in place of tokenizer.json."""
     theirs = hugging_face_model(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -388,8 +389,8 @@ def hub_variables(hub: FakeHub, home: Path) -> dict[str, str]:
 
 def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
     """transformers and this project's import load a published run with the same weights. The dataset of the run names
-    no tokenizer, which means GPT-2's. This does not fit the run's model of 64 tokens, so that a checkpoint with its own
-    tokenizer replaces the best one."""
+    no tokenizer, which means GPT-2's. GPT-2's tokenizer does not fit the run's model, whose vocabulary has 64 tokens.
+    The test therefore replaces the best checkpoint by one with its own tokenizer."""
     shop = InProcess(tmp_path)
     shop.add_dataset()
     run = shop.add_run("r", price_per_hour=36.0)

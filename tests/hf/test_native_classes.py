@@ -1,4 +1,5 @@
-"""Models with levers: exported as transformers' native classes or with gpt.py's code, or refused by a lever's name."""
+"""Models with levers, exported as transformers' native classes or with gpt.py's code, or refused with the lever
+named."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_widths_that_heads_do_not_divide() -> None:
-    """If `emb_dim` is not a multiple of the number of heads, transformers refuses a Llama and computes a Qwen 3."""
+    """transformers refuses a Llama whose `emb_dim` is not a multiple of the number of heads, so such a model cannot be
+    exported as one, and not in the notebook's format either. A Qwen 3 of that width has the logits of our model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassClassValidationError
 
@@ -217,7 +219,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTMo
 
 @pytest.mark.parametrize("name", OWN)
 def test_any_model_goes_out_with_its_code(elsewhere: dict[str, tuple[GPTModel, dict[str, Any]]], name: str) -> None:
-    """Logits, loss and generated tokens, with and without a cache, padded or not, equal those of our model."""
+    """An exported model has the logits and the loss of our model, and generates the same tokens. Generation is compared
+    with and without a cache, and with padded prompts."""
     model, found = elsewhere[name]
     tokens = random_tokens(model.config)
     with torch.no_grad():

@@ -186,7 +186,8 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
 
 
 def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export does not need the vocabulary, which might have to be downloaded; the notebook's scripts load it."""
+    """The export does not read GPT-2's vocabulary, which might have to be downloaded. The notebook's scripts load the
+    vocabulary themselves."""
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     write_checkpoint(tmp_path / "c", shape(vocab_size=300), tokenizer="gpt2")

@@ -217,8 +217,9 @@ def test_active_parameters_are_all_but_the_idle_experts(kind: dict[str, Any]) ->
 
 
 def test_training_in_groups_does_not_read_the_loads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped products, which GPUs use, give the same loss and loads in training as those of each expert by itself, and
-    never call `experts_one_by_one`, for which a GPU would have to copy the experts' loads to the CPU."""
+    """Grouped products, which GPUs use, give the same loss and loads in training as products of one expert after the
+    other. They never call `experts_one_by_one`, because a GPU would have to copy the experts' loads to the CPU for
+    it."""
     model = random_model(shape(moe=MOE))
     tokens = random_tokens(model.config)
     expected = training(model, tokens, tokens)

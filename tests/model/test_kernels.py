@@ -21,8 +21,9 @@ from tests.support.warm import warm_server
 
 
 def printed_by(program: str) -> Any:
-    """Return the JSON that a program prints in a new process, because other tests change the compiler's settings. Its
-    compiler starts no workers, and does not check vector instructions, which would take longer than the rest."""
+    """Run a program in a new process, and return the JSON that it prints. A new process is needed because other tests
+    change the compiler's settings. The compiler starts no workers and does not check vector instructions, both of which
+    would take longer than the rest."""
     path = FOLDER / "program.py"
     path.write_text(program)
     quick = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -160,7 +161,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
 
 
 def test_on_the_cpu_deterministic_changes_no_bit(shop: Workshop) -> None:
-    """Training ends in the same weights with and without the setting."""
+    """Training on the CPU ends in the same weights with "deterministic": true and with false."""
     ends = []
     for name, setting in (("usual", False), ("fixed", True)):
         run = shop.add_run(name, deterministic=setting, min_train_tokens=512, validation_interval=2)

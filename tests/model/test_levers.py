@@ -247,8 +247,9 @@ def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[s
 
 @each_lever
 def test_reading_on_from_a_cache_gives_the_same_logits(changes: dict[str, Any]) -> None:
-    """A model that reads its input in pieces, with a key-value cache, computes the logits of one pass over the whole
-    input. Rows get one to seven tokens at a time, each row its own number, and one row is removed on the way."""
+    """A model that reads its input in pieces, with a key-value cache, computes the same logits as in one pass over the
+    whole input. Each call gives each row one to seven tokens, not always the same number for all rows. One row is
+    removed after two calls."""
     model = random_model(shape(**changes)).double().eval()
     tokens, cache = random_tokens(model.config, batch=3), KeyValueCache()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The length of a run for each kind of budget: numbers by hand, the plan's text, and impossible budgets."""
+"""The length of a run for each kind of budget: numbers calculated by hand, the plan's text, and impossible budgets."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_too_little_and_too_much(shop: Workshop, train: dict[str, Any], words: s
 @pytest.mark.parametrize(("key", "batches"), [("tokens_per_parameter", 2), ("target_flops", 1)])
 def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop, key: str, batches: int) -> None:
     """A budget raised to the value that the error message names is accepted. The value is rounded up to three digits,
-    so that it may exceed one batch by a token or two. A budget that is itself rounded up to whole batches is then two
-    batches."""
+    so that it may exceed one batch by a token or two. With `tokens_per_parameter`, whose tokens are rounded up to whole
+    batches, the run then has two batches."""
     said = re.search(r"at least ([\d.e+-]+),", refused(shop, **{key: 1e-6}))
     assert said
     asked = experiment(shop, **{key: float(said[1])})

@@ -1,4 +1,4 @@
-"""Messages about settings that have changed since a run's checkpoint show values as the JSON files have them."""
+"""Messages about settings that differ from those in a run's checkpoint show values as the JSON files have them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_another_model(then: dict[str, Any], now: dict[str, Any], said: str) -> 
 
 
 def test_another_place_in_the_text() -> None:
-    """A run does not resume with another `start_train_token`, not even if the checkpoint, like the notebook's, does not
-    record one."""
+    """A run is not resumed if its `start_train_token` differs from the checkpoint's. This is also so if the checkpoint
+    records none, like the notebook's."""
     now = provenance(train={"start_train_token": 7})
     for then, said in ((0, "0"), (None, "null")):
         meta = meta_of(provenance())

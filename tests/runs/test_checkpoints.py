@@ -28,7 +28,8 @@ STATE_FILES = ["model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt
 
 
 def a_checkpoint(step: int = 0, *, is_best: bool = False, **meta: Any) -> Checkpoint:
-    """Return a checkpoint with all kinds of content, whose weights differ from step to step."""
+    """Return a checkpoint with weights, optimizer state, scaler state, train state and metadata. The weights differ
+    from step to step."""
     torch.manual_seed(step)
     weights = GPTModel(ModelConfig(**MODEL)).to_checkpoint_names()
     return Checkpoint(
@@ -266,8 +267,8 @@ def test_later_checkpoints_are_moved_aside_whole(
 
 
 def test_nothing_later_moves_nothing(folder: Path) -> None:
-    """If no checkpoint is later, none is moved. A kill may have left `best` at an older checkpoint. It is then set to
-    the best step as recorded in the checkpoint to resume from."""
+    """If no checkpoint is later than the one to resume from, none is moved. A kill may have left `best` at an older
+    checkpoint. Then `best` is set to the best step, as the checkpoint to resume from records it."""
     paths = save_steps(folder, [0, 5], best=5)
 
     def unwanted() -> Path:

@@ -104,7 +104,8 @@ def test_the_message_on_an_unknown_key_names_the_right_one(
     "key", ["zzzzzz", "two\nlines", "carriage\rreturn", "line\u2028separator", "", "minibatch_sizes", "use_ampp"]
 )
 def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain, key: str) -> None:
-    """The message on a key unlike all others suggests none, never suggests a deprecated spelling, and is one line."""
+    """The message on an unknown key is one line. It suggests no key if none is similar, and never a deprecated
+    spelling."""
     message = refusal(train, **{key: 1})
     assert "unknown" in message
     assert not re.search(r'did you mean "(minibatch_size|use_amp|schedule_learning_rate)"', message)

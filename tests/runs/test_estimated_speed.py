@@ -166,8 +166,8 @@ def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.Mo
 
 
 def test_names_of_devices() -> None:
-    """A device is found by the name that its driver gives and by names that people use. A device whose memory or clocks
-    differ from those in the table is not found, nor is a part of a GPU."""
+    """A device is found by the name that its driver gives and by names that people use. A device is not found if its
+    memory or clocks differ from those in the table, or if it is only a part of a GPU (MIG)."""
     for driver, name in DRIVER_NAMES.items():
         assert device(driver).name == name
         assert device(driver).matrix_peak == peak_flops(driver), "MFU uses another peak for the same device"

@@ -1,5 +1,5 @@
-"""The speed in a summary is measured only over the steps that were trained with its batch on its machine, also after a
-resume."""
+"""The speed in a summary is measured only over the steps trained with the current batch on the current machine, also
+after a resume."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_another_world_size_is_measured_anew(shop: InProcess) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: InProcess) -> None:
-    """The speed of a run resumed from an earlier version's checkpoint is measured from that checkpoint on, because the
-    checkpoint may count tokens of the notebook's program without their seconds."""
+    """A run resumed from an earlier version's checkpoint measures its speed from that checkpoint on. The checkpoint may
+    count tokens of the notebook's program, whose training time is unknown."""
     run = shop.add_run(min_train_tokens=640)
     assert shop.attempt().status == 0
     latest = (run / "checkpoints" / "latest").resolve()
@@ -71,8 +71,9 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: InProce
 
 
 def test_a_step_is_as_fast_if_all_that_is_recorded_agrees() -> None:
-    """A recorded step is as fast as the current one if the conditions agree that both have recorded. A condition that
-    only one of them has is ignored, because an earlier version or another program did not write it."""
+    """A recorded step is as fast as the current one if the two agree in all conditions that are recorded for both. A
+    condition that is recorded for only one of them is ignored, because an earlier version or another program did not
+    write it."""
     train: dict[str, Any] = {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1, "bucket_mb": None}
     train |= {"optimizer": "adamw", "shard_optimizer": False, "deterministic": False, "batch_ramp": None}
 

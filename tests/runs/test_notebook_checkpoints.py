@@ -174,8 +174,8 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
 
 
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
-    """A notebook's checkpoint that already has all steps of the run is finished. No summary is written, because this
-    program has trained nothing."""
+    """A run is finished if it resumes from a notebook's checkpoint that already has all steps. No summary is written,
+    because this program has trained nothing."""
     shop, _, _ = workshop(tmp_path)
     shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": STEPS * 32})
     assert "is finished" in shop.attempt(NAME).stdout
@@ -206,8 +206,8 @@ def test_damaged_notebooks_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_other_commands_take_it(tmp_path: Path) -> None:
-    """Weights loaded from a notebook's checkpoint give the logits of the notebook's own model, and test_loss.py
-    measures them."""
+    """A model loaded from a notebook's checkpoint gives the logits of the notebook's own model, and test_loss.py
+    measures the checkpoint's loss."""
     shop, notebook, folder = workshop(tmp_path, tie_weights=True)
     files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
     model = load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu"))

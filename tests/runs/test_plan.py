@@ -32,8 +32,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
-    """Steps, tokens, time and cost of the notebook's runs at one step a second. A validation of 300 microbatches is
-    divided among eight ranks, so each rank evaluates at most 38 of them."""
+    """Plans have the steps and tokens of the notebook's runs. At one step a second, time and cost follow from the
+    steps. A validation of 300 microbatches is divided among eight ranks, so each rank evaluates at most 38 of them."""
     microbatch, price, steps, tokens = MACHINES[name]
     where = shipped(tmp_path, name)
     found = rows(where, name, **EIGHT, assume_tps=8.0 * microbatch * 1024)
@@ -116,8 +116,8 @@ def test_the_steps_of_training_on_all_tokens_need_the_dataset(shop: Workshop) ->
 
 
 def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
-    """Checkpoints of a trained run are as many and as large as planned. A plan for a run that has begun has only the
-    remaining steps, and the speed of an earlier run of only four steps is not used."""
+    """A trained run has as many checkpoints as planned, of the planned size. A plan for a run that has begun counts
+    only the remaining steps. The speed of an earlier run of only four steps is not used."""
     wide: dict[str, Any] = {"model": {"emb_dim": 128}, "validation_interval": 2, "price_per_hour": 36.0}
     run = shop.add_run(**wide, min_train_tokens=256)
     planned = make_plan(experiment_of(shop), 1, None)

@@ -29,8 +29,8 @@ BILLS = {
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> None:
     """A plan from the notebook's speeds has the notebook's cost, to the cent. These speeds include validation, which
-    one GPU of the eight ran. The cost of validation is the reported one, or an estimate if the speed is given as an
-    option. The B200's cost may be off by a cent, because the table's seconds are cut to whole ones (0.4 cents)."""
+    ran on one of the eight GPUs. The cost of validation is the reported one, or an estimate if the speed is given as an
+    option. The B200's cost may be off by a cent, because the table drops fractions of seconds, worth 0.4 cents."""
     speed, seconds, total, without, machine = BILLS[name]
     cents = 0.0101 if name == "8xb200m160" else 0.0001
     where = shipped(tmp_path, name, validation_ranks="rank0")
@@ -54,8 +54,8 @@ def test_the_notebooks_bills(tmp_path: Path, name: str, is_reported: bool) -> No
 
 @pytest.mark.parametrize("name", BILLS)
 def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
-    """The shipped runs validate on all ranks. Their plans show the notebook's dollars for training, and an estimate for
-    validation."""
+    """A plan of a shipped run shows the notebook's cost of training, and an estimated cost of validation, because the
+    run validates on all ranks."""
     found = rows(shipped(tmp_path, name), name, **EIGHT)
     assert "tokens/s of training alone, without validation (reported for 8x " in found["speed"]
     assert f"${BILLS[name][3]} training + $" in found["cost"]
@@ -100,8 +100,8 @@ def test_a_speed_that_is_not_believed(shop: Workshop, values: dict[str, Any], sa
 
 
 def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
-    """A plan uses the speed in the run's own summary if it is usable, and else that of the longest earlier run of this
-    shape."""
+    """A plan uses the speed in the run's own summary if that is usable, otherwise the speed of the longest earlier run
+    of the same shape."""
     shop.add_run("early")
     add_summary(shop, "early")
     shop.add_run(price_per_hour=36.0)
@@ -202,8 +202,8 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
 
 
 def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path) -> None:
-    """Without GPUs, --plan assumes the machine in the run's name, or else the machine whose price is in train.json. If
-    one process runs --plan, it assumes all GPUs of that machine."""
+    """On a machine without GPUs, --plan assumes the machine after which the run is named, or else the machine whose
+    price is in train.json. If one process runs --plan, it assumes all GPUs of that machine."""
     where = shipped(tmp_path, "8xh100m80-fast")
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")
@@ -261,8 +261,8 @@ def test_an_estimated_speed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "speed"), [("8xa100m40", 984_000), ("8xh100m80", 2_740_000)])
 def test_the_estimate_of_a_stack_of_levers_with_muon(tmp_path: Path, name: str, speed: int) -> None:
-    """The estimate for GPT-2 small with Muon and FAST, the model options of a public speed record, is below the same
-    run's without them."""
+    """The estimated speed of GPT-2 small with Muon and FAST, the model options of a public speed record, is below the
+    estimate without Muon and FAST, but above 60 % of it."""
     device, plain = ESTIMATED[name]
     where = shipped(tmp_path, name, optimizer="muon", lr_schedule="linear")
     model = where.runs / name / "model.json"

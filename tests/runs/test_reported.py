@@ -52,8 +52,8 @@ def values(name: str, *figures: str) -> tuple[float | None, ...]:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_figures_of_the_source(name: str) -> None:
-    """The figures are the published ones, and agree with each other. The published dollars are computed from whole
-    seconds."""
+    """The figures that ship with the runs are the published ones, and agree with each other. The published dollars are
+    computed from the time in whole seconds."""
     reported = shipped(name)
     seconds, *figures = COSTS[name]
     dollars, runs, each, validation, without, seconds_without = figures

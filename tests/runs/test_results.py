@@ -190,8 +190,8 @@ def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """A result that cannot be written gives one line of warning. Here a file has the name of the folder. A read-only
-    folder would not do, because the tests may run as root, who could write into it."""
+    """A result that cannot be written causes a warning of one line. Here a file is in the place of the results folder.
+    A read-only folder would not do, because the tests may run as root, who could write into it."""
     run.results.write_text("")
     experiment: Any = SimpleNamespace(run=run)
     keep_search(experiment, SEARCH)

@@ -99,9 +99,9 @@ def test_the_model_is_gpt2_small(name: str) -> None:
 
 
 def test_the_small_runs() -> None:
-    """`original` is the notebook's run on one GPU. `test` is small and on the real dataset. `quickstart` needs no
-    network, no GPU and no price, and its vocabulary is its dataset's: a smaller one is refused, and a larger one has
-    untrained embeddings."""
+    """`original` is the notebook's run on one GPU. `test` is small, and has the same dataset as `original`.
+    `quickstart` needs no network and no GPU, and states no price. Its model has the vocabulary of its dataset, because
+    a smaller one is refused, and a larger one has untrained embeddings."""
     original, test, quick = (
         load_train_config(SHIPPED_RUNS / name / "train.json") for name in ("original", "test", "quickstart")
     )

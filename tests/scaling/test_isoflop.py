@@ -1,4 +1,5 @@
-"""Profiles of equal FLOPs: fits find known optima and exponents, and their intervals contain them."""
+"""Fits of profiles of equal FLOPs find the known optima and exponents of the points, and the intervals of the fits
+contain these."""
 
 from __future__ import annotations
 

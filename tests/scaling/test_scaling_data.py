@@ -31,7 +31,8 @@ def run_in(folder: Path, name: str, **changed: Any) -> RunDirectory:
 
 
 def test_points_of_a_file(tmp_path: Path) -> None:
-    """Tokens are those of the file, or FLOPs / 6 / parameters. Losses that are not finite are left out."""
+    """The tokens of a point are those in the file or, without such a column, FLOPs / 6 / parameters. Points whose loss
+    is not finite are left out."""
     path = tmp_path / "points.csv"
     path.write_text("# source\nparameters,flops,loss\n1e6, 6e15, 3.5\n\n2e6,6e15,3.25\n2e6,6e15,nan\n2e6,6e15,inf\n")
     points = read_points(path)

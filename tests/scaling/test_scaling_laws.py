@@ -91,7 +91,7 @@ def test_the_best_split_has_the_lowest_loss_of_all(cost: CostLaw) -> None:
 
 
 def test_predictions_hold_new_runs() -> None:
-    """About 95 % of 2,000 new runs in each of 4 experiments lie in the intervals."""
+    """The prediction intervals of 4 experiments contain about 95 % of new runs, 2,000 in each experiment."""
     size, noise, held = best_size(2e19), 0.004, []
     random = np.random.default_rng(0)
     for seed in range(4):

@@ -13,7 +13,8 @@ VERBS = ["carries", "follows", "remembers", "crosses", "paints", "repairs", "for
 
 
 def sentence(draw: random.Random, words: int) -> str:
-    """Return a text of `words` words, "the river carries the mountain follows …", with a random noun now and then."""
+    """Return `words` words such as "the river carries the mountain follows …". About every tenth noun is random instead
+    of the next one in NOUNS."""
     place, text = draw.randrange(10), []
     for index in range(words):
         text.append(("the", NOUNS[place], VERBS[place])[index % 3])

@@ -74,8 +74,8 @@ class RunFolder:
         }
 
     def finish(self, *, dataset: dict[str, Any] | None = None, **values: Any) -> RunFolder:
-        """Write the run's summary: 100 steps of 2 x 4 x 16 tokens on two ranks, in 360 s, of which 60 s are
-        validation."""
+        """Write the run's summary: 100 steps of 128 tokens (2 ranks x 4 sequences x 16 tokens) in 360 s, of which 60 s
+        are validation."""
         summary: dict[str, Any] = {
             "run": self.path.name,
             "seconds": {"setup": 20.0, "training": 256.0, "validation": 60.0, "checkpointing": 24.0, "total": 360.0},

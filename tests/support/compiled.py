@@ -14,8 +14,8 @@ from harness.model.cross_entropy import fused_kernel
 
 
 def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Have a model compiled at its next forward pass, and return the list to which its graphs are then added. The
-    graphs run as they were traced, which is quick because no machine code is made of them."""
+    """Set up `model` to be compiled at its next forward pass, and return the list to which that pass adds the graphs.
+    The graphs run as they were traced. This is quick, because no machine code is generated."""
     torch._dynamo.reset()
     kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)

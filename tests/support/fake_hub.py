@@ -90,8 +90,8 @@ class FakeFile:
 class FakeDataset:
     """Repository of a dataset or a model.
 
-    `status` is an error with which every request is answered; with `named_errors`, the error has a code for its reason.
-    Files of a `gated` repository can be listed but not read.
+    `status` is the HTTP status of an error that answers every request, or None. With `named_errors`, the error has a
+    code that names its reason. Files of a `gated` repository can be listed but not read.
     """
 
     files: dict[str, FakeFile]
@@ -155,8 +155,8 @@ class FakeHub:
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **kept_off}
 
     def repositories(self, kind: str | None) -> dict[str, FakeDataset]:
-        """Return the datasets or the models, by the kind in an address. An address without a kind is that of a
-        model."""
+        """Return the datasets if `kind` is "dataset" or "datasets", else the models. In addresses of the Hub, models
+        have no kind (None)."""
         return self.datasets if kind in ("datasets", "dataset") else self.models
 
     def add_dataset(self, name: str, contents: dict[str, bytes]) -> FakeDataset:

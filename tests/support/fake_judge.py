@@ -28,7 +28,8 @@ Scores = dict[str, float]
 
 
 def score(answer: str, reference: str) -> int:
-    """Return 100 times the number of words in both texts, divided by the number of words in either text."""
+    """Return 100 times the number of words that occur in both texts, divided by the number of words that occur in at
+    least one. Each word counts once."""
     words, wanted = set(answer.split()), set(reference.split())
     return round(100 * len(words & wanted) / max(1, len(words | wanted)))
 
@@ -95,7 +96,7 @@ class Seen:
 
 @dataclass
 class FakeJudge:
-    """The judge and its reactions.
+    """Local server that judges answers: honestly, or with the reactions that a test sets.
 
     `faults` are the reactions to the first requests, in order. `always` holds the reactions to later requests, by the
     instruction of their question, or under None for all other questions. Only the first `honest_requests` requests are

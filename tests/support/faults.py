@@ -220,8 +220,8 @@ def slow_charts(seconds: float) -> None:
 
 
 def record_windows(folder: str) -> None:
-    """Record in a file of `folder` the token windows of each step that this rank completes. Each line has the first
-    token of a window and its number of tokens."""
+    """Record in a file of `folder` the token windows of each step that this rank completes. Each line has the position
+    of a window's first token, and the window's number of tokens."""
     handed: list[tuple[int, int]] = []
     path = Path(folder) / f"{os.getpid()}"
 

@@ -80,7 +80,8 @@ class Script:
 
 
 def fork_pythons() -> None:
-    """Make this process run scripts in forks of itself, where it would start its own Python anew. Forks do the same."""
+    """Make this process run scripts in forks of itself, instead of starting a new Python process for each. Its forks do
+    the same."""
     start = subprocess.Popen.__init__
 
     @wraps(start)

@@ -89,8 +89,8 @@ RATES = [0, 1, 0.0, 1e-320, 1e-8, 0.5, 0.999, 1.0, 1.5, 100, 1e9, 1e300, -0.1, -
 def plausible(
     described: type[BaseModel], own: dict[str, list[Any]], counts: Sequence[int] = COUNTS
 ) -> dict[str, list[Any]]:
-    """Return values for keys of a JSON object: those of `own`, else values of the types in the JSON Schema and the text
-    "other". Keys for whose types there are no values are left out."""
+    """Return values to try for the keys of a JSON object: for a key in `own` its values, for any other key values of
+    its types in the JSON Schema and the text "other". Keys with no values are left out."""
     found = dict(own)
     for key, field in described.model_json_schema()["properties"].items():
         kinds = [field, *field.get("anyOf", [])]
@@ -225,8 +225,8 @@ def raw_safetensors(header: str | bytes, data: bytes = b"", length: int | None =
 
 
 def finished_run(path: Path) -> Workshop:
-    """Return a workshop with a run that has trained to its end with fp16, so that its checkpoints have scaler.pt, too.
-    Its train.json now asks for more tokens."""
+    """Return a workshop with a run that is finished. It was trained in fp16, so that its checkpoints have scaler.pt,
+    too. The run's train.json now asks for more tokens."""
     made = InProcess(path)
     made.add_dataset()
     made.add_run(min_train_tokens=640, validation_interval=4, precision="fp16")

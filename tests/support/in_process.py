@@ -1,5 +1,5 @@
-"""The repository's commands, run inside the test process, for tests that are not about processes. A command takes a
-tenth of its time in a fork."""
+"""The repository's commands, run inside the test process, for tests that are not about processes. There a command takes
+a tenth of the time that it takes in a fork."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _status_of(name: str, arguments: list[str]) -> int:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Undo what otherwise only the end of a process undoes: locks, signal handlers, torch's settings, the state of
-    EXIT."""
+    """Undo the changes that a command makes to this process: locks, signal handlers, torch's settings, the state of
+    EXIT. In a process of its own they would end with the process."""
     handlers, numbers = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}, torch.get_rng_state()
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

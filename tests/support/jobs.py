@@ -69,7 +69,7 @@ def wait_for(process: Process, timeout: float) -> int:
 
 
 def ends_of(processes: Sequence[Process], timeout: float) -> Result:
-    """Return rank 0's exit status and output. After rank 0, the other ranks have `timeout` seconds to end by
+    """Return rank 0's exit status and output. After rank 0 has ended, the other ranks have `timeout` seconds to end by
     themselves."""
     status = wait_for(processes[0], 100)
     for process in processes[1:]:

@@ -23,8 +23,8 @@ QUESTIONS = 5
 
 
 def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) -> list[Responses]:
-    """Return the answers of one model for each label. Each model knows more words of the references than the one
-    before."""
+    """Return the answers of several models, one model for each label. Each model knows more words of the references
+    than the one before."""
     random = np.random.default_rng(0)
     models: list[list[Response]] = [[] for _ in labels]
     for question in range(questions):
@@ -38,7 +38,8 @@ def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) ->
 
 
 def true_scores(models: list[Responses]) -> np.ndarray:
-    """Return the honest scores (questions, models), from the words of each model's own answers."""
+    """Return the scores that an honest judge would give, from the words of each model's own answers. The array has the
+    shape (questions, models)."""
     return np.array([[score(each.response, each.output) for each in model.responses] for model in models]).T
 
 
@@ -62,7 +63,8 @@ class Bench:
         return judge(self.models, replace(self.settings, **changes), self.cache)
 
     def assert_true(self, judgement: Judgement) -> None:
-        """Assert that every model has the scores of its own answers, in every repeat."""
+        """Assert that the judge answered every request, and that each model has the true scores of its own answers in
+        every repeat."""
         assert not judgement.unanswered
         for repeat in range(judgement.scores.shape[1]):
             assert (judgement.scores[:, repeat] == true_scores(self.models)).all()

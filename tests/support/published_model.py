@@ -11,7 +11,7 @@ from tests.support.notebook_model import notebook_model
 
 
 class PublishedConfig(PretrainedConfig):
-    """Configuration like the one that the author's GPJTGPT2Config makes of model.json."""
+    """Configuration like the one that the author's GPJTGPT2Config makes from model.json."""
 
     model_type = "gpjtgpt2"
 
@@ -26,8 +26,8 @@ class PublishedConfig(PretrainedConfig):
 
 
 class PublishedModel(PreTrainedModel):
-    """The author's wrapper around the book's model. The author's models on the Hub are what transformers saves of
-    it."""
+    """The author's wrapper around the book's model. The author's models on the Hub were saved from it by
+    transformers."""
 
     config_class = PublishedConfig
 

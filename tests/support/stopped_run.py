@@ -1,4 +1,4 @@
-"""A killed run, with which tests of damaged checkpoints, failing disks and locks begin."""
+"""A killed run, from which the tests of damaged checkpoints, failing disks and locks start."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def build_straight_run(path: Path) -> Workshop:
-    """Train the run on two ranks. Test modules share the workshop, so each must give other names to its runs."""
+    """Train the run "straight" on two ranks, and return its workshop. Test modules share the workshop, so each must
+    give its runs names of its own."""
     shop = Workshop(path)
     shop.add_dataset(tokens=40_000)
     shop.add_run("straight", **SETTINGS)

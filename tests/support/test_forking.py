@@ -1,4 +1,4 @@
-"""A forked process sees the same start as a process that starts cold, and ends in the same way."""
+"""A forked process starts in the same state as a process that starts cold, and ends in the same way."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ def test_no_device_is_in_sight(tmp_path: Path) -> None:
 
 
 def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
-    """If the tests' sitecustomize.py hides another one, the other still runs. Its variables live as long as the
-    process, like those of a module."""
+    """If the tests' sitecustomize.py hides another one, the other still runs. The variables of the other live as long
+    as the process, like those of a module."""
     made = "import sys, weakref\nclass Made:\n    pass\nmade = Made()\nsys.found = weakref.ref(made)\n"
     (tmp_path / "sitecustomize.py").write_text(made)
     check = "import sys; assert sys.found()"

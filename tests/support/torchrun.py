@@ -38,8 +38,8 @@ def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
 class Torchrun:
     """Job of two ranks that the real torchrun starts.
 
-    The ranks start cold. With `are_forked`, they are forked from torchrun and remain its children, which takes seconds
-    less for each. With `by_processes`, ddp_train.py --processes starts them in place of torchrun.
+    The ranks start cold. With `are_forked`, they are forked from torchrun and remain its children. Each rank then
+    starts seconds sooner. With `by_processes`, ddp_train.py --processes starts them in place of torchrun.
     """
 
     shop: Workshop

@@ -6,9 +6,9 @@
         ends = wait_for(pair.torchrun("r"), timeout=60)
 
 Each host has its own network (a loopback interface, and one end of the cable), a host name, /etc/hosts with both names,
-and a disk: the path `<folder>/work` is a different directory on each host. None of this has a name outside of the
-namespaces. One process for each host keeps the host's namespaces alive. They are gone when this process ends, whatever
-happens to the tests.
+and a disk: the path `<folder>/work` is a different directory on each host. Network, names and mounts exist only inside
+the namespaces. One process for each host keeps the host's namespaces alive. They are gone when this process ends,
+whatever happens to the tests.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Host:
         return [str(ROOT / "ddp_train.py"), name, str(self.work / "datasets"), "--runs-dir", str(self.work / "runs")]
 
     def workers(self) -> list[int]:
-        """Return the pids of the processes that torchrun has started on this host. They are those whose parent, but not
-        grandparent, is a process of this host."""
+        """Return the pids of the processes that torchrun has started on this host: those whose parent is on this host,
+        but whose grandparent is not."""
         parents = {pid: parent_of(pid) for pid in self.processes()}
         return [pid for pid, parent in parents.items() if parent in parents and parents[parent] not in parents]
 
@@ -107,7 +107,7 @@ class Host:
                     os.kill(pid, number)
 
     def processes(self) -> list[int]:
-        """Return the pids of all processes on this host except the holder."""
+        """Return the pids of all processes on this host except `holder`, which keeps the host's namespaces."""
         network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
         found = []
         for entry in Path("/proc").iterdir():
@@ -131,8 +131,8 @@ class Pair:
     def torchrun(self, name: str, *options: str, processes: int = 1, c10d: bool = False) -> list[WarmProcess]:
         """Start the real torchrun on both hosts, to train the run `name` with `processes` forked ranks on each.
 
-        The first host is node 0. With `c10d`, torchrun chooses node 0 itself, and takes the host whose name comes
-        first.
+        The first host is node 0. With `c10d`, torchrun itself chooses node 0: the host whose name is first in
+        alphabetical order.
         """
         meeting = [f"--rdzv-id={secrets.token_hex(4)}", f"--rdzv-endpoint={self.first.address}:{PORT}"]
         started = []
@@ -214,7 +214,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def held() -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that has namespaces of its own and keeps them."""
+    """Yield a process with namespaces of its own, which exist as long as the process does."""
     holder = subprocess.Popen(HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert holder.stdin is not None
     assert holder.stdout is not None
@@ -229,7 +229,7 @@ def held() -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def furnished(name: str, holder: subprocess.Popen[str], work: Path) -> Iterator[Host]:
-    """Yield the host in the holder's namespaces, with a name, an address and a disk."""
+    """Yield a host with a name, an address and a disk, in the namespaces of the process `holder`."""
     disk = work.parent / name
     disk.mkdir()
     names = work.parent / f"{name}-hosts"
@@ -251,7 +251,7 @@ def furnished(name: str, holder: subprocess.Popen[str], work: Path) -> Iterator[
 
 
 def enter(holder: subprocess.Popen[str], *command: str) -> list[str]:
-    """Return the command line that runs `command` in the holder's namespaces."""
+    """Return the command line that runs `command` in the namespaces of the process `holder`."""
     return ["nsenter", f"--target={holder.pid}", "--net", "--uts", "--mount", *command]
 
 

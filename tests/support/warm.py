@@ -1,4 +1,5 @@
-"""Processes that start at once, because they are forked from one that has already imported torch, which takes seconds.
+"""Processes that start without delay, because they are forked from one that has already imported torch. The import
+takes seconds.
 
 A forked process runs a root script from its first line to its own exit, in its own session, folder and environment,
 like a process that was started cold. With the prelude FORK_PYTHONS, the Python processes that it starts itself are

@@ -59,7 +59,8 @@ def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
 
 
 def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> None:
-    """A summary of an earlier version, with fewer keys, finishes the run; a summary with other values does not."""
+    """A run counts as finished if its summary has the settings of this training. Keys that an earlier version did not
+    write may be missing. If a value differs, the run is not finished."""
     sweep = load(shop, vary={"random_seed": [1]})
     (run,) = sweep.runs
     write_runs(sweep.runs)
@@ -118,8 +119,8 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
 
 
 def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
-    """The plan has dollars only on the machine whose price is in train.json. The model is wide enough for an estimated
-    speed on both machines."""
+    """A plan gives dollars only on the machine whose price is in train.json. The model is wide, so that speeds can be
+    estimated on both machines."""
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):

@@ -198,7 +198,7 @@ def test_a_dataset_without_a_split_stops_only_its_own_run(shop: Workshop) -> Non
 
 def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> None:
     """A run is not begun if its planned cost is more than what is left of --max-dollars. Each run here is planned to
-    train and validate (1280 + 160) tokens at 96 a second, which takes 15 s and costs 150 dollars."""
+    train on 1280 tokens and to validate on 160, at 96 a second. This takes 15 s and costs 150 dollars."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
@@ -230,7 +230,8 @@ def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
 
 
 def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop) -> None:
-    """A run that shared the machine with three others has cost a fourth of what it would have cost alone."""
+    """A run that shared the machine with three others has cost a fourth of what it would have cost alone. The number of
+    groups in a later command does not change that."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     for each in sweep.runs[:2]:
         add_summary(each, dollars={"total": 12.0})
@@ -263,8 +264,9 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
 def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that writes no metrics because it starts up, downloads, compiles or is stuck spends the budget, too: the
-    machine is paid for by the clock. Two runs at the same time share its price."""
+    """A run that starts up, downloads, compiles or is stuck writes no metrics, but spends the budget, because the
+    machine is paid for by the clock. The run is stopped when the budget is spent. Two runs at the same time share the
+    price of the machine."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.05)
     shop.add_dataset()
     sweep = make(shop, set={"eps": 6.0}, vary={"random_seed": [1, 2]})
@@ -416,8 +418,8 @@ def weights(shop: Workshop, name: str) -> str:
 
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
-    """`sweep_runs.py run` makes missing runs and trains all. The last lines that it prints are the next commands. These
-    name the runs by a pattern if the pattern matches no other run."""
+    """`sweep_runs.py run` makes missing runs and trains all. The last lines that it prints are commands to run next.
+    These name the runs by a pattern if the pattern matches no other run."""
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"min_train_tokens": 10**9}]
     sweep = make(shop, together=entries[:1])
@@ -480,7 +482,8 @@ def test_a_second_sweep_of_the_same_name_is_refused(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -> None:
-    """Ctrl-C stops the run with a checkpoint, and so does a kill of the sweep's process. The next sweep resumes it."""
+    """Ctrl-C stops the run with a checkpoint, and so does a kill of the sweep's process. The next sweep resumes the
+    run, which ends with the same weights as a run that never stopped."""
     long = {"min_train_tokens": 64 * 150, "validation_interval": 50}
     shop.add_dataset(tokens=20_000)
     shop.add_run("base", **long)

@@ -143,7 +143,7 @@ def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -
 
 
 def test_no_key_is_in_both_files() -> None:
-    """A sweep need not say whether a key is of model.json or of train.json."""
+    """No key belongs to both model.json and train.json. So a sweep need not say to which file a key belongs."""
     assert not set(MODEL_KEYS) & set(TRAIN_KEYS)
 
 
@@ -217,7 +217,9 @@ def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str
 
 
 def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -> None:
-    """Making the runs of a grown sweep makes only the missing runs, and changes no file of the others."""
+    """The settings in a made folder are those of the sweep, and derived.json names the parent and the keys that differ
+    from it. Making the runs of a sweep that has grown makes only the missing runs, and changes no file of the
+    others."""
     sweep = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [32], "random_seed": [7, 8]})
     done = command(shop, "sweep_runs.py", "make", str(sweep.path))
     assert done.stdout.splitlines()[:2] == [f"2 runs made in {shop.runs}", "  s-emb32-seed7"]
@@ -360,7 +362,8 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
 
 
 def test_notes_of_derive_run(shop: Workshop) -> None:
-    """A dataset that is absent or misspelt is named, and so is a microbatch that had to be lowered."""
+    """A note names a dataset that is absent, and suggests the right name if it is misspelt. Another note says that a
+    microbatch had to be lowered."""
     folder = shop.add_dataset("local/small")
     save_file({"tokens": np.zeros(20, np.uint16)}, folder / "validation.safetensors")
 

@@ -51,7 +51,7 @@ def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.slow
 def test_a_ramp_continues_to_the_bit(shop: InProcess) -> None:
     """A run with a batch ramp that is stopped and resumed three times ends as one that never stopped. The stops are in
-    the first batch size, at the last step before the batch grows, and in the last batch size. Each token of the slice
+    the first batch size, at the last step before the batch grows, and in the last batch size. Each of the run's tokens
     is read once."""
     straight, stopped = shop.add_run("straight", **RAMP), shop.add_run("stopped", **RAMP)
     said = shop.train("straight").stdout

@@ -32,8 +32,8 @@ def validated(run: RunDirectory, step: int, loss: float = 5.0) -> None:
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the drawing process by one that counts the lines of metrics.jsonl, waits until this file exists, and then
-    appends the count to the chart's file."""
+    """Return the path of a file that the test creates, and replace the drawing process by one that waits for this file.
+    The process counts the lines of metrics.jsonl, waits, and then appends the count to the chart's file."""
     source = (
         "import os, sys, time\n"
         "lines = len(open(sys.argv[1]).readlines())\n"
@@ -97,8 +97,8 @@ def test_without_metrics_there_is_no_chart(run: RunDirectory) -> None:
 
 
 def test_no_failure_of_drawing_ends_the_run(run: RunDirectory, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is a warning: a process that cannot be started, hangs or is killed. The next chart is drawn by
-    another process."""
+    """A drawing process that cannot be started, hangs or is killed causes only a warning. Another process draws the
+    next chart."""
     chart = ChartProcess(run)
     validated(run, 0)
     with monkeypatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Training where torch.compile fails. The tests run on the CPU, where "auto" is made to compile as it does on CUDA."""
+"""Training where torch.compile fails. The tests run on the CPU, where they make the setting "auto" compile as on
+CUDA."""
 
 from __future__ import annotations
 
@@ -128,8 +129,9 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_with_a_compiled_model_continue_to_the_same_bits(shop: Workshop) -> None:
-    """A resumed run on two ranks with a compiled model ends with the same weights as the first time, to the bit. Each
-    rank compiles in a pass without an exchange. DDP rebuilds its buckets only after the next pass."""
+    """Resumed from its first checkpoint, a run on two ranks with a compiled model ends with the same weights as before,
+    to the bit. Each rank compiles in a pass that exchanges no gradients. DDP rebuilds its buckets only after the pass
+    that follows."""
     run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 256, "n_layers": 1})
     result = shop.train(prelude=COMPILED)
     assert "note:" not in result.stdout

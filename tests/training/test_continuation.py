@@ -174,8 +174,8 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -
 
 
 def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess) -> None:
-    """A finished run whose summary is that of its shorter training gets a new summary. A process that is killed between
-    its last checkpoint and its summary leaves such an old summary."""
+    """A finished run whose summary is still that of an earlier, shorter training gets a new summary. Such an old
+    summary is left by a process that is killed between its last checkpoint and its summary."""
     run = shop.add_run("longer", min_train_tokens=256)
     shop.train_here("longer")
     earlier = (run / "summary.json").read_text()

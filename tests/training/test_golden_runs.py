@@ -7,8 +7,8 @@ Each run is compared in three ways:
 - In the run's own precision its losses differ from the recorded fp64 losses by less than `MARGIN` times `rounding`.
   `rounding` was measured in fp64 when the losses were recorded. Before each step every weight was changed by one
   roundoff of the run's precision, and every nonzero gradient by one roundoff of the largest gradient of its tensor.
-  `rounding` is the root mean square of the change of the loss over a few draws of the signs, plus one roundoff of the
-  loss. It is the largest of these values up to the step.
+  The error of a step is the root mean square of the change of its loss over a few draws of the signs, plus one roundoff
+  of the loss. `rounding` is the largest error up to the step.
 - In the run's own precision its losses equal the recorded ones to the bit, if the conditions are those of the
   recording: the same build of torch, processor model and instruction sets.
 
@@ -173,9 +173,9 @@ def put_off(numbers: Tensor, sizes: Tensor, signs: torch.Generator) -> None:
 
 
 def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int = 0) -> list[float]:
-    """Train the run and return the losses of the steps in SHOWN. Each token of the text determines the next one, but
-    for some noise. With a `roundoff`, weights and gradients get errors of this relative size, with signs drawn from
-    `seed`."""
+    """Train the run `name` and return its losses at the steps in SHOWN. In the text, each token determines the next
+    one, except for some noise. With a `roundoff`, errors of this relative size are added to weights and gradients, with
+    signs drawn from `seed`."""
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **RUNS[name][1], **(FP64 if fp64 else {})})
     model = built(name, config) if fp64 else built(name, config).float()
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
@@ -208,7 +208,7 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
 
 def rounding_of(name: str, exact: list[float]) -> list[float]:
     """Return the expected error that rounding in the run's own precision causes in the loss, for each step in SHOWN.
-    `exact` has the losses without it. The module's docstring says how the error is measured."""
+    `exact` has the losses without rounding. The module's docstring says how the error is measured."""
     dtype = DTYPES.get(RUNS[name][1].get("precision", ""), torch.float32)
     roundoff = torch.finfo(dtype).eps / 2
     draws = [losses_of(name, fp64=True, roundoff=roundoff, seed=seed) for seed in range(DRAWS)]
@@ -255,7 +255,7 @@ def test_in_its_own_precision_a_run_is_off_by_rounding(recorded: dict[str, Any],
 
 
 def test_every_lever_changes_the_run(recorded: dict[str, Any]) -> None:
-    """No two recorded runs end with the same loss."""
+    """Each option changes the losses: no two recorded runs end with the same loss."""
     losses = recorded["bits"]["losses"]
     assert losses.keys() == recorded["fp64"].keys() == recorded["rounding"].keys() == RUNS.keys()
     assert len({each[-1] for each in losses.values()}) == len(RUNS)

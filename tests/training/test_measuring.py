@@ -183,8 +183,8 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
     ],
 )
 def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> None:
-    """A device gets a peak only if its exact name is in the table; a similar name is not enough. A summary says that a
-    GPU's peak is unknown, but not a CPU's."""
+    """A device has a peak in FLOP/s only if its exact name is in the table; a similar name is not enough. A summary
+    says that a GPU's peak is unknown. For a CPU it says nothing."""
     assert peak_flops(device) == peak
     seconds = {"training": 1.0, "total": 1.0}
     summary = RunSummary(

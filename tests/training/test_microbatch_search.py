@@ -1,7 +1,7 @@
 """The search for the largest microbatch: the algorithm against brute force, and the real command with -f on the CPU.
 
-The memory limits of these tests are added to `base_gib`, the memory that the program uses before it builds a model.
-That memory is measured, because it depends on the machine's libraries and threads.
+The memory limits of these tests are added to `base_gib`: the reserve plus the memory that the program uses before it
+builds a model. That memory is measured, because it depends on the machine's libraries and threads.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def test_guesses_from_memory_that_is_not_linear_cost_little(
 
 @given(st.integers(1, 900), st.floats(0.05, 2.0), st.floats(0.0, 6.0), st.floats(0.0, 0.05))
 def test_sizes_are_few_where_each_is_compiled(answer: int, slope: float, fixed: float, bend: float) -> None:
-    """At most nine sizes are compiled if memory follows a line but for small gaps. At 30 s a compilation that is less
-    than five minutes."""
+    """At most nine sizes are compiled if memory follows a line except for small gaps. At 30 s for each compilation the
+    search takes less than five minutes."""
 
     def memory(size: int) -> float:
         return fixed + slope * size + bend * math.sin(size)
@@ -122,7 +122,8 @@ def test_sizes_are_few_where_each_is_compiled(answer: int, slope: float, fixed: 
 
 
 def test_a_right_guess_ends_the_search_and_a_refuted_one_costs_nothing() -> None:
-    """A guess of 260, made from sizes up to 128, costs no extra try if 256 does not fit."""
+    """The search ends when a right guess and the next size have been tried. A refuted guess costs no extra try: if 256
+    does not fit, a guess of 260 is ignored, and the search bisects between 128 and 256."""
     sizes = Sizes(37)
     assert largest_that_fits(sizes.fits, 10_000, lambda: 37 if len(sizes.asked) > 1 else None) == 37
     assert sizes.asked == [1, 2, 4, 8, 16, 32, 37, 38]
@@ -174,8 +175,8 @@ def probes(result: Result) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def base_gib(workshop: Workshop) -> float:
-    """GiB of the smallest useful limit: the program's own memory before it builds a model, read from the error message,
-    and the reserve."""
+    """Smallest useful limit in GiB: the reserve plus the memory that the program uses before it builds a model, as the
+    error message gives it."""
     result = search(workshop, limit=0.1)
     assert (result.status, len(result.error_lines)) == (1, 1)
     found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
@@ -190,9 +191,9 @@ def first(workshop: Workshop, base_gib: float) -> tuple[int, Result]:
 
 
 def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
-    """Users predict memory from the formula that the command prints, so under this limit the formula must predict the
-    answer, or at most one sequence more. Without --write the search leaves train.json unchanged and writes a result,
-    from which the formula can be computed again."""
+    """Users predict memory from the formula that the command prints. For the limit of this search, it predicts the
+    answer or one sequence more. Without --write the search leaves train.json unchanged and writes a result, from which
+    the formula can be computed again."""
     number, result = first
     assert number >= 2
     match = re.search(r"^Memory: ([\d.]+) GiB per sequence \+ ([\d.]+) GiB fixed", result.stdout, re.MULTILINE)
@@ -293,7 +294,8 @@ def test_a_late_search_ends_and_on_two_ranks_meets_the_gradients_that_training_m
 
 @pytest.mark.parametrize(("ranks", "given"), [(2, 0.1), (1, 0.05)])
 def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: float) -> None:
-    """A limit below what the program itself takes is refused, also one below the reserve."""
+    """A limit below the memory that the program itself uses is refused with one line. So is a limit below the
+    reserve."""
     result = search(workshop, limit=given, ranks=ranks)
     assert (result.status, len(result.error_lines)) == (1, 1)
     assert "Traceback" not in result.stderr
@@ -332,8 +334,9 @@ def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] 
     [({"train_steps": 20}, "train split of local/letters is too short"), ({"warmup_steps": 6}, "warm-up")],
 )
 def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: str) -> None:
-    """--write writes a smaller microbatch than the one found if training would refuse that one. A larger microbatch
-    takes more tokens for the same steps, or leaves fewer steps for the same tokens."""
+    """--write writes a smaller microbatch than the one found if training would refuse that one. With the microbatch
+    found, the same steps need more tokens than the dataset has, or the same tokens give fewer steps than the warm-up
+    takes."""
     shop = InProcess(tmp_path)
     shop.add_dataset(tokens=4000)
     tokens = None if "train_steps" in budget else 800
@@ -348,7 +351,7 @@ def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: 
 
 def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     """A note is printed if the found microbatch is too large for the validation split, because training would refuse
-    it. --write writes one that training accepts, and says what becomes of the global batch."""
+    it. --write writes a microbatch that training accepts, and prints the factor by which the global batch changes."""
     shop = InProcess(tmp_path)
     shop.add_dataset(tokens=400)
     run = shop.add_run(gradient_accumulation_steps=None, min_train_tokens=-1)
@@ -373,9 +376,9 @@ if os.environ["RANK"] == "1":
 
 
 def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, first: tuple[int, Result]) -> None:
-    """The printed answer is the smaller of both ranks' answers. Here rank 1 runs out of memory first, because of a
-    `ulimit -d` below --memory-limit-gib. Rank 0 alone prints, and does not wait for rank 1 forever. The limit holds for
-    each process separately."""
+    """The printed answer is the smaller of the two ranks' answers. Here rank 1 runs out of memory first, because its
+    own `ulimit -d` is below --memory-limit-gib. Rank 0 alone prints, and does not wait for rank 1 forever. The limit
+    holds for each process separately."""
     bound = BOUND.format(bytes=int((base_gib + ROOM - TWO_SEQUENCES) * GIB))
     result = search(workshop, limit=base_gib + ROOM, ranks=2, prelude=bound)
     assert first[0] - 3 <= answer(result) <= first[0] - 1
@@ -461,7 +464,7 @@ def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compile with the backend "eager", which generates no machine code, and yield torch's counters of compiled graphs.
-    The loss may only be computed in compiled code."""
+    A loss computed in code that is not compiled fails the test."""
 
     def loss(
         features_NxC: torch.Tensor, weight_VxC: torch.Tensor, targets_N: torch.Tensor, *, softcap: None

@@ -145,7 +145,8 @@ def test_the_load_is_reported(trained: Trained) -> None:
     ],
 )
 def test_experts_are_balanced_by_this_much(shop: InProcess, active: int, train: dict[str, Any], weight: float) -> None:
-    """The weight of the balancing loss is the same in derived runs. "log_moe_balance_file" in "moe" has no effect."""
+    """The balancing loss has the weight that train.json sets, or else a default. A derived run has the same weight. The
+    key "log_moe_balance_file" in "moe" has no effect."""
     moe = {"num_experts": 4, "num_active_experts": active, "log_moe_balance_file": "routing_logits.jsonl"}
     run = shop.add_run("balanced", model={"moe": moe}, **train)
     shutil.rmtree(shop.runs / "derived", ignore_errors=True)

@@ -102,9 +102,9 @@ WARM_UP = (0.85, 0.875, 0.9, 0.925, 0.95, 0.95)
     ids=str,
 )
 def test_muon_is_torchs_in_fp64(keys: dict[str, Any], momenta: Sequence[float | None], tolerance: float) -> None:
-    """Over steps with different learning rates, the weights that Muon updates equal torch's, and without clipping those
-    that AdamW updates equal torch's to the bit. Gradients are clipped by their norm over all parameters. A skipped step
-    does not count as one of momentum's warm-up."""
+    """Over steps with different learning rates, weights equal torch's up to a small tolerance. Without clipping, the
+    weights that AdamW updates equal torch's to the bit. Gradients are clipped by their norm over all parameters. A
+    skipped step does not count as one of momentum's warm-up."""
     config = MUON.model_copy(update=keys)
     ours, theirs = fresh_model().double(), fresh_model().double()
     step, reference = OptimizerStep(ours, config), Reference(theirs, config)

@@ -155,8 +155,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
 
 @EACH
 def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfig) -> None:
-    """The state has each parameter by name in fp32, and as many bytes as `optimizer_state_bytes` returns, not counting
-    the "step" tensors."""
+    """The state has an entry in fp32 for every parameter, under the parameter's name. Its size in bytes is what
+    `optimizer_state_bytes` returns, not counting the "step" tensors."""
     model = fresh_model()
     step = OptimizerStep(model, config)
     assert step.optimizer.named_state(ALONE) == {}, "there is no state before the first step"

@@ -130,7 +130,7 @@ world.leave()
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """Results of sharded training: number of ranks -> case -> result. Each world starts from the results of the
-    previous world, and compares sharded with unsharded training itself."""
+    previous world. The processes of each world compare sharded with unsharded training."""
     shop, found, earlier = Workshop(tmp_path_factory.mktemp("sharded")), {}, None
     (shop.path / "worker.py").write_text(WORKER)
     cases = {name: SETTINGS | keys for name, keys in CASES.items()}
