@@ -244,10 +244,13 @@ def test_the_commands_printed_at_the_end_train(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "datasets/you/x"], '"nowhere": no input files here'),
-        (["nowhere", "datasets/there/x"], '"nowhere": no input files here'),
+        (["nowhere", "datasets/you/x"], '"nowhere": names no input files'),
+        (["nowhere", "datasets/there/x"], '"nowhere": names no input files'),
         (["texts", "datasets/x"], "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give "),
-        (["texts", "out", "--tokenizer", "gpt5"], "no such file, and no encoding of tiktoken; there is cl100k_base"),
+        (
+            ["texts", "out", "--tokenizer", "gpt5"],
+            "no such file, and tiktoken has no encoding of this name, only cl100k_base",
+        ),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
         (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give one of them"),
