@@ -95,8 +95,8 @@ def test_answers_that_belong_to_no_known_weights(bench: Bench) -> None:
     assert "2   " in done.stdout
     first, second = done.stderr.splitlines()
     assert first == (
-        f"{bench.folder}/small/small.json: its scores are not kept among the run's results: it does not say which "
-        "weights answered; test_ift.py --overwrite makes it anew"
+        f"{bench.folder}/small/small.json: its scores are not kept among the run's results: it does not name the "
+        "weights that gave the answers; make it again with test_ift.py --overwrite"
     )
     assert second.startswith(f"{bench.folder}/large/large.json: its scores are not kept")
     assert "no longer has the weights" in second
