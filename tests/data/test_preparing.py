@@ -80,7 +80,7 @@ def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
     assert long in train
     assert sorted(train + validation) == sorted([*DOCUMENTS[:131], long])
     assert in_bytes(validation) / in_bytes(train + validation) == pytest.approx(0.01, abs=0.005)
-    assert re.search(r"^one document has \d\d% of train's tokens", out, re.MULTILINE)
+    assert re.search(r"^one document has \d\d% of the train split's tokens", out, re.MULTILINE)
     [remark] = [line for line in out.splitlines() if line.startswith("validation is ")]
     assert remark.startswith(f"validation is {len(validation)} document")
     assert "(1.00% asked for)" in remark
