@@ -262,6 +262,5 @@ def state_errors_as_user_errors(file: Path) -> Iterator[None]:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
         raise UserError(
-            f"{file}: holds something else than this run's state: {reason}; use another checkpoint by its name, or "
-            "--restart"
+            f"{file}: does not hold this run's state: {reason}; give the name of another checkpoint, or --restart"
         ) from None

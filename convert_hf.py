@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
-MODEL_JSON = click.option("--model-json", help="model.json of the weights.  [default: in their folder or its run]")
+MODEL_JSON = click.option("--model-json", help="The weights' model.json.  [default: that of their folder or run]")
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
@@ -96,7 +96,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @click.argument("name", metavar="OWNER/NAME")
 @MODEL_JSON
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
-@click.option("--public", is_flag=True, help="Everyone may see it; default: you alone.")
+@click.option("--public", is_flag=True, help="Make a new repository public.  [default: private]")
 @click.option("--license", "license_", help="License on the card, as the Hub spells it: apache-2.0, mit, ...")
 @click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on a dataset in PATH.")
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")

@@ -145,8 +145,8 @@ class Trainer:
         if metrics.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
             raise self.world.collective_error(
                 f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row by global step {step} "
-                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
-                "earlier checkpoint by its name"
+                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from an "
+                "earlier checkpoint by giving its name"
             )
 
 
@@ -170,12 +170,12 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option(
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
 )
-@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
+@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume G GiB of memory per device.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
 @click.option("--assume-tps", type=POSITIVE, help="With --plan: assume N tokens/s without validation.")
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: assume N tokens/s with validation.")
-@click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
+@click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR

@@ -60,7 +60,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     changes = parse_settings(settings)
     parent = load_base(runs_dir, base)
     if folder.exists():
-        raise UserError(f"{folder}: is there already; choose another name, or move it away")
+        raise UserError(f"{folder}: exists already; choose another name, or move it away")
     run = derive_for_dataset(parent, new, changes, datasets_dir)
     run.check_startable()
     write_runs([run])

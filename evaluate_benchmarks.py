@@ -32,7 +32,9 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 
 @click.command(cls=Command)
 @MODEL
-@click.option("--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's names, or task files.")
+@click.option(
+    "--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's task or group names, or task files."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="The first N examples of each task.  [default: all]")
 @click.option(
     "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each question.  [default: each task's]"

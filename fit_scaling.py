@@ -103,8 +103,8 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
-    """Return the parameters, tokens and FLOPs for which a --predict option asks the loss. `text` is the option's value:
-    `parameters=1e9,tokens=2e10`, for example, or the name of a run.
+    """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
+    option's value: `parameters=1e9,tokens=2e10`, for example, or the name of a run.
 
     Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the run's model has
     experts, or if its train.json does not determine the number of tokens.

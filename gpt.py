@@ -534,7 +534,7 @@ class GPTModel(nn.Module):
         return {name: tensor.to("cpu", copy=True) for name, tensor in views.items()}
 
     def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """Set the weights from tensors under their names in published checkpoints.
+        """Copy `tensors` into the weights. The names of the tensors are those in published checkpoints.
 
         Raises UserError, naming `source`, the tensors and both shapes, if the tensors do not fit the model. The weights
         are unchanged in that case.

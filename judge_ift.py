@@ -32,17 +32,27 @@ PRICE = FiniteNumber(min=0, max=1e9)
     "--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Times each answer is judged."
 )
 @click.option(
-    "--attempts", type=click.IntRange(1, 100), default=5, show_default=True, help="Requests for a valid judgement."
+    "--attempts",
+    type=click.IntRange(1, 100),
+    default=5,
+    show_default=True,
+    help="Most requests for one valid judgement.",
 )
-@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for a request.")
+@click.option(
+    "--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for the answer to a request."
+)
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at a time.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of orders and resamples."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the order of answers, and of resamples.",
 )
 @click.option(
     "--cache",
     type=click.Path(path_type=Path),
-    help="File for the judge's answers.  [default: judgements.jsonl beside the first of RESPONSES by path]",
+    help="File for the judge's answers.  [default: judgements.jsonl beside the RESPONSES file whose path sorts first]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts.")

@@ -41,7 +41,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     "--document-separator",
     help=r"Text between the documents of a text file, e.g. '\n\n\n'; without it, each file is one document.",
 )
-@click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD; else it is an error.")
+@click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD instead of failing.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Files of a Hub dataset; can be given several times.")
 @click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
 @click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
@@ -54,12 +54,14 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     type=click.Choice(["seeded", "given"]),
     default="seeded",
     show_default=True,
-    help="Hold out documents drawn with a fixed seed, or the last ones (counting documents, not bytes).",
+    help="seeded: hold out documents drawn with a fixed seed. given: hold out the last ones; fractions then count "
+    "documents, not bytes.",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle all training documents with this seed. By default, more than 16,384 are not fully shuffled.",
+    help="Shuffle all training documents with this seed. By default, if there are more than 16,384, most keep their "
+    "order.",
 )
 @click.option("--description", default="", help="Description of the dataset, for meta.json and the dataset card.")
 @click.option(
@@ -84,15 +86,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--push-to-hub",
     metavar="OWNER/NAME",
-    help="Upload the new dataset, or DIR with --verify. A new repository is private without --public.",
+    help="Upload the new dataset or, with --verify, the dataset in DIR. A new repository is private without --public.",
 )
 @click.option("--public", is_flag=True, help="With --push-to-hub: make a new repository public.")
 def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> None:
     """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
-    INPUT is a folder, a file or a glob of parquet, JSON lines (.jsonl) or text (.txt) files, also with .gz or .zst, or
-    several of these, or the name of a dataset on the Hugging Face Hub. To resume an interrupted preparation, run the
-    same command again.
+    INPUT is a folder, a file or a glob, or several of these. The files are parquet, JSON lines (.jsonl) or text (.txt),
+    also with .gz or .zst. INPUT can also be the name of a dataset on the Hugging Face Hub. To resume an interrupted
+    preparation, run the same command again.
 
     Each document ends with the token <|endoftext|>. Inside a document, <|endoftext|> is ordinary text.
     """
@@ -163,15 +165,15 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     longest, tokens = splits[0].longest_document, splits[0].tokens  # 0 if unknown
     if longest > tokens / 10:
         yield (
-            f"one document has {longest / tokens:.0%} of train's tokens; training reads it in one stretch, so the loss "
-            "will follow its contents; --document-separator cuts files into documents"
+            f"one document has {longest / tokens:.0%} of the train split's tokens; training reads it in one stretch, "
+            "and meanwhile the loss depends on this document alone; --document-separator cuts files into documents"
         )
     for split in splits if not options["from_bin"] else ():
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / sum(each.bytes for each in splits)
         if asked and (split.documents < FEW_DOCUMENTS or abs(share - asked) > asked / 10):
             yield (
                 f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
-                f"for); its loss may not hold for other texts; --{split.name}-fraction changes the share"
+                f"for); its loss may not represent the whole text; --{split.name}-fraction changes the share"
             )
     yield f"{output_dir} is complete, with a vocabulary of {vocab_size:,} tokens"
     yield "Next:"

@@ -17,7 +17,9 @@ GROUPS = click.option(
     "--groups", type=click.IntRange(1, 64), default=1, show_default=True, help="Number of runs to train at a time."
 )
 PROCESSES = click.option(
-    "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: one per GPU of a group, or 1 without GPUs."
+    "--processes",
+    type=click.IntRange(1, 1024),
+    help="Processes of each run. Default: one per GPU of a group, or 1 without GPUs.",
 )
 TRAIN = Path(__file__).with_name("ddp_train.py")
 
@@ -60,8 +62,10 @@ def make(sweep: Path, runs_dir: Path) -> None:
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@click.option("--assume-tps", type=POSITIVE, help="Tokens per second, without time of validation.")
-@click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, including time of validation.")
+@click.option("--assume-tps", type=POSITIVE, help="Tokens per second, not counting the time of validation.")
+@click.option(
+    "--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, counting the time of validation, too."
+)
 @click.option("--assume-device", help="Estimate the speed as if each process had this GPU, e.g. H100.")
 @RUNS_DIR
 def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> None:

@@ -42,7 +42,7 @@ RESPONSES = "ift-responses.json"
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    help="Stop here if the loss never rises.",
+    help="Stop after so many epochs if the validation loss has not risen.",
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer, in tokens."

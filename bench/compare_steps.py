@@ -198,10 +198,18 @@ def compare(
     type=click.IntRange(1, len(SHAPES)),
     help="Number of a shape; can be repeated.  [default: all]",
 )
-@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Can be repeated.  [default: all]")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(PEERS),
+    help="Program to compare with; can be repeated.  [default: all]",
+)
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Number of processes (DDP).")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of each process.")
-@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Minimum time of each row.")
+@click.option(
+    "--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Minimum time to measure each row."
+)
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Minimum steps of each program.")
 @click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if their processor time / ours is below this.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")
@@ -249,8 +257,8 @@ def take_turns(answers: TextIO) -> Iterator[None]:
 
 
 def run_ours(case: Case, turns: Iterator[None]) -> None:
-    """Run ddp_train.py as a user does, but wait for the next of `turns` at the beginning of each optimizer step. A turn
-    therefore lasts, and is timed, until the beginning of the next step."""
+    """Run ddp_train.py as a user does, but wait for the next turn (an item of `turns`) at the beginning of each
+    optimizer step. A turn lasts until the beginning of the next step, and all of this time is counted."""
     from harness.training.step import OptimizerStep
 
     run_step: Callable[..., Any] = OptimizerStep.run

@@ -91,9 +91,11 @@ def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/on_gpu"), show_default=True)
 @click.option("--seconds", type=float, default=570.0, show_default=True, help="For all stages together.")
 @click.option("--tiny", is_flag=True, help="Shapes small enough for a rehearsal on a CPU.")
-@click.option("--microbatch", type=int, default=64, show_default=True, help="For the stage step.")
-@click.option("--drop-rate", type=float, default=0.1, show_default=True, help="For the stage step.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=JSON", help="Set a train.json key in the stage step.")
+@click.option("--microbatch", type=int, default=64, show_default=True, help="For the stage `step`.")
+@click.option("--drop-rate", type=float, default=0.1, show_default=True, help="For the stage `step`.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=JSON", help="Set a train.json key, for the stage `step`."
+)
 def main(
     stage: str | None, out: Path, work: Path, seconds: float, tiny: bool, settings: tuple[str, ...], **step: Any
 ) -> None:

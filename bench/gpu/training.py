@@ -50,8 +50,8 @@ def measure_search(bench: Workbench) -> None:
 
 
 def measure_stop_and_continue(bench: Workbench) -> None:
-    """Record whether a run of two ranks that is stopped by SIGTERM and then resumed ends with the same weights, bit for
-    bit, as a run that is not stopped."""
+    """Stop a run of two ranks by SIGTERM, and resume it. Record whether it ends with the same weights, bit for bit, as
+    an uninterrupted run."""
     # Enough steps for the signal to arrive before the last one.
     microbatch, steps = (1, 50) if bench.tiny else (4, 60)
     train: Row = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2, "train_steps": steps}

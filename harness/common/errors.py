@@ -138,8 +138,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _launched(name: str, default: int) -> int:
-    """Return the number in a launcher's environment variable, or `default` if the variable holds none. The error
-    message for a wrong value comes from distributed/environment.py."""
+    """Return the number in a launcher's environment variable, or `default` if it is unset or not a whole number of at
+    most nine digits. distributed/environment.py refuses a wrong value with an error message."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
 

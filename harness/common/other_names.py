@@ -5,7 +5,7 @@ from __future__ import annotations
 
 STEPS = "in global steps"
 SEQUENCES = "sequences per device and forward pass"
-DROP_RATES = "one rate, or an object of embedding, attention_weights, attention_output and mlp_output"
+DROP_RATES = "one rate, or an object with embedding, attention_weights, attention_output and mlp_output"
 
 # For each of a run's two files: another program's key -> (our key, how to convert the value, or "" if it is the same).
 COUNTERPARTS = {
@@ -41,22 +41,26 @@ COUNTERPARTS = {
         **dict.fromkeys(("n_head", "num_attention_heads"), ("n_heads", "")),
         **dict.fromkeys(("n_layer", "num_hidden_layers"), ("n_layers", "")),
         "num_key_value_heads": ("n_kv_heads", ""),
-        "num_local_experts": ("moe", "an object of num_experts and num_active_experts"),
+        "num_local_experts": ("moe", "an object with num_experts and num_active_experts"),
         "rope_theta": ("rope_base", 'beside "position": "rope"'),
         "tie_word_embeddings": ("tie_weights", ""),
     },
 }
 
-NO_TRACKER = "not a setting here: metrics.jsonl holds every number; remove it"
+NO_TRACKER = "not a setting here: metrics.jsonl holds every number; remove this key"
 WITHOUT_KEY = {
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name", "report_to"), NO_TRACKER),
-    **dict.fromkeys(("backend", "device"), "not a setting here: nccl on GPUs, gloo on CPUs; remove it"),
-    **dict.fromkeys(("out_dir", "output_dir"), "not a setting here: results go to the run's own folder; remove it"),
-    "resume_from_checkpoint": "not a setting here: the same command continues a run; remove it",
-    "always_save_checkpoint": "not a setting here: every checkpoint is kept unless keep_checkpoints is set; remove it",
-    "exact_dropout": "no longer a setting: a drop_rate of n/16 is exact with every attention kernel; remove it",
-    "z_loss": "no longer a setting: it changed no loss beyond training noise; remove it",
-    "lr_decay_iters": "not a setting here: the schedule ends with the run; remove it",
+    **dict.fromkeys(("backend", "device"), "not a setting here: always nccl on GPUs and gloo on CPUs; remove this key"),
+    **dict.fromkeys(
+        ("out_dir", "output_dir"), "not a setting here: results go to the run's own folder; remove this key"
+    ),
+    "resume_from_checkpoint": "not a setting here: the same command continues a run; remove this key",
+    "always_save_checkpoint": (
+        "not a setting here: every checkpoint is kept unless keep_checkpoints is set; remove this key"
+    ),
+    "exact_dropout": "no longer a setting: a drop_rate of n/16 is exact with every attention kernel; remove this key",
+    "z_loss": "no longer a setting: the z-loss changed no loss beyond training noise; remove this key",
+    "lr_decay_iters": "not a setting here: the schedule ends with the run; remove this key",
 }
 
 

@@ -135,8 +135,8 @@ def is_launcher_gone() -> bool:
 
 
 def on_launcher_death(ask: Callable[[], None]) -> None:
-    """Register `ask`, which a thread calls once the launcher has ended. The process then has ENDING_SECONDS to exit by
-    itself. If nothing is registered, the process exits at once."""
+    """Register `ask`, a function that asks this process to stop. A thread calls it once the launcher has ended. The
+    process then has ENDING_SECONDS to exit by itself. If nothing is registered, the process exits at once."""
     global _ask_to_stop
     _ask_to_stop = ask
 

@@ -23,8 +23,9 @@ class Estimate:
 
 
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
-    """Return means over repeats (QxM) of the scores (QxRxM: questions, repeats, models). A repeat of a question counts
-    only if all models have a score in it. Questions without such a repeat are left out of Q."""
+    """Return the mean score of each question and model (QxM) over the repeats, from the scores (QxRxM: questions,
+    repeats, models). A repeat of a question counts only if all models have a score in it. Questions without such a
+    repeat are left out of Q."""
     is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
     repeats_Q = is_there_QxR.sum(axis=1)
     answered = repeats_Q > 0

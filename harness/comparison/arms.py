@@ -112,9 +112,9 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts that are both equal for runs that differ only in the seed (replicates). The first has the
-    settings that affect the result, without the seed; the second has torch's version, the device and the number of
-    ranks.
+    """Return two JSON texts of a run. Runs that differ only in the seed (replicates) have the same two texts. The first
+    has the settings that affect the result, without the seed; the second has torch's version, the device and the number
+    of ranks.
 
     Returns Inconclusive if the run's replicates cannot be recognized. This is so if a setting was not recorded. It is
     also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing, or if the

@@ -78,8 +78,8 @@ class Chart:
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """Return one chart for each of the `axes`. All charts show the validation losses of the runs, or the training
     losses if no run has enough validation losses for a curve. Runs are left out if their losses were not measured on
-    the text that most runs share. Finished runs that differ only in the seed share a curve, which has the same name
-    as in the comparison of the runs with the run `baseline`."""
+    the text that most runs share. Finished runs that differ only in the seed share a curve. It has the name that
+    these runs have in the comparison with the run `baseline`."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -105,7 +105,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         if is_on_main and points >= LEAST_POINTS:
             drawn[record.name] = record
             continue
-        reason = f"in no chart: no losses known on {main.words if main else ''}"
+        reason = f"in no chart: no loss is known to be measured on {main.words if main else ''}"
         if is_on_main:
             reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
             reason += f" takes {LEAST_POINTS}"

@@ -110,9 +110,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         if speed.run != name:
             yield from paragraph(f"{machine.machine}: {basis} of {speed.run}, microbatch {speed.microbatch_size}")
     if len({basis for basis, *_ in found}) > 1:
-        yield from paragraph("Compare only machines with the same basis: a reported speed is another program's.")
+        yield from paragraph("Compare only machines with the same basis: a reported speed is that of another program.")
     for source in dict.fromkeys(f"{machine.date}: {machine.source}" for _, _, machine, _ in found):
-        yield from paragraph(f"Prices of {source}; prices change, and --prices FILE reads others.")
+        yield from paragraph(f"Prices of {source}. Prices change; --prices FILE reads a list of your own.")
 
 
 def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:

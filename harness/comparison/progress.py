@@ -95,9 +95,9 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
     earlier trainings. Reading backward, the first event with a later global step than the event after it belongs to an
-    earlier training, and the iteration stops there. Yields nothing if the file does not exist or does not contain
-    `with_bytes`. Skips lines that are not events, such as a line that a crash cut off. Raises UserError if the file
-    cannot be read."""
+    earlier training, and the iteration stops there. Yields nothing if the file does not exist, or if the bytes
+    `with_bytes` occur nowhere in it. Skips lines that are not events, such as a line that a crash cut off. Raises
+    UserError if the file cannot be read."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:

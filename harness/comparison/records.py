@@ -233,7 +233,7 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
     try:
         return read_summary(run.summary) if run.summary.exists() else None
     except UserError as error:
-        remedy = "move the file away and train the run again, which writes it anew from the last checkpoint"
+        remedy = "move the file away, and start the run again, to rewrite the file from the last checkpoint"
         raise UserError(f"{error}; {remedy}") from None
 
 

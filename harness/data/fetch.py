@@ -74,5 +74,5 @@ def _builder(name: str) -> Callable[[Path], None]:
     from harness.data.preparation.builtin import BUILTIN_DATASETS
 
     if name not in BUILTIN_DATASETS:
-        raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
+        raise UserError(f'train.json: key "dataset": there is no {name}; choose from {", ".join(BUILTIN_DATASETS)}')
     return BUILTIN_DATASETS[name]

@@ -27,7 +27,7 @@ from harness.data.preparation.hub_source import download
 from harness.data.preparation.splits import SPLITS
 from harness.data.preparation.work import is_dataset_file
 
-AGAIN = "running the same command again resumes with the files still missing"
+AGAIN = "running the same command again resumes the download of the missing files"
 
 
 def reading(name: str, folder: Path) -> HubWork:

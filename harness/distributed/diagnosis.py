@@ -73,15 +73,16 @@ class Heartbeats:
         return earliest, [rank for rank, last in enumerate(self.last) if last.heartbeat.progress == earliest]
 
     def find_gone(self, now: float) -> None:
-        """Record which ranks of this machine have a process that has ended."""
+        """Record the ranks of this machine whose process has ended."""
         for last in self.last:
             process = last.heartbeat.process
             if last.gone_since is None and process.is_neighbour_of(self.process) and process.is_gone():
                 last.gone_since = now
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
-        """Restart the count of every rank's silent seconds, because this process was frozen and received no
-        heartbeats."""
+        """Restart the count of seconds since each rank's last heartbeat and since the store's last answer. Called after
+        this process was frozen and received nothing. In the next `grace_seconds`, received heartbeats may still be from
+        before the freeze."""
         self.contact = now
         self.frozen_until = now + grace_seconds
         for last in self.last:

@@ -42,7 +42,7 @@ SILENT_EXIT_SECONDS = 2.0
 # Places of a global step where a rank can be stuck, in order, and their names in messages.
 PLACES = {
     "step": "global step {}",
-    "report": "the device's work of global step {}",
+    "report": "the device's work on global step {}",
     "validation": "the validation of global step {}",
     "benchmarks": "the benchmarks of global step {}",
     "check": "the check of weights after global step {}",
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def order(self) -> int:
-        """Number of this place among the places of all global steps, in their order. All ranks use the same numbers."""
+        """Number of this place, counted through all places of all global steps. It is the same on all ranks."""
         return len(PLACES) * self.step + list(PLACES).index(self.name)
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Progress:
             return Standing(following.place, reached.progress, now - max(self._since, following.at))
 
     def forgive(self) -> None:
-        """Restart the count of seconds without progress, because this process was frozen."""
+        """Restart the count of seconds without progress. Called after this process was frozen."""
         with self._lock:
             self._since = time.monotonic()
 
@@ -209,8 +209,8 @@ class Watchdog:
         self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
-        """Start to watch `size` ranks, in threads. The ranks exchange heartbeats through `store`. `barrier` returns
-        when every rank has called it. The store then holds the first heartbeat of every rank."""
+        """Start the threads that watch `size` ranks. The ranks exchange heartbeats through `store`. `barrier` must
+        return only after every rank has called it, because the store then holds the first heartbeat of every rank."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
         self._send(self._heartbeat(0))

@@ -63,9 +63,9 @@ class World:
         return world
 
     def leave(self) -> None:
-        """Leave the world after every rank has called this. Leaving must be the last thing that a process does, because
-        a process whose connections cannot be closed within LEAVING_SECONDS exits without closing them, with exit status
-        0."""
+        """Wait until every rank has called this method, and close the connections to the other ranks. This must be the
+        last thing that a process does: if the connections cannot be closed within LEAVING_SECONDS, the process ends
+        here, with exit status 0."""
         if self.size > 1:
             self.barrier()
             self.watchdog.stop()
@@ -219,5 +219,5 @@ def _end_without_leaving(rank: int) -> None:
             stream.flush()
     with suppress(OSError, AttributeError):
         text = f"note: rank {rank} could not close its connections within {LEAVING_SECONDS:g} s, and leaves them open"
-        print(f"{text}; all results are written", file=sys.stderr, flush=True)
+        print(f"{text}; all results have been written", file=sys.stderr, flush=True)
     os._exit(0)

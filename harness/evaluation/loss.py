@@ -1,6 +1,6 @@
-"""Losses of a model on text. Validation during training measures the loss of each microbatch. test_loss.py and model
-cards measure the loss of each sequence of a held-out text, which is also formatted as a table and written to the run's
-results."""
+"""Losses of a model on text. Validation during training measures the loss of each microbatch. For test_loss.py and
+model cards, the loss of each sequence of a held-out text is measured. The losses are formatted as a table and written
+to the run's results."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class HeldOutText:
         own = tokenizer_file_of(weights)
         name = dataset or dataset_of(weights) or (NOTEBOOK_DATASET if own == "gpt2" else None)
         if name is None:
-            raise UserError(f"{weights.parent}: the model's dataset is not known; test_loss.py takes it as --dataset")
+            raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
         opened = Dataset.open(datasets_dir, name)
         split = split or ("test" if opened.has_split("test") else "validation")

@@ -41,7 +41,9 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
-        raise UserError(f"{source}: no {CONFIG}, but a {MODEL_JSON}: all commands can use this folder without import")
+        raise UserError(
+            f"{source}: no {CONFIG}, but a {MODEL_JSON}: all commands can use this folder as it is; do not import it"
+        )
     raw = read_json_object(file)
     is_gpt2 = raw.get("model_type") == "gpt2"
     shape = gpt2_shape(raw, file) if is_gpt2 else notebook_shape(raw, file)
@@ -160,7 +162,7 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
-        raise UserError(f'{source}: key "model_type": {kind}; "gpt2" and "{NOTEBOOK_TYPE}" can be imported')
+        raise UserError(f'{source}: key "model_type": {kind}; only "gpt2" and "{NOTEBOOK_TYPE}" can be imported')
     shape = raw.get("cfg")
     if not isinstance(shape, dict):
         raise UserError(f'{source}: key "cfg": {"missing" if shape is None else f"{quoted(shape)} is not an object"}')

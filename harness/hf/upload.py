@@ -38,7 +38,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
 
     def is_models(path: str) -> bool:
-        """Return True if `path` may be left from an earlier upload, and readers would take it for a file of the new
+        """Return True if readers would take a file with this path, left from an earlier upload, for a file of the new
         model."""
         weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
         is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)

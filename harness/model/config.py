@@ -35,7 +35,8 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 
 class Part(BaseModel):
-    """Base class of an object inside model.json. The error for an unknown key lists the known keys."""
+    """Base class of the objects that are values in model.json, such as "moe". The error for an unknown key lists the
+    known keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     key: ClassVar[str]  # the key of model.json whose value is this object
@@ -179,7 +180,9 @@ class ModelConfig(RunFile):
                 raise ValueError(f'key "depth": must be a whole number from 1 to {LARGEST_LAYERS:,}')
             shape = {"n_layers": depth, "n_heads": depth, "emb_dim": depth * HEAD_DIM_OF_DEPTH}
             if given := [key for key in shape if key in raw]:
-                raise ValueError(f'keys "depth" and "{given[0]}": depth already decides it; remove one')
+                raise ValueError(
+                    f'keys "depth" and "{given[0]}": "depth" already sets {given[0]}; remove one of the two'
+                )
             filled = {"drop_rate": 0.0, "qkv_bias": False, **shape, **filled}
         if filled.get("rope_base") is None and filled.get("position") == "rope":
             filled["rope_base"] = ROPE_BASE
@@ -318,7 +321,7 @@ class ModelConfig(RunFile):
         """Floating-point operations of the matrix products for one token of training, forward and backward.
 
         The number is the sum of two terms (PaLM, arXiv:2204.02311, appendix B). The first is 6 for each weight of a
-        matrix product. It includes the head, and of the experts only the active ones, but not the embeddings, which are
+        matrix product, including the head's. Inactive experts do not count. Nor do embeddings, because they are
         look-ups. The second is 12·L·Q·T for attention scores and weighted sums, with L layers, context length T and Q
         the width of all queries. It ignores the causal mask, as is customary.
         """

@@ -47,8 +47,8 @@ def linear_cross_entropy(
     products run in the autocast precision and everything else in fp32. Only first derivatives exist, and backward can
     run only once, because it scales the saved gradient in place.
 
-    Every target must be from 0 to V - 1, and no value marks a target to be ignored. Compiled code does not check this,
-    since datasets are checked before training.
+    Every target must be from 0 to V - 1; there is no counterpart of `ignore_index`. Compiled code does not check the
+    targets, since datasets are checked before training.
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
     # Determined here, because the implementation of a custom operation does not see the autocast state.

@@ -75,7 +75,7 @@ def describe_formats(shape: ModelConfig) -> str:
 
 def check_for_notebook(shape: ModelConfig, source: Path) -> None:
     """Raise UserError if the training program of Giles Thomas's lab notebook (the format "notebook") cannot compute a
-    model of this shape. The error names `source`, the file that the shape was read from, and the keys to change."""
+    model of this shape. The error names the keys to change, and `source` (the file with the shape)."""
     missing = missing_for_export(shape)[NOTEBOOK]
     if missing:
         raise UserError(

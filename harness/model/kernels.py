@@ -1,5 +1,5 @@
-"""Choice of the kernels that compute a model: compiled kernels where available, attention kernels with an exact dropout
-rate, and with "deterministic": true kernels that compute the same bits every time."""
+"""Choice of the kernels that compute a model: compiled kernels where available, and attention kernels with an exact
+dropout rate. If train.json says "deterministic": true, only kernels that compute the same bits every time are used."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
 
 
 def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Return the tensors of a weights file under the names that they have in checkpoints, after a check that they are
-    those of the model that `config` describes.
+    """Check that a weights file holds the model that `config` describes, and return its tensors under the names that
+    they have in checkpoints.
 
     The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack one of two tied
     tensors. Raises UserError, naming `source` and the differences, if it holds another model.

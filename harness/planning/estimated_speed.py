@@ -1,8 +1,9 @@
 """Estimated training speed in tokens per second, on a GPU on which nobody has measured it yet. Does not import torch.
 
 The time of a step is the sum of several terms, each of which is an amount of work divided by the device's speed at that
-work. This is a roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. The part
-of a data sheet's peak that a program reaches is assumed, so an estimate is off by up to about UNCERTAINTY.
+work. This is a roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. An
+estimate is off by up to about UNCERTAINTY, because it only assumes how much of the data sheet's peak speed a program
+reaches.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def too_small(
         return None
     return (
         f"launching the kernels of a step (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
-        "longer than their work; only a measurement tells the speed"
+        "longer than running them; only a measurement tells the speed"
     )
 
 

@@ -58,14 +58,14 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
             then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
         difference = first_difference(then, today)
         if difference:
-            raise UserError(f"{path}: made with another {part}: {difference}; put it back, or use --restart")
+            raise UserError(f"{path}: made with another {part}: {difference}; restore the old {part}, or use --restart")
     for key in ("dataset", "start_train_token", "optimizer"):
         then, today = meta.train.get(key, "adamw" if key == "optimizer" else None), now.train[key]
         if then != today:
             other = ', or let another run start from its weights ("initial_weights")' if key == "optimizer" else ""
             raise UserError(
-                f'{path}: made with "{key}": {json.dumps(then)}, but train.json has {json.dumps(today)}; put it back, '
-                f"{'' if other else 'or '}use --restart{other}"
+                f'{path}: made with "{key}": {json.dumps(then)}, but train.json has {json.dumps(today)}; restore the '
+                f"old value, {'' if other else 'or '}use --restart{other}"
             )
 
 
@@ -196,7 +196,7 @@ class Experiment:
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
         else:
             tokens = tokens_of_budget(config, self.model, self.batches(layout))
-        assert tokens is not None, "only the budget min_train_tokens can mean all tokens of the split"
+        assert tokens is not None, "only the budget min_train_tokens can stand for all tokens of the split"
         if tokens >= COUNTABLE:
             raise UserError(
                 f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
@@ -208,7 +208,7 @@ class Experiment:
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
         """Return the position where training resumes after the checkpoint that `meta` describes, or where it starts if
-        `meta` is None. `budget` is the result of the method `budget`, which is called here if `budget` is None.
+        `meta` is None. `budget` is the result of the method of the same name. If it is None, that method is called.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
         neither repeats nor skips a token. Raises UserError if the split is too short, or if the warm-up is longer than
@@ -258,5 +258,5 @@ class Experiment:
         if there < wanted:
             raise UserError(
                 f"the validation split of {config.dataset} is too short: wanted {wanted:,} tokens (train.json: "
-                f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of them"
+                f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of the three"
             )

@@ -40,7 +40,7 @@ class Machine(BaseModel):
         try:
             datetime.date.fromisoformat(date)
         except ValueError as error:
-            raise ValueError(f'key "date": {error}, not "{date}"') from None
+            raise ValueError(f'key "date": "{date}" is not a date like 2026-01-31: {error}') from None
         return date
 
     @model_validator(mode="after")
@@ -52,7 +52,9 @@ class Machine(BaseModel):
             return self
         size = int(named[1])
         if not LEAST_OF_NAME * size <= self.memory_gib <= MOST_OF_NAME * size:
-            raise ValueError(f'key "memory_gib": {self.memory_gib:g}, but "device" is "{self.device}"; correct one')
+            raise ValueError(
+                f'key "memory_gib": {self.memory_gib:g}, but "device" is "{self.device}"; correct one of the two'
+            )
         return self
 
 

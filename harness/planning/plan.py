@@ -92,7 +92,7 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def disk_bytes(self) -> int:
-        """Return the largest size that the checkpoints of this plan take up together at any time."""
+        """Return the largest number of bytes that the checkpoints of this plan take up together at any time."""
         kept = self.checkpoints()
         if self.config.keep_checkpoints is not None:
             # Besides these, the disk holds `best`, `latest` and the checkpoint that is being written.
@@ -203,8 +203,8 @@ def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
         return None
     unused = model.parameters - model.model_copy(update={"vocab_size": needed}).parameters
     return (
-        f'"vocab_size" in model.json is {model.vocab_size:,}, but {dataset.name} has {needed:,} tokens: {unused:,} of '
-        f"{model.parameters:,} parameters are never used; set it to {needed}"
+        f'"vocab_size" in model.json is {model.vocab_size:,}, but the tokenizer of {dataset.name} has {needed:,} '
+        f"tokens: {unused:,} of {model.parameters:,} parameters are never used; set vocab_size to {needed}"
     )
 
 
@@ -321,8 +321,8 @@ def _hours(seconds: float) -> str:
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
-    """Return lines for printing at the start of training, on train.json's budget, batch ramp and scaling rules. The
-    list is empty if train.json has none of these. `speed` gives the time and cost of the budget."""
+    """Return the lines to print at the start of training. They describe train.json's budget, batch ramp and scaling
+    rules. The list is empty if train.json has none of these. `speed` gives the time and cost of the budget."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"
@@ -370,7 +370,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
         meant, kind = find_device(machine.device), options.assume_device or machine.device
         is_that = (kind, assumed or ranks) == (machine.device, machine.gpus)
         said = machine.machine if is_that else f"{assumed or ranks} x {kind} in place of {machine.machine}"
-        said += f" (by {named_by}; --assume-device and --assume-world-size change it)"
+        said += f" (chosen by {named_by}; --assume-device and --assume-world-size replace it)"
     ranks = assumed or ranks
     plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)

@@ -173,8 +173,8 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
 
 
 def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
-    """Return the seconds of evaluating all benchmark tasks once, from this run's own summary.json. Returns None if the
-    summary has no such time for the same tasks and number of ranks."""
+    """Return the seconds that one evaluation of all benchmark tasks takes, from this run's own summary.json. Returns
+    None if the summary has no such time for the same tasks and number of ranks."""
     try:
         summary = read_summary(experiment.run.summary)
     except UserError:

@@ -213,14 +213,15 @@ class CheckpointMeta(Progress):
 
     @property
     def due(self) -> str | None:
-        """The first evaluation that a resumed run must still do for the last step: "validation" or "benchmarks". None
-        if no signal stopped the run before its evaluations were done."""
+        """The first evaluation of the last step that a resumed run must do, because a signal stopped the run before it:
+        "validation" or "benchmarks". None if the run does not lack an evaluation."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the checkpoint was written by Giles Thomas's lab notebook, another training program. Such a meta.json
-        has none of the keys that only this program writes. A damaged checkpoint of this program still has some."""
+        """True if the checkpoint was written by Giles Thomas's lab notebook, another training program. The notebook's
+        meta.json has none of the keys that only this program writes. Even a damaged checkpoint of this program has some
+        of these keys."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
@@ -272,13 +273,13 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return `meta` with the keys added that Giles Thomas's lab notebook, another training program, does not write. If
-    this program wrote the checkpoint, `meta` is returned unchanged.
+    """Return a copy of `meta` that also has the keys missing from checkpoints of Giles Thomas's lab notebook, another
+    training program. If this program wrote the checkpoint, `meta` is returned unchanged.
 
     The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin
-    (model, train.json and dataset), or None if it is not known yet; then these keys are not added. The number of tokens
-    is taken from the run's `batches`, from the start up to the checkpoint's global step. No seconds are recorded for
-    these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
+    (model, train.json and dataset), or None if it is not known yet; then the keys of the origin are not added. The
+    number of tokens is taken from the run's `batches`, from the start up to the checkpoint's global step. No seconds
+    are recorded for these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
     """
     if not meta.is_from_notebook:
         return meta

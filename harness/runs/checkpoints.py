@@ -316,7 +316,7 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
     `latest` and `best` to checkpoints that remain. Return True if any checkpoint was moved.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
-    to move, which become the folder's subfolder checkpoints/.
+    to move. They are moved into the new folder's subfolder checkpoints/.
     """
     meta, known = read_meta(start), list_checkpoints(folder)
     later = [path for at, path in known if at > meta.global_step]

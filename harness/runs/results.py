@@ -126,12 +126,12 @@ class LossResult(Result):
 
     @property
     def windows_name(self) -> str:
-        """Name of the file with the loss of each window, which is one sequence of `text`."""
+        """Name of the file that holds one loss for each window (sequence) of `text`."""
         return f"{self.name()}.safetensors"
 
 
 class BenchmarkScore(Recorded):
-    """One metric of a task or group."""
+    """Value of one metric of a benchmark task, or of a group of tasks."""
 
     task: str
     metric: str

@@ -153,7 +153,7 @@ def describe_summary(summary: RunSummary) -> str:
     """Return the text of a summary for a terminal. The summary must have all keys that the current version writes."""
     seconds, dollars, trained = summary.seconds, summary.dollars, summary.trained_tokens
     foreign = "" if trained == summary.tokens_seen else f"; this program trained on {trained:,} of them"
-    speed = "not measured: no tokens are known to have been trained with this batch on this machine"
+    speed = "not measured, because the run's records show no training with this batch on this machine"
     if summary.tokens_per_second is not None and (measured := summary.measured) is not None:
         speed = f"{summary.tokens_per_second:,.0f} tokens/second of training"
         if measured.tokens != summary.tokens_seen:

@@ -58,8 +58,8 @@ class Affects(Enum):
     """Effect of a key of train.json, given in the annotation of its field; `keys_affecting` lists the keys with one
     effect. A key without such an annotation affects only the result of training."""
 
-    BATCH = "the tokens of a step"
-    SPEED = "the kernels of a step, and so its time and rounding"
+    BATCH = "the number of tokens of a step"
+    SPEED = "the kernels of a step, and thereby its time and its rounding errors"
     # The key changes neither the weights of any step nor the choice of the best checkpoint. checkpoint_interval is not
     # such a key, because `best` is chosen among the checkpoints.
     NOTHING = "no result"
@@ -77,7 +77,7 @@ class TrainConfig(RunFile):
     min_train_tokens: Count | None = Field(
         default=None,
         description="Train on the smallest whole number of global batches with at least this many tokens; "
-        "-1: on every whole global batch there is.",
+        "-1: on as many whole global batches as the train split has.",
     )
     train_steps: Positive | None = Field(
         default=None, description="A budget in place of min_train_tokens: global steps."
@@ -94,7 +94,7 @@ class TrainConfig(RunFile):
     )
     validation_batches: Positive | None = Field(default=None, description="Microbatches per validation.")
     start_val_token: Index | None = Field(
-        default=None, description="Position in the validation split of the first token of validations."
+        default=None, description="Position in the validation split of the first token to validate on."
     )
 
     initial_weights: Text | None = Field(
@@ -123,10 +123,14 @@ class TrainConfig(RunFile):
     eps: Finite = Field(default=1e-8, gt=0, description="AdamW's denominator term.")
     decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
     scale_with_batch: BatchScale | None = Field(
-        default=None, description="Learning rates and weight decay for another global batch than they were tuned with."
+        default=None,
+        description="The global batch and the length of run that learning rates and weight decay were tuned with. They "
+        "are scaled to this run's. null: not scaled.",
     )
     scale_with_depth: DepthScale | None = Field(
-        default=None, description="Weight decay for another number of layers than it was tuned with."
+        default=None,
+        description="The number of layers that weight decay was tuned with. It is scaled to this model's. null: not "
+        "scaled.",
     )
     lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = Field(
         default="constant", description="Shape after warm-up."
@@ -139,7 +143,7 @@ class TrainConfig(RunFile):
         default=DEFAULT_MIN_LR_RATIO,
         ge=0,
         le=1,
-        description="Final learning rate divided by the peak; linear: 0 if the key is not given.",
+        description='Final learning rate divided by the peak. If lr_schedule is "linear", the default is 0.',
     )
     decay_period_percent: float | None = Field(
         default=None,
@@ -166,7 +170,9 @@ class TrainConfig(RunFile):
         default=None, description="AdamW's peak learning rate for the output head; null: learning_rate."
     )
     vector_learning_rate: Rate | None = Field(
-        default=None, description="AdamW's peak learning rate for biases, gains and factors; null: learning_rate."
+        default=None,
+        description="AdamW's peak learning rate for biases, norms, and the factors of value embeddings and skips; "
+        "null: learning_rate.",
     )
     muon_learning_rate: Rate | None = Field(default=None, description="Muon's peak learning rate; null: learning_rate.")
     muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
@@ -333,8 +339,8 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
         raise ValueError('key "coordinate_descent_tuning": true tunes compiled kernels; it needs "compile": true')
     if config.coordinate_descent_tuning and config.deterministic:
         raise ValueError(
-            'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from '
-            "one start of the run to the next; give one of them"
+            'keys "coordinate_descent_tuning" and "deterministic": they exclude each other, because kernels chosen by '
+            "timing can differ each time the run is started; remove one of these keys"
         )
 
 
@@ -342,7 +348,9 @@ def _check_schedule(config: TrainConfig) -> None:
     if config.warmup_steps is not None and config.warmup_period_percent is not None:
         raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
     if config.lr_schedule == "wsd" and config.decay_period_percent is None:
-        raise ValueError('key "decay_period_percent": missing; "lr_schedule": "wsd" needs it, as in 20')
+        raise ValueError(
+            'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it; give a percentage, e.g. 20'
+        )
     if config.lr_schedule != "wsd" and config.decay_period_percent is not None:
         raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it')
     if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:

@@ -180,8 +180,9 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -
     """Raise UserError if the tokenizer has more tokens than a model of `vocab_size`. It may have fewer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}: it is "
-            f"another model's; put the right one beside the weights, and its name into {META}"
+            f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, but the model only "
+            f"{vocab_size:,}: this is another model's tokenizer; put the right tokenizer beside the weights, and its "
+            f"file name into {META}"
         )
 
 
@@ -216,7 +217,7 @@ def _meta_beside(weights: Path) -> dict[str, Any]:
 
 
 class ModelInRun(NamedTuple):
-    """A run, and the checkpoint of it whose weights were measured."""
+    """A run, and the measured weights of one of its checkpoints."""
 
     run: RunDirectory
     weights: MeasuredWeights
@@ -263,7 +264,7 @@ def warned_if_not_kept() -> Iterator[None]:
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"{error.filename or 'a file'}: {error.strerror or error}"
-        print(f"warning: not kept among the run's results: {reason}", file=sys.stderr, flush=True)
+        print(f"warning: the result was not written to the run's results: {reason}", file=sys.stderr, flush=True)
 
 
 # Writing a model

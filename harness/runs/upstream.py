@@ -16,17 +16,17 @@ NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
     "minibatch_size": {
         "type": "integer",
         "deprecated": True,
-        "description": "microbatch_size in Giles Thomas's lab notebook.",
+        "description": "The key for microbatch_size in Giles Thomas's lab notebook.",
     },
     "schedule_learning_rate": {
         "type": "boolean",
         "deprecated": True,
-        "description": "lr_schedule in Giles Thomas's lab notebook: true for cosine, false for constant.",
+        "description": "The key for lr_schedule in Giles Thomas's lab notebook; true: cosine, false: constant.",
     },
     "use_amp": {
         "type": "boolean",
         "deprecated": True,
-        "description": "precision in Giles Thomas's lab notebook: true for fp16, false for fp32.",
+        "description": "The key for precision in Giles Thomas's lab notebook; true: fp16, false: fp32.",
     },
 }
 # Each entry is upstream's key, our key, and our values for upstream's false and true (None if the value is unchanged).

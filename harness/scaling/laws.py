@@ -287,7 +287,7 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
         if value > there.max() * 1.001:
             beyond.append(f"{name} {value / there.max():.3g} times the largest")
         if value < there.min() / 1.001:
-            beyond.append(f"{name} {there.min() / value:.3g} times below the smallest")
+            beyond.append(f"{name} {there.min() / value:.3g} times smaller than the smallest")
     return Prediction(plan, bounded(fit.law.loss(plan.parameters, plan.tokens), drawn), beyond)
 
 

@@ -232,7 +232,7 @@ def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
         if there < context:
             raise UserError(
                 f"{dataset.split_path('validation')}: shorter than a sequence of {context} tokens and their targets; "
-                "prepare the dataset again with a larger --validation-fraction, or of more text (--overwrite)"
+                "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
             )
         rows = config.microbatch_size
         while rows * context > there:

@@ -104,8 +104,8 @@ class Sweep(BaseModel):
         for name in names:
             if not isinstance(name, str) or not SAFE_NAME.fullmatch(name) or len(name) > LONGEST_LABEL:
                 raise ValueError(
-                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + -, without '
-                    f"one of . + - at the beginning, of {LONGEST_LABEL} characters at most"
+                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + -, at '
+                    f"most {LONGEST_LABEL} characters long and not beginning with . + or -"
                 )
             if names.count(name) > 1:
                 raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each its own')

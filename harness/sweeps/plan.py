@@ -134,7 +134,8 @@ class RunPlan:
 
 class Planner:
     """Planner of single runs. `groups` runs are trained at the same time, each with `processes` ranks on devices that
-    no other run uses. Runs of the same shape have the same speed, which is determined once."""
+    no other run uses. Runs with the same model, batch layout, and keys for kernels and benchmarks have the same speed,
+    which is determined once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any

@@ -149,7 +149,7 @@ class MicrobatchSearcher:
         has fitted, return False without trying this size. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
-            self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+            self.remark = f"A larger microbatch may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
             return False
         say(self.world, f"trying {microbatch_size} ...")
         own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
@@ -345,15 +345,15 @@ def largest_that_fits(
     more than `growth` times the largest n known to fit. The returned n may be too small, by at most n / `fineness`.
 
     `guess` returns an estimate of the result from the measurements so far, or None. The guess is tried in place of the
-    next size of growth or bisection. If it is nearer than a distance d to a size already tried, the size at distance d
-    is tried in its place. For example, if a guess n is right and n is guessed again, n + d is tried and does not fit.
-    d is 1 for the first two guesses, then 4, 16, and so on, but never less than n / `fineness`. A guess is ignored if
+    next size of growth or bisection. A guess is first moved, if necessary, so that its distance from all sizes already
+    tried is at least d. For example, if n fits and n is guessed again, n + d is tried. d is 1 for the first two
+    guesses, then 4, 16, and so on, but never less than n / `fineness`. A guess is ignored if
 
     - it is more than d outside the range of possible results,
     - that range is narrower than 2 d, or
-    - all tried sizes fit, and it is not below the next size of growth.
+    - all tried sizes fit, and the guess is not below the next size of growth.
 
-    Wrong guesses add at most two calls of `fits` plus half as many as bisection needs.
+    If bisection alone would call `fits` k times, wrong guesses add at most 2 + k / 2 calls.
     """
     good, bad, guesses = 0, ceiling + 1, 0
     while bad - good > max(1, good // fineness):

@@ -83,7 +83,7 @@ class Evaluations:
             )
         except EvaluationFailed as error:
             if self.world.is_main:
-                warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
+                warnings.warn(f"global step {step}: benchmarks could not be evaluated: {error}", stacklevel=2)
             return []
 
     def sample(self) -> str | UserError | RunError:

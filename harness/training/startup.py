@@ -1,4 +1,4 @@
-"""Checks of a run's lock, dataset, checkpoint and plan, which can refuse the run before anything is built."""
+"""Checks of a run's lock, dataset, checkpoint and plan. A run that fails one is refused before anything is built."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class StatePartition:
-    """Division of an optimizer's state among `size` ranks, and this rank's number. Without sharding, `size` is 1 and
-    the only rank owns everything. `is_connected` is false if the ranks exchange no state: in the search for the largest
-    microbatch (-f), each rank measures the memory of its own part alone."""
+    """Division of an optimizer's state among `size` ranks, and this rank's number. Without sharding, every rank has
+    a partition of `size` 1, in which it owns everything. `is_connected` is false if the ranks exchange no state: in the
+    search for the largest microbatch (-f), each rank measures the memory of its own part alone."""
 
     rank: int = 0
     size: int = 1
@@ -113,7 +113,7 @@ class StatePartition:
             with leaving_with_peers():
                 pending = [dist.broadcast(tensor, src=owner, async_op=True) for owner, tensor in messages]
                 for work in pending:
-                    assert work is not None, "this rank is one of the group"
+                    assert work is not None, "broadcast returns None only outside the group"
                     work.wait()
         for each, pack in zip(small, packed, strict=True):
             if pack is not None:

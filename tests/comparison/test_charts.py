@@ -76,7 +76,8 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     )
     assert ([each.label for each in chart.curves], chart.kind) == (["a"], "validation")
     assert chart.problems == [
-        "c: in no chart: no losses known on 20 x 16 tokens from 0 of the validation split of me/texts (bbbbbbbb)",
+        "c: in no chart: no loss is known to be measured on 20 x 16 tokens from 0 of the validation split of me/texts "
+        "(bbbbbbbb)",
         "d, e: in no chart: never trained",
         "young: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2",
         "without: in no chart: trained without validation, while the charts show validation losses",

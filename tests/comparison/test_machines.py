@@ -134,7 +134,10 @@ def test_a_broken_neighbour_is_passed_over_and_a_broken_run_is_not(tmp_path: Pat
     [
         ({"price_per_hour": -1.0}, 'prices.json, machine 1: key "price_per_hour"'),
         ({"date": "yesterday"}, 'prices.json, machine 1: key "date"'),
-        ({"date": "2026-13-01"}, 'prices.json, machine 1: key "date": month must be in 1..12, not "2026-13-01"'),
+        (
+            {"date": "2026-13-01"},
+            'prices.json, machine 1: key "date": "2026-13-01" is not a date like 2026-01-31: month',
+        ),
         ({"memory_gib": 4.0}, 'prices.json, machine 1: key "memory_gib": 4, but "device" is "[^"]*40GB'),
         ({"prise_per_hour": 1.0}, 'machine 1: key "prise_per_hour": unknown; did you mean "price_per_hour"'),
         ({"gpus": 0}, 'prices.json, machine 1: key "gpus"'),

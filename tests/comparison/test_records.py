@@ -74,7 +74,7 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
     assert record.state.word == "damaged"
     assert record.state.detail.startswith(f"{run.directory.summary}:1: not valid JSON")
     assert record.state.detail.endswith(
-        "move the file away and train the run again, which writes it anew from the last checkpoint"
+        "move the file away, and start the run again, to rewrite the file from the last checkpoint"
     )
     assert record.progress is not None, "the other files are still read"
     wrong.directory.train_json.write_text('{"learning_rat": 1}')

@@ -185,7 +185,7 @@ def test_signal_ends_it_at_once(downloader: Downloader, dataset: FakeDataset, nu
     process.send_signal(number)
     text = finish([process], expect=128 + number, timeout=60).stderr
     assert time.monotonic() - start < 5
-    again = "running the same command again resumes with the files still missing"
+    again = "running the same command again resumes the download of the missing files"
     assert text.strip() == f'stopped: dataset "{NAME}": {again}'
     assert not downloader.folder.exists()
 
@@ -230,7 +230,7 @@ def test_corruption_once_recovers_and_lasting_corruption_is_refused(
     file.corrupt = True
     line = downloader.fail()
     kind = "SHA-256" if file.lfs else "SHA-1"
-    assert f"{path} is not what the Hub describes" in line
+    assert f"{path} differs from the Hub's description" in line
     assert f"expected {kind} {file.etag}, found " in line
     assert len(downloader.hub.seen("GET", path)) == 2
     assert not (downloader.partial / path).exists()

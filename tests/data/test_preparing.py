@@ -80,7 +80,7 @@ def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
     assert long in train
     assert sorted(train + validation) == sorted([*DOCUMENTS[:131], long])
     assert in_bytes(validation) / in_bytes(train + validation) == pytest.approx(0.01, abs=0.005)
-    assert re.search(r"^one document has \d\d% of train's tokens", out, re.MULTILINE)
+    assert re.search(r"^one document has \d\d% of the train split's tokens", out, re.MULTILINE)
     [remark] = [line for line in out.splitlines() if line.startswith("validation is ")]
     assert remark.startswith(f"validation is {len(validation)} document")
     assert "(1.00% asked for)" in remark
@@ -244,10 +244,13 @@ def test_the_commands_printed_at_the_end_train(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "datasets/you/x"], '"nowhere": no input files here'),
-        (["nowhere", "datasets/there/x"], '"nowhere": no input files here'),
+        (["nowhere", "datasets/you/x"], '"nowhere": names no input files'),
+        (["nowhere", "datasets/there/x"], '"nowhere": names no input files'),
         (["texts", "datasets/x"], "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give "),
-        (["texts", "out", "--tokenizer", "gpt5"], "no such file, and no encoding of tiktoken; there is cl100k_base"),
+        (
+            ["texts", "out", "--tokenizer", "gpt5"],
+            "no such file, and tiktoken has no encoding of this name, only cl100k_base",
+        ),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
         (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give one of them"),

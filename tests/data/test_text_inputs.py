@@ -104,8 +104,7 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     (folder / "link").symlink_to(preparer.path / "elsewhere")
     done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
     assert (
-        done.stderr
-        == "not read (by name not surely text, or a link to a folder; give a glob to read them): data.json, link\n"
+        done.stderr == "not read (perhaps not text, or a link to a folder; give a glob to read them): data.json, link\n"
     )
     assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
@@ -128,7 +127,7 @@ def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
     assert found(source / "*.py") == DOCUMENTS
     one, *others = sorted(source.glob("*.py"))
     assert found(*others, one, source) == [*DOCUMENTS, "a file of a folder that is named besides"]
-    with pytest.raises(UserError, match='"nowhere": no input files here'):
+    with pytest.raises(UserError, match='"nowhere": names no input files'):
         found(one, "nowhere")
 
 
@@ -168,8 +167,8 @@ TWICE = pa.Table.from_arrays([pa.array(["a"])] * 2, ["text"] * 2)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"id": [1], "content": ["a"]}, 'no column "text"; there is id, content: give --text-column NAME'),
-        ({"id": [1], "txt": ["a"]}, 'no column "text"; there is id, txt: give --text-column txt'),
+        ({"id": [1], "content": ["a"]}, 'no column "text"; found: id, content; give --text-column NAME'),
+        ({"id": [1], "txt": ["a"]}, 'no column "text"; found: id, txt; give --text-column txt'),
         ({"text": [1]}, 'column "text" holds int64, not text'),
         ({"text": [["a"]]}, 'column "text" holds list<'),
         (TWICE, 'two columns "text"'),
@@ -258,7 +257,7 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
     ("line", "message"),
     [
         *[(line, "line 2: not") for line in ("[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000)],
-        ('{"txt": "a"}', 'line 2: no column "text"; there is txt: give --text-column txt'),
+        ('{"txt": "a"}', 'line 2: no column "text"; found: txt; give --text-column txt'),
         *[(f'{{"text": {value}}}', f'line 2: key "text" holds {value}, not text') for value in ("5", "0", "false")],
         ('{"text": "a \\ud83d b"}', "line 2: holds half of a surrogate pair"),
     ],

@@ -286,7 +286,7 @@ def test_what_cannot_be_a_cache(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="No such file or directory"):
         JudgeCache(tmp_path / "missing" / "cache.jsonl")
     with JudgeCache(tmp_path / "cache.jsonl") as cache:
-        with pytest.raises(UserError, match="another judging uses it"):
+        with pytest.raises(UserError, match="another process is using it"):
             JudgeCache(cache.path)
         cache.append(record(1))
     with JudgeCache(cache.path) as cache:

@@ -95,8 +95,8 @@ def test_answers_that_belong_to_no_known_weights(bench: Bench) -> None:
     assert "2   " in done.stdout
     first, second = done.stderr.splitlines()
     assert first == (
-        f"{bench.folder}/small/small.json: its scores are not kept among the run's results: it does not say which "
-        "weights answered; test_ift.py --overwrite makes it anew"
+        f"{bench.folder}/small/small.json: its scores are not kept among the run's results: it does not name the "
+        "weights that gave the answers; make it again with test_ift.py --overwrite"
     )
     assert second.startswith(f"{bench.folder}/large/large.json: its scores are not kept")
     assert "no longer has the weights" in second
@@ -108,5 +108,5 @@ def test_a_checkpoint_that_cannot_be_one_is_a_warning(bench: Bench, name: str) -
     weights = AnsweringModel(checkpoint=name, sha256="00" * 32, device="", torch="")
     bench.models = [bench.models[0].model_copy(update={"weights": weights})]
     done = bench.command()
-    assert done.stderr.startswith("warning: not kept among the run's results: checkpoint ")
+    assert done.stderr.startswith("warning: the result was not written to the run's results: checkpoint ")
     assert done.stderr.count("\n") == 1

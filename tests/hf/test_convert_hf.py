@@ -346,7 +346,9 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="hf/tokenizer.json: not a readable tokenizer")
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
-    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says='key "model_type": "llama"; "gpt2" and "gpjtgpt2"')
+    refused(
+        tmp_path, "import", str(tmp_path / "hf"), *into, says='key "model_type": "llama"; only "gpt2" and "gpjtgpt2"'
+    )
     (tmp_path / "hf" / "config.json").unlink()
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="config.json: no such file")
     refused(tmp_path, "import", "../x", "../r", says="must be a plain name")

@@ -40,7 +40,7 @@ def meta_of(then: Provenance) -> CheckpointMeta:
 def test_another_model(then: dict[str, Any], now: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as refused:
         check_continuable(meta_of(provenance(then)), Path("c"), provenance(now))
-    assert str(refused.value) == f"c: made with another model: {said}; put it back, or use --restart"
+    assert str(refused.value) == f"c: made with another model: {said}; restore the old model, or use --restart"
 
 
 def test_another_place_in_the_text() -> None:
@@ -50,7 +50,9 @@ def test_another_place_in_the_text() -> None:
     for then, said in ((0, "0"), (None, "null")):
         meta = meta_of(provenance())
         meta.train["start_train_token"] = then
-        with pytest.raises(UserError, match=rf'"start_train_token": {said}, but train.json has 7; put it back'):
+        with pytest.raises(
+            UserError, match=rf'"start_train_token": {said}, but train.json has 7; restore the old value'
+        ):
             check_continuable(meta, Path("c"), now)
 
 

@@ -126,5 +126,5 @@ def test_a_mixture_of_experts_is_that_of_the_notebook(train: WriteTrain, model: 
     assert moe is not None
     assert (moe.num_experts, moe.num_active_experts) == (6, 2)
     assert train(moe_router_loss_scale=0.005).moe_router_loss_scale == 0.005
-    says = 'did you mean "moe" (an object of num_experts and num_active_experts)?'
+    says = 'did you mean "moe" (an object with num_experts and num_active_experts)?'
     assert f'key "num_local_experts": unknown; {says}' in refusal(model, num_local_experts=8)

@@ -162,7 +162,10 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
     run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, optimizer="muon")
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     (line,) = shop.attempt(NAME).error_lines
-    assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart, or let' in line
+    assert (
+        'made with "optimizer": "adamw", but train.json has "muon"; restore the old value, use --restart, or let'
+        in line
+    )
     assert '"initial_weights"' in line
     with pytest.raises(UserError, match=re.escape(line.removeprefix("error: "))):
         plan(shop, checkpoint=NAME)

@@ -190,9 +190,9 @@ def test_a_vocabulary_far_larger_than_the_datasets_is_remarked_on(shop: Workshop
     shop.add_run(model={"vocab_size": 96}, min_train_tokens=64)
     assert "note" not in rows(shop)
     shop.add_run(model={"vocab_size": 640}, min_train_tokens=64)
-    said = '"vocab_size" in model.json is 640, but local/letters has 64 tokens: 18,432 of 27,328 parameters are never'
-    assert rows(shop)["note"] == f"{said} used; set it to 64"
-    assert f"note: {said} used" in shop.attempt().stdout
+    said = '"vocab_size" in model.json is 640, but the tokenizer of local/letters has 64 tokens: 18,432 of 27,328'
+    assert rows(shop)["note"] == f"{said} parameters are never used; set vocab_size to 64"
+    assert f"note: {said} parameters are never used" in shop.attempt().stdout
     shop.add_run(model={"vocab_size": 640}, min_train_tokens=128)
     assert "note" not in rows(shop)
 

@@ -206,15 +206,15 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path)
     price is in train.json. If one process runs --plan, it assumes all GPUs of that machine."""
     where = shipped(tmp_path, "8xh100m80-fast")
     found = rows(where, "8xh100m80-fast")
-    assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")
+    assert found["machine"].startswith("8x H100 80 GiB (chosen by the run's name; ")
     assert found["global batch"].startswith("8 ranks x 27 sequences")
     assert "(estimated for 8 x H100: 2,230,000 to 3,350,000; " in found["speed"]
     assert "estimated: $6.61 to $9.91" in found["cost"]
     found = rows(where, "8xh100m80-fast", ranks=2)
-    assert found["machine"].startswith("2 x H100 in place of 8x H100 80 GiB (by the run's name; ")
+    assert found["machine"].startswith("2 x H100 in place of 8x H100 80 GiB (chosen by the run's name; ")
     assert "$6.38/h, the price of 2x H100 80 GiB on 2025-12-05" in found["cost"]
     mine = (where.runs / "8xh100m80-fast").rename(where.runs / "mine")
-    assert rows(where, "mine")["machine"].startswith("8x H100 80 GiB (by price_per_hour; ")
+    assert rows(where, "mine")["machine"].startswith("8x H100 80 GiB (chosen by price_per_hour; ")
     train = mine / "train.json"
     train.write_text(train.read_text().replace("23.92", "24"))
     found = rows(where, "mine")

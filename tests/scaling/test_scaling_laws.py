@@ -110,7 +110,7 @@ def test_a_prediction_says_where_it_extrapolates() -> None:
     beyond = predict(fit, points, Plan("", points.parameters.max() * 3, points.tokens.min() / 2, 1e21))
     assert beyond.beyond == [
         "parameters 3 times the largest",
-        "tokens 2 times below the smallest",
+        "tokens 2 times smaller than the smallest",
         "FLOPs 15.6 times the largest",
     ]
     assert beyond.loss.high - beyond.loss.low > inside.loss.high - inside.loss.low

@@ -330,7 +330,7 @@ def test_derive_run(shop: Workshop) -> None:
     assert (derived["parent"], derived["sweep"]) == ("base", None)
     again = command(shop, "derive_run.py", *asked)
     assert again.status == 2
-    assert again.stderr == f"error: {shop.runs / 'new'}: is there already; choose another name, or move it away\n"
+    assert again.stderr == f"error: {shop.runs / 'new'}: exists already; choose another name, or move it away\n"
 
 
 def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:

@@ -184,7 +184,9 @@ def test_a_failure_while_training_is_a_warning(
         return score(self, batch)
 
     monkeypatch.setattr(Scorer, "_score_batch", failing)
-    with pytest.warns(UserWarning, match="global step 0: no benchmarks: OSError: no space") as warnings:
+    with pytest.warns(
+        UserWarning, match="global step 0: benchmarks could not be evaluated: OSError: no space"
+    ) as warnings:
         shop.train_here("failing")
     assert len(warnings) == 1
     found = [event["global_step"] for event in metrics(run) if event["event"] == "benchmark"]

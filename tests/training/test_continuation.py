@@ -133,7 +133,7 @@ def test_a_changed_model_dataset_or_optimizer_is_refused(shop: InProcess, finish
         result = shop.attempt(*arguments, run="changed")
         assert result.status == 2
         (line,) = result.error_lines
-        assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart' in line
+        assert 'made with "optimizer": "adamw", but train.json has "muon"; restore the old value, use --restart' in line
     shop.add_run("changed", **SHORT)
     second = InProcess(shop.path / "elsewhere")
     second.add_dataset(tokens=40_000, seed=1)

@@ -286,7 +286,7 @@ def test_a_late_search_ends_and_on_two_ranks_meets_the_gradients_that_training_m
     paths = [tmp_path / "searched", tmp_path / "trained"]
     found = shop.train("r", "-f", prelude=HURRIED + GRADIENTS.format(path=str(paths[0])))
     assert probes(found) == {1: "fits"}
-    assert "Max microbatch size was 1\nMore may fit; the search has ended after 0 s\n" in found.stdout
+    assert "Max microbatch size was 1\nA larger microbatch may fit; the search has ended after 0 s\n" in found.stdout
     shop.train("r", prelude=GRADIENTS.format(path=str(paths[1])))
     most = [max(map(int, path.read_text().split())) for path in paths]
     assert most[0] == most[1] > 0

@@ -67,7 +67,7 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
         if not is_last:
             print(f"{file.rfilename}: {fault}; downloading it again", file=sys.stderr, flush=True)
     path.unlink(missing_ok=True)
-    problem = f"{file.rfilename} is not what the Hub describes, even downloaded twice: {fault}"
+    problem = f"{file.rfilename} differs from the Hub's description even after a second download: {fault}"
     raise work.failed(problem, f"try again later; or {work.by_hand}")
 
 

@@ -32,7 +32,9 @@ def check_tokenizer(name: str | None) -> str | None:
         known = sorted(tiktoken.list_encoding_names())
         if name not in known:
             there = ", ".join(known)
-            raise UserError(f"--tokenizer {name}: no such file, and no encoding of tiktoken; there is {there}")
+            raise UserError(
+                f"--tokenizer {name}: no such file, and tiktoken has no encoding of this name, only {there}"
+            )
     return None
 
 

@@ -122,11 +122,12 @@ def short_name(inputs: Sequence[str]) -> str:
 
 def find_text(patterns: Sequence[str]) -> TextSource:
     """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
-    folder, the names are relative to it. Print the names of those files in the folders that
-    are not read.
+    folder, the names are relative to it. Print the names of what is not read in the folders: other files, and links to
+    folders.
 
-    A folder is searched recursively for files whose suffix is that of a text format. Files that are given by name or
-    match a glob are read as plain text if they have no such suffix. Raises UserError if a pattern matches no file.
+    A folder is searched recursively for files whose names show that they are text (`is_surely_text`). Hidden files
+    are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
+    suffix is not that of a known format. Raises UserError if a pattern matches no file.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -148,14 +149,14 @@ def find_text(patterns: Sequence[str]) -> TextSource:
             seen = f"; found: {abbreviated(others)}" if others else ""
             if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
                 seen += "; import files of tokens with --from-bin"
-            where = f"{quoted(pattern)}: no input files here"
+            where = f"{quoted(pattern)}: names no input files"
             raise UserError(f"{where}; give a folder with {kinds}, or a glob in quotes{seen}")
         is_root = len(patterns) == 1 and folder.is_dir()
         found |= {(path.relative_to(folder) if is_root else path).as_posix(): path for path in paths}
         ignored += others
     if ignored:
         names = printable(abbreviated(ignored))
-        note = f"not read (by name not surely text, or a link to a folder; give a glob to read them): {names}"
+        note = f"not read (perhaps not text, or a link to a folder; give a glob to read them): {names}"
         print(note, file=sys.stderr, flush=True)
     files = []
     for number, (name, path) in enumerate(sorted(found.items())):
@@ -241,7 +242,7 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 def _missing_column(where: str, column: str, names: list[str]) -> UserError:
     """Return the error for a missing text column; it lists the existing columns."""
     hint = f"--text-column {nearest(column, names) or 'NAME'}"
-    return UserError(f"{where}: no column {quoted(column)}; there is {abbreviated(names, 20) or 'none'}: give {hint}")
+    return UserError(f"{where}: no column {quoted(column)}; found: {abbreviated(names, 20) or 'none'}; give {hint}")
 
 
 def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
@@ -283,8 +284,8 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the text of a file in blocks, as pieces. A document ends at each separator and at the end of the file.
-    Raises RunError with the position of invalid UTF-8."""
+    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator and at the end
+    of the file. Raises RunError with the position of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False

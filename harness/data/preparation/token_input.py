@@ -60,7 +60,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             reason = " ".join(str(error).split())[:120]
-            raise UserError(f"{path}: no NumPy array of tokens, or damaged ({reason})") from None
+            raise UserError(f"{path}: not a NumPy array of tokens, or damaged ({reason})") from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
             problem = f"holds {array.dtype} in {array.ndim} dimensions"
             raise UserError(f"{path}: {problem}; tokens must be integers in a 1-D array")
@@ -70,8 +70,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         dtype = np.dtype(stated_dtype or "uint16").newbyteorder("<")
         if size % dtype.itemsize:
             raise UserError(
-                f"{path}: has no known header, and {size:,} bytes are no whole number of {dtype.name} tokens; it is "
-                "damaged, or not a file of tokens"
+                f"{path}: has no known header, and its {size:,} bytes are not a whole number of {dtype.name} tokens; "
+                "it is damaged, or not a file of tokens"
             )
         upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # of each number, if it has 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
@@ -148,13 +148,13 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
                 count = min(BLOCK_TOKENS, shard.tokens - at)
                 block = np.fromfile(shard.path, shard.dtype, count, offset=shard.offset + at * width)
                 if len(block) < count:
-                    raise UserError(f"{shard.path}: has become shorter while it was read")
+                    raise UserError(f"{shard.path}: became shorter while it was being read")
                 smallest, largest = int(block.min()), int(block.max())
                 if smallest < 0 or largest >= size:
                     raise UserError(
                         f"{shard.path}: token id {smallest if smallest < 0 else largest} is not in the tokenizer's "
                         f"vocabulary of {size:,}; give the --tokenizer that the tokens were made with (and "
-                        "--token-dtype if they have no header)"
+                        "--token-dtype if the file has no header)"
                     )
                 tokens += count
                 documents += int((block == tokenizer.eot_token).sum())

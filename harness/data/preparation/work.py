@@ -87,8 +87,8 @@ class Journal:
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Return the journal from the contents of its file. Files of earlier versions lack the key "pool", the size of the
-    stream of documents that may be held out; it then counts as empty."""
+    """Return the journal from the contents of its file. In files of earlier versions, marks lack the key "pool" (see
+    `Mark`). The stream of documents that may be held out then counts as empty."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()

@@ -27,7 +27,7 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     tokenizer = tiktoken_files.load_encoding(path) if path.name.endswith(tiktoken_files.SUFFIX) else bpe.load_file(path)
     if tokenizer.decode(tokenizer.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE:
         raise UserError(
-            f"{path}: decoding does not give back the encoded text; use a byte-level BPE without normalizer and prefix "
-            "space"
+            f"{path}: decoding does not give back the encoded text; use a byte-level BPE that has neither a "
+            "normalizer nor a prefix space"
         )
     return tokenizer

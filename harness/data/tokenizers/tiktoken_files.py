@@ -94,7 +94,7 @@ def read_encoding(name_or_file: str | Path) -> Any:
         # Quote only `strerror`: errors of requests are OSErrors, too, and their messages are very long.
         reason = getattr(error, "strerror", None)
         if isinstance(name_or_file, Path):
-            damage = f"not an encoding of tiktoken as this tool writes it: {str(error)[:100]}"
+            damage = f"not a tiktoken encoding in the format of this tool: {str(error)[:100]}"
             raise UserError(f"{name_or_file}: {reason or damage}") from None
         folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"

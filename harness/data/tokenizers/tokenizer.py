@@ -29,8 +29,9 @@ class Tokenizer:
         encode: Callable[[str], np.ndarray],
         place: str | Path,
     ) -> None:
-        """Store the vocabulary: token `i` decodes to `token_bytes[i]`. The ids in `special_tokens` are not counted as
-        text. `place` is the name or the file from which `load_tokenizer` loaded the tokenizer."""
+        """Store the vocabulary: token `i` decodes to `token_bytes[i]`. The ids in `special_tokens` stand for no
+        text: `token_byte_lengths` is 0 for them. `place` is the name or the file from which `load_tokenizer` loaded the
+        tokenizer."""
         self.vocab_size = len(token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
         self.eot_token = eot_token

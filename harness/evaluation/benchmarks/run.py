@@ -186,11 +186,16 @@ def _diagnosis(error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"needs a package that is not installed: {reason}; uv run --with PACKAGE ... adds it"
     if error.args == (None,) or "module script" in reason:  # neither lm-eval nor evaluate has the metric
-        return "has a metric that is not lm-eval's own; the Hub's metrics are programs, which this command does not run"
+        return (
+            "has a metric that is not lm-eval's own; metrics from the Hub are programs, which this command does not "
+            "run; leave it out"
+        )
     if isinstance(error, TypeError):  # lm-eval raises TypeError for the file of a group
         reason += "; if this is the file of a group, give the files of its tasks instead"
     if names & UNAVAILABLE or (hub.HF_HUB_OFFLINE and "offline" in reason.lower()):
-        remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or copy HF_HOME from a machine that has it"
+        remedy = (
+            "check the network, HF_ENDPOINT and HF_TOKEN, or copy the folder HF_HOME from a machine that has the data"
+        )
         if hub.HF_HUB_OFFLINE:
             remedy = "HF_HUB_OFFLINE is set; unset it to download the data once"
         return f"its data is not on this machine and cannot be loaded from the Hugging Face Hub ({reason}); {remedy}"

@@ -50,8 +50,8 @@ class Example:
 
 
 def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
-    """Encode prompt and answer separately, so that the answer begins at a token boundary. The same boundary is there
-    when the model is given the prompt alone and continues it.
+    """Encode prompt and answer separately, so that the answer begins at a token boundary. An answer that the model
+    generates after the prompt begins at the same boundary.
 
     Keeps up to `context_length` + 1 tokens, since `context_length` inputs have as many targets, shifted by one.
     """
@@ -121,10 +121,9 @@ class FineTuning:
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train on the training part, and stop after the first epoch whose validation loss is higher than that of the epoch
-    before or is not a number, or after `max_epochs` epochs. The validation loss is that on the validation part.
-    Afterwards the model has the weights from before the rise, or those of the last epoch if there was no rise. It is
-    in evaluation mode.
+    """Train on the training part for up to `max_epochs` epochs. Training stops earlier if the loss on the validation
+    part rises, or is not a number, after an epoch. Afterwards the model has the weights from before that epoch, or
+    those of the last epoch if there was no rise. It is in evaluation mode.
 
     All randomness comes from the settings' seed. Prints a line after each epoch, and the reason for stopping. Raises
     UserError if a part has no example with an answer, or RunError if the model's loss is not finite before training.

@@ -53,15 +53,17 @@ class JudgeCache:
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
-            raise UserError(f"{path}: not a file; give --cache another place")
+            raise UserError(f"{path}: not a file; name another one with --cache")
         try:
             self._file = path.open("a+b", buffering=0)
             if not _lock(self._file.fileno()):
                 self._file.close()
-                raise UserError(f"{path}: another judging uses it; wait for that one, or give --cache FILE")
+                raise UserError(
+                    f"{path}: another process is using it; wait until that one ends, or name another file with --cache"
+                )
             content = path.read_bytes()
         except OSError as error:
-            raise RunError(f"{path}: {error.strerror}; --cache FILE names another place") from None
+            raise RunError(f"{path}: {error.strerror}; name another file with --cache") from None
         self.records = list(_parse(path, content))
         # If a kill has cut off the last line, it is left unchanged, and the next record begins a new line.
         self._on_fresh_line = content[-1:] in (b"", b"\n")

@@ -1,5 +1,5 @@
-"""Prompts for the judge, about the answers of all models to a question or about a single answer, and the check of the
-judge's replies."""
+"""Prompts for the judge, and the check of its replies. A prompt is about the answers of all models to a question, or
+about a single answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NOTEBOOK_JUDGE = "gpt-5.1"  # the default judge
 TOGETHER = "together"
 JUDGE_PROMPT = click.Choice([TOGETHER, "book", "notebook"])
 JUDGE_PROMPT_HELP = (
-    "together: one prompt about all models' answers. book, notebook: the prompt of the book or the notebook, about one "
-    "answer alone."
+    "together: one prompt about all models' answers. book, notebook: a prompt about one answer alone, from Raschka's "
+    "book or from Giles Thomas's lab notebook."
 )
 
 # The question and all answers are inserted as strings in a JSON object. JSON's quoting keeps an answer from posing as

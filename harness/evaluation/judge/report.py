@@ -95,7 +95,7 @@ class JudgeReport:
             yield from self._tables(self.comparison)
             if not self.settings.judges_together:
                 text = (
-                    f"Compare these means only with means by the {self.settings.prompt}'s prompt and the same judge, "
+                    f"Compare these means only with means from the {self.settings.prompt}'s prompt and the same judge, "
                 )
                 yield from [*textwrap.wrap(f"{text}not with those of models judged together.", COLUMNS), ""]
         now, ever = self.judgement.spent_now, self.judgement.spent
@@ -161,7 +161,8 @@ class JudgeReport:
         return (tokens.prompt * self.prices[0] + tokens.completion * self.prices[1]) / 1e6
 
     def _tables(self, comparison: Comparison) -> Iterator[str]:
-        """Yield a heading, the models' means, best first, and the differences of pairs of models."""
+        """Yield the lines of a heading, of the table of the models' means (best first), and of the table of differences
+        between pairs of models."""
         repeats, asked = self.settings.repeats, len(self.judgement.scores)
         together = "all models in one prompt" if len(comparison.means) > 1 else "the model"
         if not self.settings.judges_together:
@@ -227,9 +228,9 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
     """Write each model's scores to the run whose folder contains its responses file. `paths` are the responses files of
     `models`, in the same order as in the judgement.
 
-    Nothing is written if a file is in no run's folder, or if a model has no valid score. If a file does not say which
-    weights answered, or if these weights are no longer a checkpoint of the run, a line on standard error says so, and
-    the scores are not written. If writing fails, there is only a warning.
+    A model's scores are not written if its file is in no run's folder, or if it has no valid score. They are not
+    written either, and a line on standard error says so, if the file does not say which weights gave the answers, or if
+    these weights are no longer a checkpoint of the run. If writing fails, there is only a warning.
     """
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
@@ -243,7 +244,9 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
             if own.weights is None or measured is None:
                 reason = f"{run.path} no longer has the weights that the answers came from"
                 if own.weights is None:
-                    reason = "it does not say which weights answered; test_ift.py --overwrite makes it anew"
+                    reason = (
+                        "it does not name the weights that gave the answers; make it again with test_ift.py --overwrite"
+                    )
                 print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)
                 continue
             together = models if settings.judges_together else [own]

@@ -228,8 +228,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """One question in one repeat (both numbered from 1) to which there is no valid answer. `reason` says what was wrong
-    with the last answer."""
+    """Question and repeat (both numbered from 1) for which the judge gave no valid answer. `reason` says what was wrong
+    with the judge's last answer."""
 
     question: int
     repeat: int
@@ -307,9 +307,9 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
     prompt is sent until there is a valid answer, at most `attempts` times. All answers are added to the cache, which
     already has `kept` valid answers to other prompts.
 
-    Returns what was wrong with the last answer to each prompt without a valid answer, by the prompt's key. Raises
-    UserError if the judge cannot be asked with these settings, RunError if it does not answer or gives no valid
-    answers, and RunStopped after Ctrl-C.
+    Returns a dict from the key of each prompt without a valid answer to a text that says what was wrong with the last
+    answer. Raises UserError if the judge cannot be asked with these settings, RunError if it does not answer or gives
+    no valid answers, and RunStopped after Ctrl-C.
     """
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
