@@ -156,24 +156,26 @@ class Muon:
         full, rising = self._config.muon_momentum, self._config.muon_momentum_warmup_steps
         part = torch.ones_like(steps) if rising is None else (steps / rising).clamp(max=1)
         momentum = full - (full - MUON_FIRST_MOMENTUM) * (1 - part.to(kept.dtype))
+        # Computed once, because each operation on a scalar is a kernel of its own on a GPU.
+        is_kept, new_share, shrinkage = kept.bool(), (1 - momentum) * kept, 1 - self._rate * self._decay * kept
+        shapes = {(each.rows, each.columns) for batch in self._batches for each in batch}
+        rates = {shape: self._rate * self._scale(*shape) * kept for shape in shapes}
         for batch in self._batches:
-            gradients = [grad for each in batch if (grad := self._muons[each.name].grad) is not None]
-            if len(gradients) < len(batch):  # the loss does not depend on some parameter
+            gradients = {each: grad for each in batch if (grad := self._muons[each.name].grad) is not None}
+            if not gradients:  # the loss does not depend on these parameters
                 continue
             numbers = []
-            for each, gradient in zip(batch, gradients, strict=True):
+            for each, gradient in gradients.items():
                 flat = each.shard().of(gradient)
                 # torch.where instead of a product, because inf · 0 is NaN.
-                flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)
-                average = self._momenta[each].lerp_(flat, (1 - momentum) * kept)
+                flat = torch.where(is_kept, flat if divisor is None else flat / divisor, 0)
+                average = self._momenta[each].lerp_(flat, new_share)
                 numbers.append(each.wide(flat.lerp_(average, momentum)))
             updates_GxMxN = orthogonalise(torch.stack(numbers), self._dtype or numbers[0].dtype)
-            for each, update_MxN in zip(batch, updates_GxMxN, strict=True):
+            for each, update_MxN in zip(gradients, updates_GxMxN, strict=True):
                 weight_MxN = each.wide(each.shard().of(self._muons[each.name]))
-                weight_MxN *= 1 - self._rate * self._decay * kept
-                weight_MxN -= update_MxN.to(weight_MxN.dtype) * (
-                    self._rate * self._scale(each.rows, each.columns) * kept
-                )
+                weight_MxN *= shrinkage
+                weight_MxN -= update_MxN.to(weight_MxN.dtype) * rates[each.rows, each.columns]
         steps += kept
 
     def _make_state(self) -> Tensor:
