@@ -30,6 +30,7 @@ AT_FOLDER = PATHS.keys() - {
 }  # their last argument is dir_fd
 # Audit events that start a program, and the indexes of its command line and its environment among their arguments.
 STARTS = {"subprocess.Popen": (1, 3), "os.posix_spawn": (1, 2), "os.exec": (1, 2)}
+GPUS, NULL_DEVICE = "CUDA_VISIBLE_DEVICES", "libnullcudart.so"  # a process with the null device cannot reach a GPU
 LIBRARIES_OWN = ["/sbin/ldconfig", "-p"]  # started by ctypes.util.find_library, in an empty environment
 
 
@@ -56,6 +57,8 @@ def watch(forbidden: tuple[str, ...], report: str, required: Mapping[str, str]) 
             command, environment = (arguments[index] for index in STARTS[event])
             given = _texts(os.environ if environment is None else environment)
             missing = [name for name, value in required.items() if value not in given.get(name, "-").split(os.pathsep)]
+            if NULL_DEVICE in given.get("LD_PRELOAD", "") and GPUS in missing:
+                missing.remove(GPUS)
             if missing and command != LIBRARIES_OWN:
                 trespassed(f"{command!r} is started without {' and '.join(missing)}")
 

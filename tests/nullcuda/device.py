@@ -1,0 +1,117 @@
+"""Building of the null device, the environment of a process that uses it, and its numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, fields
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("driver.c", "libraries.c", "runtime.cpp")
+LIBRARY = "libnullcudart.so"
+
+
+def why_not() -> str | None:
+    """Return the reason why the device cannot be built here, or None if it can."""
+    if not shutil.which("cc") or not shutil.which("c++"):
+        return "needs a C and a C++ compiler (cc, c++)"
+    if _headers() is None:
+        return "needs torch for CUDA, whose package triton has the headers"
+    return None
+
+
+def _headers() -> Path | None:
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    folder = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    return folder if (folder / "cuda_runtime_api.h").is_file() else None
+
+
+@cache
+def build() -> Path:
+    """Return the folder of the built device, which is built again only if its sources change."""
+    key = sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"nullcuda-{os.getuid()}-{key}"
+    if (folder / LIBRARY).exists():
+        return folder
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    common = ["-w", "-O1", "-fPIC"]
+    driver, objects = draft / "libcuda.so.1", [draft / "libraries.o", draft / "runtime.o"]
+    subprocess.run(["cc", *common, "-shared", "-Wl,-soname,libcuda.so.1", "-o", driver, HERE / "driver.c"], check=True)
+    (draft / "libcuda.so").symlink_to(driver.name)
+    subprocess.run(["cc", *common, "-c", "-o", objects[0], HERE / "libraries.c"], check=True)
+    subprocess.run(["c++", *common, f"-I{_headers()}", "-c", "-o", objects[1], HERE / "runtime.cpp"], check=True)
+    subprocess.run(["c++", "-shared", "-o", draft / LIBRARY, *objects], check=True)
+    try:
+        draft.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(draft)
+    return folder
+
+
+def environment(*, gib: float = 79.1, sm: int = 90, **more: str) -> dict[str, str]:
+    """Return the environment of a process with one null device of `gib` GiB and compute capability `sm` / 10.
+
+    Compiled kernels are kept beside the device, so that a second process need not compile them.
+    """
+    folder = build()
+    return {
+        **{name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"},
+        "LD_PRELOAD": str(folder / LIBRARY),
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "CUDA_MODULE_LOADING": "LAZY",
+        "NULLCUDA_GIB": str(gib),
+        "NULLCUDA_SM": str(sm),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        **more,
+    }
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Counts since the last `reset`, and the device's memory."""
+
+    launches: int
+    allocations: int
+    to_host: int  # copies from the device
+    pageable_to_host: int  # those of them into memory that is not pinned
+    to_device: int
+    waits: int
+    event_waits: int
+    used: int  # bytes
+    peak: int  # bytes, since the process began
+    pinned: int  # bytes of pinned memory on the host
+
+    @classmethod
+    def now(cls) -> Numbers:
+        counts = (ctypes.c_long * len(fields(cls)))()
+        _library().null_numbers(counts)
+        return cls(*counts)
+
+
+def reset() -> None:
+    """Set all counts to zero."""
+    _library().null_reset()
+
+
+def launched() -> dict[str, int]:
+    """Return the number of launches of each kernel since the last `reset`."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        _library().null_launched(file.name.encode())
+        return {name: int(count) for count, name in (line.rstrip("\n").split("\t", 1) for line in file)}
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
