@@ -329,7 +329,7 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
     save_file(small.to_checkpoint_names(), folder / "model.safetensors")
     done = evaluate(Subject(folder, small, subject.tokenizer), tmp_path, "--tasks", "x")
     assert done.status == 2
-    assert "its tokenizer has 300 tokens, the model 256" in done.stderr
+    assert "its tokenizer has 300 tokens, " in done.stderr
 
 
 @pytest.fixture

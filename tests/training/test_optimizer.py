@@ -257,5 +257,5 @@ def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
     step = trained_step(MUON)
     tensors = step.bare_model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
-    with pytest.raises(UserError, match=r"optimizer.pt: holds something else"):
+    with pytest.raises(UserError, match=r"optimizer.pt: does not hold this run's state"):
         restore_optimizer(step, Checkpoint({}, {"state": numbered}, {}, {}, CheckpointMeta(global_step=2)), PATH)
