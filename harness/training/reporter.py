@@ -36,7 +36,7 @@ from harness.runs.metrics import (
     ValidationEvent,
 )
 from harness.runs.summary import read_summary, summarise, write_summary
-from harness.runs.throughput import Throughput, peak_flops
+from harness.runs.throughput import Throughput, cost, cost_by_phase, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.startup import PreparedRun
@@ -159,9 +159,9 @@ class Reporter:
         done = tokens - self.prepared.position.tokens_seen
         left = here * (self._tokens - done) / done
         shown["left"] = tqdm.format_interval(left)
-        so_far, rest = (self.throughput.dollars(seconds) for seconds in (self.clock.total, left))
-        if so_far is not None and rest is not None:
-            shown["$"] = f"{so_far:,.2f} of {so_far + rest:,.2f}"
+        if self.clock.price_per_hour is not None:
+            so_far = sum(self.clock.spent()["dollars"].values())
+            shown["$"] = f"{so_far:,.2f} of {so_far + cost(left, self.clock.price_per_hour):,.2f}"
         shown["norm"] = f"{metrics.gradient_norm:.2f}"
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
@@ -218,9 +218,11 @@ class Reporter:
         peak = max(self.world.gather(peak_bytes(self.world.device))) / GIB
         if not self.world.is_main:
             return
+        spent = self.clock.spent()
         summary = summarise(
             *(self.run.path.name, state, self.prepared.provenance),
-            seconds=self.clock.now(),
+            seconds=spent["seconds"],
+            dollars=spent.get("dollars"),
             throughput=self.throughput,
             device=self.world.device_name,
             peak_memory_gib=peak,
@@ -261,7 +263,7 @@ def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
 
 def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
     experiment = prepared.experiment
-    return Throughput(experiment.model.flops_per_token, peak_flops(device_name), experiment.config.price_per_hour)
+    return Throughput(experiment.model.flops_per_token, peak_flops(device_name))
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
@@ -288,6 +290,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
+        dollars=meta.dollars or cost_by_phase(meta.seconds, prepared.experiment.config.price_per_hour),
         throughput=throughput_on(prepared, device),
         device=device,
         peak_memory_gib=None,  # the peak of the process that trained was lost with it

@@ -109,7 +109,7 @@ def prepare(
     is_from_notebook = meta is not None and meta.is_from_notebook
     if path and meta:
         meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
-        clock.add(meta.seconds)
+        clock.add(meta.seconds, meta.dollars)
     # make_plan and check_disk also check the run: they raise for short data, unknown tokens, a long warm-up or a full
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.comparison.records import RunRecord
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_result
@@ -62,6 +63,23 @@ def finished(shop: InProcess) -> Path:
     shop.train_here("finished")
     (run / "training-run-chart.png").write_text("a chart")
     return run
+
+
+def test_each_second_costs_the_price_of_its_time(shop: InProcess) -> None:
+    """A run that continues on a cheaper machine has cost what its earlier steps cost on the dearer one, and more."""
+    run = shop.add_run("moved", **SHORT, price_per_hour=3600.0)
+    shop.train_here("moved")
+    earlier = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    assert earlier["dollars"] == pytest.approx(earlier["seconds"], abs=0.01), "a dollar a second"
+    shop.add_run("moved", **SHORT | {"min_train_tokens": 512}, price_per_hour=36.0)
+    shop.train_here("moved")
+    summary = json.loads((run / "summary.json").read_text())
+    for phase, seconds in summary["seconds"].items():
+        before = earlier["seconds"].get(phase, sum(earlier["seconds"].values()))
+        assert summary["dollars"][phase] == pytest.approx(before + (seconds - before) / 100, abs=0.002)
+    (run / "summary.json").unlink()
+    record = RunRecord.read(RunDirectory(run))
+    assert record.dollars["total"] == pytest.approx(summary["dollars"]["total"], abs=0.1)
 
 
 def copy_of(run: Path, name: str) -> Path:
