@@ -193,6 +193,11 @@ class RunRecord:
         price = self.train.get("price_per_hour")
         return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
+    @property
+    def changes(self) -> list[str]:
+        """What changed while the run was trained (see `RunSummary.changes`). Empty for an unfinished run."""
+        return self.summary.changes if self.summary else []
+
     def recorded(self, key: str) -> Any:
         """Return the value of `key` in the summary, or in the latest checkpoint's meta.json if there is no summary.
         Returns None if the value is in neither."""
