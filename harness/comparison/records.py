@@ -198,6 +198,11 @@ class RunRecord:
             return {**meta.dollars, "total": sum(meta.dollars.values()) + cost(later, price)}
         return dollars
 
+    @property
+    def changes(self) -> list[str]:
+        """What changed while the run was trained (see `RunSummary.changes`). Empty for an unfinished run."""
+        return self.summary.changes if self.summary else []
+
     def recorded(self, key: str) -> Any:
         """Return the value of `key` in the summary, or in the latest checkpoint's meta.json if there is no summary.
         Returns None if the value is in neither."""

@@ -195,6 +195,7 @@ class CheckpointMeta(Progress):
     scaled: dict[str, float] | None = None
     active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
     moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
     # The fields of Provenance. `model` and `dataset` may hold any value here, because the code that resumes from the
     # checkpoint compares them with the run's own and reports the difference.
     model: Any = None

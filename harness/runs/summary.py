@@ -67,11 +67,20 @@ class RunSummary(BaseModel):
     scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
     active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
     moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
     # The fields of Provenance
     model: dict[str, Any] | None = None
     parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: dict[str, Any] | None = None
+
+    @property
+    def changes(self) -> list[str]:
+        """Return `changed`, and before it the number of tokens that another program trained, if any. A run for which
+        this is not empty was not trained with one setting throughout."""
+        seen, trained = self.tokens_seen or 0, self.trained_tokens
+        foreign = 0 if trained is None else seen - trained
+        return [*([f"another program trained the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
 
     def has_shape(self, config: ModelConfig) -> bool | None:
         """Return True if the run's model has the shape of `config`, or None if the summary does not record the model.

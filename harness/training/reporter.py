@@ -137,7 +137,7 @@ class Reporter:
                 lines += [
                     f'  in {now}, the precision with which the run began; "precision": "{best}" would be faster here'
                 ]
-            changes = changed_settings(saved.meta, prepared.provenance)
+            changes = changed_settings(saved.meta.train, prepared.provenance.train)
             lines += [f"  train.json has changed since: {change}" for change in changes]
         say(self.world, "\n".join(lines))
 
@@ -245,15 +245,25 @@ class Reporter:
 
 
 # Keys that `program_and_settings` records in checkpoints, and that `restore_summary` reads from meta.json.
-RECORDED = ("precision", "versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
+RECORDED = (
+    "precision",
+    "versions",
+    "commit",
+    "budget",
+    "scaled",
+    "active_parameters",
+    "moe_router_loss_scale",
+    "changed",
+)
 
 
 def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
     """Return values that checkpoints and the summary record: the precision, and the program's versions and commit. If
     train.json has a budget or scaling rules, or the model has experts, the values that these settings resolve to are
-    included."""
+    included, and so are changes that were made when the run was resumed."""
     experiment = prepared.experiment
     resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
+    resolved["changed"] = prepared.changed or None
     if experiment.model.moe:
         resolved["active_parameters"] = experiment.model.active_parameters
         resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
@@ -295,6 +305,6 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
         device=device,
         peak_memory_gib=None,  # the peak of the process that trained was lost with it
         layout=recorded_layout(prepared.layout, meta),
-        recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
+        recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {}, [])},
     )
     write_summary(run, summary)

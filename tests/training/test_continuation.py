@@ -191,6 +191,22 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -
     assert all(event["loss"] > best[max(best)] for event in later), "the high learning rate did not raise the loss"
 
 
+def test_changes_of_settings_are_recorded(shop: InProcess) -> None:
+    """A summary lists the settings that changed when the run was resumed, also if the summary is written again."""
+    changed = []
+    for tokens, rate in ((256, 0.01), (384, 0.02), (512, 0.02), (640, 0.03)):
+        run = shop.add_run("varied", min_train_tokens=tokens, learning_rate=rate)
+        shop.train_here("varied")
+        changed.append(json.loads((run / "summary.json").read_text()).get("changed"))
+    first, second = "learning_rate: 0.01 -> 0.02 after global step 3", "learning_rate: 0.02 -> 0.03 after global step 7"
+    assert changed == [None, [first], [first], [first, second]]
+    (run / "summary.json").unlink()
+    shop.train_here("varied")
+    assert json.loads((run / "summary.json").read_text())["changed"] == [first, second]
+    said = " ".join(shop.script("compare_runs.py", "varied", "--runs-dir", "runs").stdout.split())
+    assert f"varied: no replicate of runs that kept their settings while they were trained: {first}; {second}" in said
+
+
 def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess) -> None:
     """A finished run whose summary is still that of an earlier, shorter training gets a new summary. Such an old
     summary is left by a process that is killed between its last checkpoint and its summary."""
