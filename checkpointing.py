@@ -143,7 +143,7 @@ class Checkpointer:
             planned=planned,
             validation_due=during == "validation",
             benchmarks_due=during == "benchmarks",
-            seconds=self.prepared.clock.now(),
+            **self.prepared.clock.spent(),
             metrics_bytes=self.reporter.metrics.size(),
             world_size=self.world.size,
             microbatch_size=self.prepared.layout.microbatch_size,

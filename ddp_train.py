@@ -8,6 +8,7 @@ inside functions, so that --help, --plan and errors in the run's files do not wa
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -203,6 +204,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:  # the shell may have expanded *
         words = " ".join([run, str(datasets_dir), *checkpoints])
         raise UserError(f"{words}: give one RUN, then DATASETS_DIR; to train several runs, use sweep_runs.py")
+    began = time.perf_counter()
     checkpoint = checkpoints[0] if checkpoints else None
     options = TrainOptions(**given)
     options.check(checkpoint)
@@ -243,19 +245,21 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
         report_max_microbatch(experiment, options.memory_limit_gib, write=options.write)
     else:
-        train(experiment, checkpoint, options)
+        train(experiment, checkpoint, options, began=began)
 
 
-def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:
-    """Start or resume training. If the run is finished, only complete its links, metrics and summary, in case an
-    earlier process was killed before it wrote them."""
+def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions, *, began: float) -> None:
+    """Start or resume training. The clock of the run counts from the `time.perf_counter()` value `began`. If the run is
+    finished, only complete its links, metrics and summary, in case an earlier process was killed before it wrote
+    them."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock
     from harness.training.reporter import restore_summary
     from harness.training.startup import prepare
 
-    clock, stop, run = Clock(), StopSignal(), experiment.run
+    clock = Clock(experiment.config.price_per_hour, began)
+    stop, run = StopSignal(), experiment.run
     world = World.join(is_stopping=stop.is_set)  # Trainer.train installs `stop`'s signal handlers later
     prepared = prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:

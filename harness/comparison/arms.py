@@ -113,8 +113,8 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     """Return two JSON texts of a run. Runs that differ only in the seed (replicates) have the same two texts. The first
-    has the settings that affect the result, without the seed; the second has torch's version, the device and the number
-    of ranks.
+    has the settings that affect the result, without the seed, and their changes while the run was trained; the second
+    has torch's version, the device and the number of ranks.
 
     Returns Inconclusive if the run's replicates cannot be recognized. This is so if a setting was not recorded. It is
     also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing, or if the
@@ -142,7 +142,7 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         train["gradient_accumulation_steps"] = sequences // (microbatch * known["world_size"])
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
-    settings = [_with_defaults(ModelConfig, model), deciding, dataset]
+    settings = [_with_defaults(ModelConfig, model), deciding, dataset, record.changes]
     return json.dumps(settings, sort_keys=True), json.dumps([known[key] for key in SURROUNDINGS])
 
 

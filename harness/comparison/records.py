@@ -25,7 +25,7 @@ from harness.runs.metrics import BenchmarkEvent
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary
-from harness.runs.throughput import cost_by_phase
+from harness.runs.throughput import cost, cost_by_phase
 from harness.runs.train_config import BUDGETS, load_train_config
 
 # Processes on another machine cannot be checked. A run there counts as "going on" until its metrics.jsonl has had no
@@ -35,9 +35,10 @@ BELIEVED_SILENCE_SECONDS = 900.0
 StateWord = Literal[
     "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
 ]  # in the order in which a sweep's status counts them
-# The line that a sweep writes into a run's sweep.log when it starts the run, or when the run has failed or was pruned.
+# The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
+# when the run has failed or was pruned.
 SWEEP_MARK = re.compile(
-    r"\$ .* UTC(?:, 1 of \d+ groups)?|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
+    r"\$ .* UTC(?:, 1 of \d+ groups)?|# took [\d.]+ s|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
 )
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
@@ -186,12 +187,21 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """Dollars by phase, and in total: those of the summary, or else computed from `seconds` and the price per hour.
-        Empty without a price."""
+        """Dollars by phase, and in total: those of the summary, or else of the latest checkpoint, and later seconds at
+        the price per hour. Empty without a price."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
-        price = self.train.get("price_per_hour")
-        return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
+        price, meta = self.train.get("price_per_hour"), self.meta
+        dollars = cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
+        if price and meta and meta.dollars and not self.summary:
+            later = max(0.0, self.seconds["total"] - sum(meta.seconds.values()))
+            return {**meta.dollars, "total": sum(meta.dollars.values()) + cost(later, price)}
+        return dollars
+
+    @property
+    def changes(self) -> list[str]:
+        """What changed while the run was trained (see `RunSummary.changes`). Empty for an unfinished run."""
+        return self.summary.changes if self.summary else []
 
     def recorded(self, key: str) -> Any:
         """Return the value of `key` in the summary, or in the latest checkpoint's meta.json if there is no summary.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import nearest
+from harness.common.messages import abbreviated, nearest
 from harness.common.units import amount_text
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.progress import percent_done
@@ -321,7 +321,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
 
 def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
     """Yield texts below the table: its sort key, columns with the same value in all runs, sources of reported figures,
-    and quantities that no run has."""
+    runs whose settings changed, and quantities that no run has."""
     if table.sorted_by and len(table.records) > 1:
         yield f"Sorted by {table.sorted_by}."
     if alike:
@@ -330,6 +330,10 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
     if any(cell.is_reported for column in table.columns for cell in column.cells):
         sources = {record.reported.source: None for record in table.records if record.reported}
         yield f"r: reported, or computed from reported figures, not measured here: {'; '.join(sources)}"
+    for record in table.records:
+        if record.changes:
+            changes = abbreviated(record.changes, separator="; ")
+            yield f"{record.name}: no replicate of runs that kept their settings while they were trained: {changes}"
     if table.absent:
         yield f"No run has: {', '.join(table.absent)}."
 
@@ -428,6 +432,7 @@ def table_json(table: RunsTable) -> dict[str, Any]:
                 "state": record.state.word,
                 "detail": record.state.detail,
                 "problems": list(record.problems),
+                "changed": record.changes,
                 "values": {
                     column.key: {"value": cell.value, "reported": cell.is_reported, "remark": cell.remark}
                     for column in table.columns

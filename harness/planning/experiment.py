@@ -4,7 +4,7 @@ starts or resumes, and the checks of whether training may resume from a checkpoi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from harness.planning.rates import build_schedule
 from harness.runs.budget import COUNTABLE, Budget, batch_schedule, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_text
 from harness.runs.directory import RunDirectory
-from harness.runs.train_config import TrainConfig, load_train_config
+from harness.runs.train_config import BUDGETS, Affects, TrainConfig, keys_affecting, load_train_config
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,25 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
     return then == now
 
 
-def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
-    """Return the keys of train.json that have changed since a checkpoint, each as "key: old -> new" with values in
-    JSON."""
-    then, now = meta.train, provenance.train
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys that differ between two train.json, each as "key: old -> new" with values in JSON. A key that
+    `then` lacks is not compared."""
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
+
+
+def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return the changes since a checkpoint that affect the result of training, each as "key: old -> new after global
+    step N". `train` is train.json now, and `here` has today's values of keys of meta.json, such as `device`. A value
+    that the checkpoint does not record counts as the same."""
+    ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING)} - {"residual_precision"}
+    scale = train["scale_with_batch"] or {}
+    depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
+    if not depends_on_length and not scale.get("reference_train_tokens"):
+        ignored |= {*BUDGETS}  # the steps of a longer run are those of a shorter one
+    then = {**meta.train, **here, **{key: value for key in here if (value := getattr(meta, key)) is not None}}
+    now = {**{key: value for key, value in train.items() if key not in ignored}, **here}
+    return [f"{change} after global step {meta.global_step}" for change in changed_settings(then, now)]
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:

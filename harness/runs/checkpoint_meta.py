@@ -32,6 +32,7 @@ OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
@@ -178,6 +179,7 @@ class CheckpointMeta(Progress):
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase
+    dollars: dict[str, Dollars] = {}  # by phase, each second at the price of its time; empty without a price
     metrics_bytes: Count = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
     microbatch_size: Count | None = None
@@ -193,6 +195,7 @@ class CheckpointMeta(Progress):
     scaled: dict[str, float] | None = None
     active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
     moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
     # The fields of Provenance. `model` and `dataset` may hold any value here, because the code that resumes from the
     # checkpoint compares them with the run's own and reports the difference.
     model: Any = None

@@ -19,7 +19,7 @@ from harness.model.config import ModelConfig
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import PrecisionName, Provenance, TrainState
 from harness.runs.directory import RunDirectory
-from harness.runs.throughput import Measured, Throughput, cost_by_phase, unknown_peak
+from harness.runs.throughput import Measured, Throughput, unknown_peak
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -67,11 +67,20 @@ class RunSummary(BaseModel):
     scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
     active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
     moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
     # The fields of Provenance
     model: dict[str, Any] | None = None
     parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: dict[str, Any] | None = None
+
+    @property
+    def changes(self) -> list[str]:
+        """Return `changed`, and before it the number of tokens that another program trained, if any. A run for which
+        this is not empty was not trained with one setting throughout."""
+        seen, trained = self.tokens_seen or 0, self.trained_tokens
+        foreign = 0 if trained is None else seen - trained
+        return [*([f"another program trained the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
 
     def has_shape(self, config: ModelConfig) -> bool | None:
         """Return True if the run's model has the shape of `config`, or None if the summary does not record the model.
@@ -95,26 +104,28 @@ def summarise(
     provenance: Provenance,
     *,
     seconds: Mapping[str, float],
+    dollars: Mapping[str, float] | None,
     throughput: Throughput,
     device: str,
     peak_memory_gib: float | None,
     layout: BatchLayout,
     recorded: Mapping[str, Any],
 ) -> RunSummary:
-    """Return the summary of a run that ended in `state`. `seconds` has the seconds of each phase. `device` is the name
-    of each of the `layout.world_size` devices. `recorded` holds the keys that a summary shares with the meta.json of
-    checkpoints."""
+    """Return the summary of a run that ended in `state`. `seconds` and `dollars` are those of each phase; `dollars` is
+    None without a price. `device` is the name of each of the `layout.world_size` devices. `recorded` holds the keys
+    that a summary shares with the meta.json of checkpoints."""
     import torch
 
     # A run without benchmarks has no seconds of benchmarks in its summary.
-    seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
+    seconds = {phase: time for phase, time in seconds.items() if time or phase != "benchmarks"}
+    spent = None if dollars is None else {phase: round(dollars.get(phase, 0.0), 6) for phase in seconds}
     total = sum(seconds.values())
     measured = state.measured(seconds["training"])
     rate = measured.tokens_per_second
     mfu = None if rate is None else throughput.mfu(rate / layout.world_size)
     return RunSummary(
         run=run,
-        seconds={**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
+        seconds={**{phase: round(time, 3) for phase, time in seconds.items()}, "total": round(total, 3)},
         tokens_seen=state.tokens_seen,
         trained_tokens=state.trained_tokens,
         tokens_per_second=None if rate is None else round(rate, 1),
@@ -128,7 +139,7 @@ def summarise(
         flops_per_token=throughput.flops_per_token,
         mfu=None if mfu is None else round(mfu, 4),
         peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),
-        dollars=cost_by_phase({**seconds, "total": total}, throughput.price_per_hour),
+        dollars=spent and {**spent, "total": round(sum(spent.values()), 6)},
         device=device,
         world_size=layout.world_size,
         microbatch_size=layout.microbatch_size,

@@ -105,19 +105,15 @@ def unknown_peak(device_name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Conversion of speed and time into MFU and dollars."""
+    """Conversion of speed into MFU."""
 
     flops_per_token: int
     peak_flops: float | None
-    price_per_hour: float | None
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the model FLOPs utilization (PaLM, arXiv:2204.02311), given the tokens per second of one device: the
         FLOP/s that the model needs at this speed, over the device's peak. Returns None if the peak is unknown."""
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
-
-    def dollars(self, seconds: float) -> float | None:
-        return None if self.price_per_hour is None else cost(seconds, self.price_per_hour)
 
 
 def cost(seconds: float, price_per_hour: float) -> float:

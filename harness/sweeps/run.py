@@ -38,6 +38,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
+TIME_MARK = re.compile(r"^# took ([\d.]+) s$", re.MULTILINE)  # written by `SweepRunner._end`
 NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
 Group = tuple[str, dict[str, str]]  # devices that train one run at a time: name, environment variables
@@ -88,6 +89,14 @@ def groups_before(run: DerivedRun) -> int:
     return min((int(groups or 1) for groups in marks), default=1)
 
 
+def logged_dollars(run: DerivedRun) -> float:
+    """Return what the machine has cost while earlier sweeps trained the run, by the seconds in the run's sweep.log.
+    Unlike the run's own records they include attempts that ended before the run had recorded anything."""
+    log = run.run.sweep_log
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    return cost(sum(map(float, TIME_MARK.findall(text))), run.train_config.price_per_hour or 0.0)
+
+
 @dataclass
 class Attempt:
     """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
@@ -122,10 +131,10 @@ def _end_with_parent() -> None:
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _note_failure(run: DerivedRun, exit_status: int, error: str = "") -> None:
-    """Append to the run's sweep.log that the run has failed."""
+def _note(run: DerivedRun, *lines: str) -> None:
+    """Append lines to the run's sweep.log."""
     with suppress(OSError), run.run.sweep_log.open("ab") as log:  # a full disk must not end other runs
-        log.write(f"{error}\n# failed with exit status {exit_status}\n".encode())
+        log.write("".join(f"{line}\n" for line in lines).encode())
 
 
 class SweepRunner:
@@ -152,8 +161,8 @@ class SweepRunner:
         self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
         # `dollars` has what each run has cost at the price of the whole machine. `spent` is what all runs have cost
         # together: runs that were trained at the same time shared the machine's cost.
-        self.dollars = {each.run.name: each.dollars for each in statuses}
-        self.spent = sum(each.dollars / groups_before(each.run) for each in statuses)
+        self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
+        self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
         self.attempts: list[Attempt] = []
         self.has_started_runs = False
         self.reason = ""
@@ -259,9 +268,9 @@ class SweepRunner:
             place = f"{error.filename}: " if error.filename else ""
             reason = f"cannot be started: {place}{error.strerror or error}"
             say(f"{run.name}: failed, {reason}")
-            _note_failure(run, NOT_STARTED, f"error: {reason}")
+            _note(run, f"error: {reason}", f"# failed with exit status {NOT_STARTED}")
             return
-        tokens, before, planned_dollars, expected = None, status_of(run).dollars, 0.0, ""
+        tokens, before, planned_dollars, expected = None, self.dollars[run.name], 0.0, ""
         if planned is not None and planned.plan.position is not None:
             tokens = planned.plan.position.tokens_seen + planned.plan.tokens()
         if planned is not None and planned.seconds is not None:
@@ -323,15 +332,16 @@ class SweepRunner:
         self.free.append(attempt.group)
         self.planner.speeds.clear()  # the run may have measured a speed
         seconds = attempt.seconds()
+        _note(attempt.run, "", f"# took {seconds:.1f} s")
         is_stopped = attempt.is_stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:
-            say(f"{name}: stopped after {seconds:,.0f} s; the same command resumes it")
+            say(f"{name}: stopped after {seconds:,.0f} s; the same command trains the rest")
         else:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
-            _note_failure(attempt.run, code)
+            _note(attempt.run, f"# failed with exit status {code}")
 
     def leave(self) -> None:
         """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises

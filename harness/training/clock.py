@@ -1,4 +1,4 @@
-"""Seconds of a run by phase."""
+"""Seconds and dollars of a run by phase."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.runs.metrics import PHASES
+from harness.runs.throughput import cost
 
 
 @dataclass
 class Clock:
-    """Seconds that a run has spent in each phase, including the time before it was resumed."""
+    """Seconds and dollars that a run has spent in each phase, including those before it was resumed.
+    `price_per_hour` is today's price of the machine, or None if it is not known."""
 
+    price_per_hour: float | None = None
+    _since: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _phase: str = "setup"
-    _since: float = field(default_factory=time.perf_counter)
+    _price_changes: dict[str, float] = field(default_factory=dict)  # dollars beyond those at today's price, by phase
 
-    def add(self, earlier: dict[str, float]) -> None:
-        """Add the seconds by phase that the run took before it was resumed."""
+    def add(self, seconds: dict[str, float], dollars: dict[str, float]) -> None:
+        """Add the seconds and dollars by phase that the run took before it was resumed. If `dollars` is empty, the
+        seconds cost today's price."""
         for phase in self.seconds:
-            self.seconds[phase] += earlier.get(phase, 0.0)
+            self.seconds[phase] += seconds.get(phase, 0.0)
+        if dollars and self.price_per_hour is not None:
+            for phase, spent in dollars.items():
+                self._price_changes[phase] = spent - cost(seconds.get(phase, 0.0), self.price_per_hour)
 
     def enter(self, phase: str) -> str:
         """Count time for `phase` from now on. Returns the previous phase."""
@@ -42,6 +51,15 @@ class Clock:
         """Return the seconds of each phase up to now."""
         self.enter(self._phase)
         return dict(self.seconds)
+
+    def spent(self) -> dict[str, Any]:
+        """Return the "seconds" of each phase up to now and, if there is a price, the "dollars", as checkpoints record
+        them."""
+        seconds, price, changes = self.now(), self.price_per_hour, self._price_changes
+        if price is None:
+            return {"seconds": seconds}
+        dollars = {phase: cost(time, price) + changes.get(phase, 0.0) for phase, time in seconds.items()}
+        return {"seconds": seconds, "dollars": dollars}
 
     @property
     def total(self) -> float:

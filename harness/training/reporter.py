@@ -36,7 +36,7 @@ from harness.runs.metrics import (
     ValidationEvent,
 )
 from harness.runs.summary import read_summary, summarise, write_summary
-from harness.runs.throughput import Throughput, peak_flops
+from harness.runs.throughput import Throughput, cost, cost_by_phase, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.startup import PreparedRun
@@ -137,7 +137,7 @@ class Reporter:
                 lines += [
                     f'  in {now}, the precision with which the run began; "precision": "{best}" would be faster here'
                 ]
-            changes = changed_settings(saved.meta, prepared.provenance)
+            changes = changed_settings(saved.meta.train, prepared.provenance.train)
             lines += [f"  train.json has changed since: {change}" for change in changes]
         say(self.world, "\n".join(lines))
 
@@ -159,9 +159,9 @@ class Reporter:
         done = tokens - self.prepared.position.tokens_seen
         left = here * (self._tokens - done) / done
         shown["left"] = tqdm.format_interval(left)
-        so_far, rest = (self.throughput.dollars(seconds) for seconds in (self.clock.total, left))
-        if so_far is not None and rest is not None:
-            shown["$"] = f"{so_far:,.2f} of {so_far + rest:,.2f}"
+        if self.clock.price_per_hour is not None:
+            so_far = sum(self.clock.spent()["dollars"].values())
+            shown["$"] = f"{so_far:,.2f} of {so_far + cost(left, self.clock.price_per_hour):,.2f}"
         shown["norm"] = f"{metrics.gradient_norm:.2f}"
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
@@ -218,9 +218,11 @@ class Reporter:
         peak = max(self.world.gather(peak_bytes(self.world.device))) / GIB
         if not self.world.is_main:
             return
+        spent = self.clock.spent()
         summary = summarise(
             *(self.run.path.name, state, self.prepared.provenance),
-            seconds=self.clock.now(),
+            seconds=spent["seconds"],
+            dollars=spent.get("dollars"),
             throughput=self.throughput,
             device=self.world.device_name,
             peak_memory_gib=peak,
@@ -243,15 +245,25 @@ class Reporter:
 
 
 # Keys that `program_and_settings` records in checkpoints, and that `restore_summary` reads from meta.json.
-RECORDED = ("precision", "versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
+RECORDED = (
+    "precision",
+    "versions",
+    "commit",
+    "budget",
+    "scaled",
+    "active_parameters",
+    "moe_router_loss_scale",
+    "changed",
+)
 
 
 def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
     """Return values that checkpoints and the summary record: the precision, and the program's versions and commit. If
     train.json has a budget or scaling rules, or the model has experts, the values that these settings resolve to are
-    included."""
+    included, and so are changes that were made when the run was resumed."""
     experiment = prepared.experiment
     resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
+    resolved["changed"] = prepared.changed or None
     if experiment.model.moe:
         resolved["active_parameters"] = experiment.model.active_parameters
         resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
@@ -261,7 +273,7 @@ def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
 
 def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
     experiment = prepared.experiment
-    return Throughput(experiment.model.flops_per_token, peak_flops(device_name), experiment.config.price_per_hour)
+    return Throughput(experiment.model.flops_per_token, peak_flops(device_name))
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
@@ -288,10 +300,11 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
+        dollars=meta.dollars or cost_by_phase(meta.seconds, prepared.experiment.config.price_per_hour),
         throughput=throughput_on(prepared, device),
         device=device,
         peak_memory_gib=None,  # the peak of the process that trained was lost with it
         layout=recorded_layout(prepared.layout, meta),
-        recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
+        recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {}, [])},
     )
     write_summary(run, summary)

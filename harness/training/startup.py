@@ -20,7 +20,7 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.distributed.world import World, say
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
-from harness.planning.experiment import Experiment, Position, comparable_losses, first_difference
+from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
 from harness.planning.planned_speed import plan_speed
 from harness.planning.rates import ScaledSettings
@@ -49,6 +49,7 @@ class PreparedRun:
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
     budget: Budget | None  # train.json's budget in tokens, computed when the run began; None if given in tokens
     scaled: ScaledSettings  # settings changed by train.json's scaling rules
+    changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
 
     @property
     def provenance(self) -> Provenance:
@@ -109,7 +110,7 @@ def prepare(
     is_from_notebook = meta is not None and meta.is_from_notebook
     if path and meta:
         meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
-        clock.add(meta.seconds)
+        clock.add(meta.seconds, meta.dollars)
     # make_plan and check_disk also check the run: they raise for short data, unknown tokens, a long warm-up or a full
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
@@ -118,6 +119,8 @@ def prepare(
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
+    here = {"world_size": world.size, "device": world.device_name, "precision": precision}
+    changed = [*meta.changed, *changes_of_result(meta, experiment.provenance(dataset).train, here)] if meta else []
     return PreparedRun(
         experiment,
         dataset,
@@ -131,6 +134,7 @@ def prepare(
         step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
         budget=plan.budget,
         scaled=plan.scaled,
+        changed=changed,
     )
 
 

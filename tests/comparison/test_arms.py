@@ -40,13 +40,13 @@ def arms_of(**runs: dict[str, Any]) -> Arms:
     from TRAIN and RECORDED, and under "model" those that differ from MODEL.
 
     "content" replaces the dataset that the summary records, "precision_trained" gives the precision that it records,
-    and "left_out" names keys that train.json lacks.
+    "summary" has further keys of the summary, and "left_out" names keys that train.json lacks.
     """
     records = []
     for name, changes in runs.items():
         recorded = RECORDED | {key: changes.pop(key) for key in [*changes] if key in RECORDED and key != "dataset"}
         recorded |= {"dataset": changes.pop("content")} if "content" in changes else {}
-        recorded |= {"precision": changes.pop("precision_trained", None)}
+        recorded |= {"precision": changes.pop("precision_trained", None), **changes.pop("summary", {})}
         model, left = {**MODEL, **changes.pop("model", {})}, changes.pop("left_out", ())
         train = {key: value for key, value in {**TRAIN, **changes}.items() if key not in left}
         state, directory = State("finished"), RunDirectory(Path("runs") / name)
@@ -108,6 +108,19 @@ def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said
     assert key in SURROUNDINGS
     arms = arms_of(a={}, b={SEED: 1, key: value}, c={SEED: 2})
     assert arms == Arms({"a": ("a", "c"), "b": ("b",)}, [f"a, b differ in {said}: not counted as replicates"])
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"changed": ["learning_rate: 0.001 -> 0.0015 after global step 27"]},
+        {"tokens_seen": 1000, "trained_tokens": 600},  # another program trained the others
+    ],
+    ids=str,
+)
+def test_a_change_during_training_makes_another_arm(summary: dict[str, Any]) -> None:
+    arms = groups_of(a={}, b={SEED: 1, "summary": summary}, c={SEED: 2}, d={SEED: 3, "summary": summary})
+    assert arms == [("a", "c"), ("b", "d")]
 
 
 def test_another_precision_is_another_arm_and_noted() -> None:

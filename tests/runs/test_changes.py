@@ -9,7 +9,7 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.model.config import ModelConfig
-from harness.planning.experiment import changed_settings, check_continuable, comparable_losses
+from harness.planning.experiment import changed_settings, changes_of_result, check_continuable, comparable_losses
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
 from harness.runs.train_config import TrainConfig
 from tests.support.configs import SEED_MODEL, SEED_TRAIN
@@ -74,8 +74,31 @@ def test_the_best_loss_is_kept_while_losses_are_of_the_same_text(change: dict[st
 def test_settings_that_may_change() -> None:
     then = provenance(train={"compile": False, "bucket_mb": None})
     now = provenance(train={"compile": "auto", "bucket_mb": 5, "shard_optimizer": True})
-    assert changed_settings(meta_of(then), now) == [
+    assert changed_settings(then.train, now.train) == [
         "shard_optimizer: false -> true",
         'compile: false -> "auto"',
         "bucket_mb: null -> 5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "here", "recorded"),
+    [
+        ({"learning_rate": 0.006, "compile": False, "keep_checkpoints": 3}, {}, ["learning_rate: 0.0004 -> 0.006"]),
+        ({"residual_precision": "bf16"}, {}, ['residual_precision: "fp32" -> "bf16"']),
+        ({"precision": "fp32"}, {}, []),
+        ({}, {"precision": "bf16", "world_size": 2}, ["world_size: 1 -> 2", 'precision: "fp32" -> "bf16"']),
+        ({}, {"device": "NVIDIA H100"}, []),  # the checkpoint records no device
+        ({"min_train_tokens": 10**9}, {}, []),
+        ({"min_train_tokens": 10**9, "lr_schedule": "cosine"}, {}, ["min_train_tokens", "lr_schedule"]),
+        ({"min_train_tokens": 10**9, "warmup_period_percent": 5.0}, {}, ["min_train_tokens", "warmup_period_percent"]),
+    ],
+    ids=str,
+)
+def test_changes_of_the_result_are_recorded(change: dict[str, Any], here: dict[str, Any], recorded: list[str]) -> None:
+    meta = meta_of(provenance()).model_copy(update={"world_size": 1, "precision": "fp32"})
+    today = {"world_size": 1, "device": "CPU", "precision": "fp32"} | here
+    found = changes_of_result(meta, provenance(train=change).train, today)
+    assert len(found) == len(recorded)
+    for text in recorded:
+        assert any(each.startswith(text) and each.endswith(" after global step 3") for each in found), found

@@ -272,13 +272,18 @@ def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     sweep = make(shop, set={"eps": 6.0}, vary={"random_seed": [1, 2]})
     event = TrainEvent(global_step=1, tokens_seen=64, seconds=0.3, loss=2.5, tokens_per_second=64.0)
     MetricsFile(sweep.runs[0].run.metrics).append(event)
-    for groups, names in ((1, ["s-seed1"]), (2, ["s-seed1", "s-seed2"])):
+    spent = 3.0
+    for groups, limit, names in ((1, 9.0, ["s-seed1"]), (2, 18.0, ["s-seed1", "s-seed2"])):
         began = time.monotonic()
-        ended = run(shop, sweep, groups=groups, max_dollars=9.0)
-        assert ended.reason == "--max-dollars 9.00 are spent"
+        ended = run(shop, sweep, groups=groups, max_dollars=limit)
+        assert ended.reason == f"--max-dollars {limit:.2f} are spent"
         stopped = {line.split(" after")[0] for line in ended.said[-groups:]}  # in the order in which they ended
         assert stopped == {f"{name}: stopped" for name in names}
-        assert 9.0 <= ended.spent <= 3.0 + 15 * (time.monotonic() - began), "not 20 dollars a second"
+        assert limit <= ended.spent <= spent + 15 * (time.monotonic() - began), "not 20 dollars a second"
+        spent = ended.spent
+    assert run(shop, sweep, groups=2, max_dollars=9.0).said == [], (
+        "the first command's attempt counts in later commands"
+    )
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:

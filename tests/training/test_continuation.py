@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.comparison.records import RunRecord
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_result
@@ -62,6 +63,23 @@ def finished(shop: InProcess) -> Path:
     shop.train_here("finished")
     (run / "training-run-chart.png").write_text("a chart")
     return run
+
+
+def test_each_second_costs_the_price_of_its_time(shop: InProcess) -> None:
+    """A run that continues on a cheaper machine has cost what its earlier steps cost on the dearer one, and more."""
+    run = shop.add_run("moved", **SHORT, price_per_hour=3600.0)
+    shop.train_here("moved")
+    earlier = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    assert earlier["dollars"] == pytest.approx(earlier["seconds"], abs=0.01), "a dollar a second"
+    shop.add_run("moved", **SHORT | {"min_train_tokens": 512}, price_per_hour=36.0)
+    shop.train_here("moved")
+    summary = json.loads((run / "summary.json").read_text())
+    for phase, seconds in summary["seconds"].items():
+        before = earlier["seconds"].get(phase, sum(earlier["seconds"].values()))
+        assert summary["dollars"][phase] == pytest.approx(before + (seconds - before) / 100, abs=0.002)
+    (run / "summary.json").unlink()
+    record = RunRecord.read(RunDirectory(run))
+    assert record.dollars["total"] == pytest.approx(summary["dollars"]["total"], abs=0.1)
 
 
 def copy_of(run: Path, name: str) -> Path:
@@ -171,6 +189,22 @@ def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: InProcess) -
     }
     later = [event for event in metrics(run) if event["event"] == "validation" and event["tokens_seen"] > 512]
     assert all(event["loss"] > best[max(best)] for event in later), "the high learning rate did not raise the loss"
+
+
+def test_changes_of_settings_are_recorded(shop: InProcess) -> None:
+    """A summary lists the settings that changed when the run was resumed, also if the summary is written again."""
+    changed = []
+    for tokens, rate in ((256, 0.01), (384, 0.02), (512, 0.02), (640, 0.03)):
+        run = shop.add_run("varied", min_train_tokens=tokens, learning_rate=rate)
+        shop.train_here("varied")
+        changed.append(json.loads((run / "summary.json").read_text()).get("changed"))
+    first, second = "learning_rate: 0.01 -> 0.02 after global step 3", "learning_rate: 0.02 -> 0.03 after global step 7"
+    assert changed == [None, [first], [first], [first, second]]
+    (run / "summary.json").unlink()
+    shop.train_here("varied")
+    assert json.loads((run / "summary.json").read_text())["changed"] == [first, second]
+    said = " ".join(shop.script("compare_runs.py", "varied", "--runs-dir", "runs").stdout.split())
+    assert f"varied: no replicate of runs that kept their settings while they were trained: {first}; {second}" in said
 
 
 def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess) -> None:
