@@ -57,7 +57,7 @@ def main() -> None:
     del search
     forget()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    result = {"found": found, "searched": peak, "trained": train(experiment, world, found)}
+    result: dict[str, Any] = {"found": found, "searched": peak, "trained": train(experiment, world, found)}
     forget()
     try:
         train(experiment, world, math.ceil(found * 1.05))

@@ -1,0 +1,37 @@
+"""Run ddp_train.py on the null device.
+
+    python -m tests.nullcuda.command RUN DATASETS_DIR [OPTION]...
+
+The device computes no losses, so those of a step are replaced by numbers when they are read for a report.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from harness.training.loss_meter import LossMeter
+
+SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
+read_state = LossMeter.state
+
+
+def plausible_state(self: LossMeter) -> list[float]:
+    """Return the meter's values with one microbatch of loss 5."""
+    values = read_state(self)
+    values[LossMeter.SUM], values[LossMeter.COUNT] = 5.0, 1.0
+    return values
+
+
+def main() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
+    LossMeter.state = plausible_state  # type: ignore[method-assign]
+    sys.argv = [str(SCRIPT), *sys.argv[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
