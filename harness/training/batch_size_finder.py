@@ -283,7 +283,9 @@ class MicrobatchSearcher:
         sender.close()
         try:
             found = receiver.recv()
-        except EOFError:  # a library that got no memory, or the system's out-of-memory killer, ended the child
+        except (
+            EOFError
+        ):  # `limit_cpu_memory`, a library that got no memory, or the out-of-memory killer ended the child
             found = None
         finally:
             child.kill()
