@@ -270,6 +270,7 @@ def test_the_commands_printed_at_the_end_train(
         (["texts", "texts/0.jsonl/out"], "cannot make this folder: Not a directory"),
         (["empty.jsonl", "out", "--tokenizer", "tokenizer.json"], "empty.jsonl: no documents with text"),
         (["nulls.jsonl", "out", "--tokenizer", "tokenizer.json"], "no documents with text (2 are empty)"),
+        (["nulls.jsonl", "out", "--train-tokenizer", "300"], "nulls.jsonl: no documents with text to train a"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, arguments: list[str], message: str) -> None:
