@@ -207,7 +207,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     if "dataset" not in changes or not is_present(datasets_dir, run.train_config.dataset, ["train"]):
         return run
     dataset = Dataset.open(datasets_dir, run.train_config.dataset)
-    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset)
+    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset, changes)
     run = derive(base, name, {**fitting, **changes})
     try:
         run.check_startable(tokens)
@@ -221,12 +221,14 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
             fitting["warmup_steps"] = min(warmup, max(1, run.check_startable(tokens) // 10))
         run = derive(base, name, {**fitting, **changes})
         run.check_startable(tokens)
+    experiment = run.experiment(datasets_dir)
+    experiment.check_validation_slice(experiment.layout(1), dataset)
     return run
 
 
-def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the dataset's vocabulary and validation split. Raises UserError if the
-    validation split is shorter than one sequence and its targets."""
+def _fitting(run: DerivedRun, dataset: Dataset, given: Changes) -> dict[str, JsonValue]:
+    """Return the changes that fit a run to the dataset's vocabulary and validation split. A microbatch size in `given`
+    is kept. Raises UserError if the validation split is shorter than one sequence and its targets."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -242,10 +244,10 @@ def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
                 "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
             )
         rows = config.microbatch_size
-        while rows * context > there:
+        while rows * context > there and "microbatch_size" not in given:
             rows //= 2
         changes["microbatch_size"] = rows
-        changes["validation_batches"] = min(config.validation_batches or 1, there // (rows * context))
+        changes["validation_batches"] = min(config.validation_batches or 1, max(1, there // (rows * context)))
     return changes
 
 
