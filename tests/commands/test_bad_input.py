@@ -66,6 +66,7 @@ def test_invalid_names(trained: Workshop, name: str) -> None:
     before = tree(trained.path)
     refused(trained.attempt(run=name), "run ", "plain name")
     refused(trained.attempt(name), "checkpoint")
+    assert "newest whole" not in trained.attempt("../checkpoints/best").stderr
     unharmed(trained, before)
     edit(trained, dataset=name)
     refused(trained.attempt(), "dataset")
