@@ -218,6 +218,13 @@ def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: li
     unharmed(shop, before)
 
 
+def test_a_start_that_a_restart_moves_away(trained: Workshop) -> None:
+    edit(trained, initial_weights="checkpoints/best/model.safetensors")
+    before = tree(trained.path)
+    refused(trained.attempt("--restart"), 'r/train.json: key "initial_weights"', "copy the file out of them first")
+    unharmed(trained, before)
+
+
 def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
     edit(shop, "model.json", vocab_size=63)
     before = tree(shop.path)
