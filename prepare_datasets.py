@@ -164,9 +164,10 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
         yield f"{split.name}: {split.tokens:,} tokens, {documents}, {split.bytes:,} bytes of text"
     longest, tokens = splits[0].longest_document, splits[0].tokens  # 0 if unknown
     if longest > tokens / 10:
+        hint = "" if options["document_separator"] else "; --document-separator cuts files into documents"
         yield (
             f"one document has {longest / tokens:.0%} of the train split's tokens; training reads it in one stretch, "
-            "and meanwhile the loss depends on this document alone; --document-separator cuts files into documents"
+            f"and meanwhile the loss depends on this document alone{hint}"
         )
     for split in splits if not options["from_bin"] else ():
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / sum(each.bytes for each in splits)

@@ -94,7 +94,10 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
     rate = options["learning_rate"] or finetune.RATE_TIMES_WIDTH / named.config.emb_dim
     settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
-    tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
+    try:
+        tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
+    except UserError as error:
+        raise UserError(f"{options['data']}: {error}") from None
     # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
     run, folder = named.folder.absolute(), named.weights.absolute().parent
     own_name = run.name if folder == run else f"{run.name}/{folder.resolve().name}"

@@ -4,6 +4,7 @@ starts or resumes, and the checks of whether training may resume from a checkpoi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,11 +137,18 @@ class Experiment:
         return experiment
 
     def check_together(self) -> None:
-        """Raise UserError if model.json and train.json contradict each other, although each of them is valid."""
+        """Raise UserError if model.json, train.json and the run's folder contradict each other, although each of the
+        files is valid."""
         if self.model.tie_weights and self.config.head_learning_rate is not None:
             raise UserError(
                 f'{self.run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the '
                 'token embedding; use "embedding_learning_rate"'
+            )
+        weights, own = self.initial_weights, os.path.realpath(self.run.checkpoints)
+        if weights is not None and weights.is_file() and weights.resolve().is_relative_to(own):
+            raise UserError(
+                f'{self.run.train_json}: key "initial_weights": in the run\'s own checkpoints, which --restart moves '
+                "away; copy the file out of them first"
             )
         if self.model.moe is None and self.config.moe_router_loss_scale is not None:
             raise UserError(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import check_name, draft_folder, move, rename_whole, sha256, sync
+from harness.common.files import SAFE_NAME, check_name, draft_folder, move, rename_whole, sha256, sync
 from harness.common.messages import nearest
 from harness.common.units import GIB
 from harness.model.tensor_names import META, WEIGHTS
@@ -234,12 +234,12 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
 @contextmanager
 def offering_another(folder: Path, name: str | None) -> Iterator[None]:
     """If the body raises UserError about the checkpoint `name` (None: the latest), add the newest complete checkpoint
-    in `folder` to its message. If `folder` has no checkpoint `name`, the message is unchanged, because it already lists
-    the checkpoints that exist."""
+    in `folder` to its message. If `folder` has no checkpoint `name`, the message is unchanged, because it already says
+    what a name is, or lists the checkpoints that exist."""
     try:
         yield
     except UserError as error:
-        if name is not None and not os.path.lexists(folder / name):
+        if name is not None and not (SAFE_NAME.fullmatch(name) and os.path.lexists(folder / name)):
             raise
         whole = newest_whole(folder)
         offer = "no other checkpoint is known to be whole: fix the cause"

@@ -97,6 +97,8 @@ class RunDirectory:
         found = fnmatch.filter(_known_runs(runs_dir), pattern) if inside else []
         if not found:
             raise UserError(f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name")
+        if odd := next((each for each in found if not SAFE_NAME.fullmatch(each)), None):
+            raise UserError(f"{runs_dir}: {quoted(odd)} matches {pattern}, but is no run's name; rename the folder")
         return [cls.find(runs_dir, each) for each in found]
 
     def new_aside(self) -> Path:

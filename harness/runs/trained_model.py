@@ -28,6 +28,7 @@ from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import BEST, LATEST, find_checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.results import MeasuredWeights
+from harness.runs.train_config import load_train_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,9 +204,13 @@ def names_tokenizer(weights: Path) -> bool:
 
 
 def dataset_of(weights: Path) -> str | None:
-    """Return the name of the dataset that the weights were trained on, or None if no meta.json beside them gives it."""
+    """Return the name of the dataset that the weights were trained on: that of the meta.json beside them or, as the lab
+    notebook's has none, that of their run's train.json. Return None if neither gives it."""
     dataset = _meta_beside(weights).get("dataset")
-    return str(dataset["name"]) if isinstance(dataset, dict) and "name" in dataset else None
+    if isinstance(dataset, dict) and "name" in dataset:
+        return str(dataset["name"])
+    found = model_in_run(weights)
+    return load_train_config(found.run.train_json).dataset if found and found.run.train_json.is_file() else None
 
 
 def _meta_beside(weights: Path) -> dict[str, Any]:

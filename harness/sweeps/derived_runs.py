@@ -111,9 +111,10 @@ class DerivedRun:
             raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
         return True
 
-    def check_startable(self, train_tokens: int | None = None) -> None:
+    def check_startable(self, train_tokens: int | None = None) -> int:
         """Raise UserError if training would refuse the run, however many processes it has. `train_tokens` is the number
-        of tokens in the train split. If it is None, only problems that do not depend on the data are found.
+        of tokens in the train split. If it is None, only problems that do not depend on the data are found. Return the
+        number of global steps with one process, or 0 if it depends on the data.
 
         The check assumes one process, because a run that can start with several processes can also start with one. One
         process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most
@@ -126,7 +127,8 @@ class DerivedRun:
             budget = experiment.budget(layout, None)
             unknown = (None, -1) if train_tokens is None else (None,)
             if budget is not None or self.train_config.min_train_tokens not in unknown:
-                experiment.position(layout, train_tokens or sys.maxsize, None, budget)
+                return experiment.position(layout, train_tokens or sys.maxsize, None, budget).total_steps
+        return 0
 
 
 def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     """Return the run that `derive` returns. If `changes` name another dataset that is in `datasets_dir`, also fit the
     run to that dataset: set its vocabulary size, and a microbatch size and validation batches that the validation split
     can fill. If the train split is too short for the training that the base's train.json asks for, train on the whole
-    split. `changes` take precedence.
+    split, with `warmup_steps` lowered to a tenth of the steps if it is more. `changes` take precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.
     """
@@ -205,21 +207,28 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     if "dataset" not in changes or not is_present(datasets_dir, run.train_config.dataset, ["train"]):
         return run
     dataset = Dataset.open(datasets_dir, run.train_config.dataset)
-    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset)
+    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset, changes)
     run = derive(base, name, {**fitting, **changes})
     try:
         run.check_startable(tokens)
     except UserError:
         if any(key in changes for key in BUDGETS):
             raise
-        run = derive(base, name, {**fitting, "min_train_tokens": -1, **changes})
+        fitting["min_train_tokens"] = -1
+        warmup = base.train_config.warmup_steps
+        if warmup and not {"warmup_steps", "warmup_period_percent"} & changes.keys():
+            run = derive(base, name, {**fitting, **changes, "warmup_steps": None})
+            fitting["warmup_steps"] = min(warmup, max(1, run.check_startable(tokens) // 10))
+        run = derive(base, name, {**fitting, **changes})
         run.check_startable(tokens)
+    experiment = run.experiment(datasets_dir)
+    experiment.check_validation_slice(experiment.layout(1), dataset)
     return run
 
 
-def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the dataset's vocabulary and validation split. Raises UserError if the
-    validation split is shorter than one sequence and its targets."""
+def _fitting(run: DerivedRun, dataset: Dataset, given: Changes) -> dict[str, JsonValue]:
+    """Return the changes that fit a run to the dataset's vocabulary and validation split. A microbatch size in `given`
+    is kept. Raises UserError if the validation split is shorter than one sequence and its targets."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -235,10 +244,10 @@ def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
                 "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
             )
         rows = config.microbatch_size
-        while rows * context > there:
+        while rows * context > there and "microbatch_size" not in given:
             rows //= 2
         changes["microbatch_size"] = rows
-        changes["validation_batches"] = min(config.validation_batches or 1, there // (rows * context))
+        changes["validation_batches"] = min(config.validation_batches or 1, max(1, there // (rows * context)))
     return changes
 
 

@@ -283,7 +283,7 @@ class MicrobatchSearcher:
         sender.close()
         try:
             found = receiver.recv()
-        except EOFError:  # a library that got no memory, or the system's out-of-memory killer, ended the child
+        except EOFError:  # the limit, a library that got no memory, or the system's out-of-memory killer ended it
             found = None
         finally:
             child.kill()

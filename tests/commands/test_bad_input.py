@@ -66,6 +66,7 @@ def test_invalid_names(trained: Workshop, name: str) -> None:
     before = tree(trained.path)
     refused(trained.attempt(run=name), "run ", "plain name")
     refused(trained.attempt(name), "checkpoint")
+    assert "newest whole" not in trained.attempt("../checkpoints/best").stderr
     unharmed(trained, before)
     edit(trained, dataset=name)
     refused(trained.attempt(), "dataset")
@@ -215,6 +216,13 @@ def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: li
     for arguments in ([], ["--plan"]):
         refused(shop.attempt(*arguments), *words)
     unharmed(shop, before)
+
+
+def test_a_start_that_a_restart_moves_away(trained: Workshop) -> None:
+    edit(trained, initial_weights="checkpoints/best/model.safetensors")
+    before = tree(trained.path)
+    refused(trained.attempt("--restart"), 'r/train.json: key "initial_weights"', "copy the file out of them first")
+    unharmed(trained, before)
 
 
 def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:

@@ -151,6 +151,12 @@ def test_one_book_is_cut_at_a_line(preparer: Preparer) -> None:
     preparer.run("--verify", folder)
 
 
+def test_one_line_is_cut_in_its_middle(preparer: Preparer) -> None:
+    (preparer.path / "line.txt").write_text("word " * 200 + "\n")
+    splits = splits_of(preparer.prepare("line.txt", "line", "--train-tokenizer", "257"))
+    assert {name: len(tokens) for name, tokens in splits.items()} == {"train": 992, "validation": 10}
+
+
 # Tokenizers ------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +276,7 @@ def test_the_commands_printed_at_the_end_train(
         (["texts", "texts/0.jsonl/out"], "cannot make this folder: Not a directory"),
         (["empty.jsonl", "out", "--tokenizer", "tokenizer.json"], "empty.jsonl: no documents with text"),
         (["nulls.jsonl", "out", "--tokenizer", "tokenizer.json"], "no documents with text (2 are empty)"),
+        (["nulls.jsonl", "out", "--train-tokenizer", "300"], "nulls.jsonl: no documents with text to train a"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, arguments: list[str], message: str) -> None:
@@ -296,7 +303,7 @@ def test_a_text_too_short_for_its_splits_is_one_line(
     arguments = ["texts", "out", "--tokenizer", preparer.path / "tokenizer.json", "--validation-fraction"]
     write_json_lines(tmp_path / "texts" / "a.jsonl", ["hello"])
     line = mine.run(*arguments, fraction, status=2)
-    assert f"{split} would be empty: there are 1 documents" in line
+    assert f"{split} would be empty: there are 5 tokens, 1 document; give more text" in line
     assert line.endswith(f"; give more text, or {remedy}, and --restart")
     if more == "text":
         write_json_lines(tmp_path / "texts" / "b.jsonl", DOCUMENTS[:200])

@@ -117,6 +117,14 @@ def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
     assert held_documents(folder) == DOCUMENTS
 
 
+def test_a_separator_that_is_in_no_file_is_said(preparer: Preparer) -> None:
+    for number in range(3):
+        (preparer.path / f"{number}.txt").write_text(DOCUMENTS[number])
+    done = preparer.result("[012].txt", "out", *SMALL, "--document-separator", "@@", "--validation-fraction", "0.3")
+    assert done.stderr == "--document-separator divides no file: each is one document\n"
+    assert "the loss depends on this document alone\n" in done.stdout
+
+
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
     """The paths that a shell expands the glob to are read as text, too."""
     source = preparer.path / "src"

@@ -210,14 +210,14 @@ def test_damaged_notebooks_checkpoints(tmp_path: Path) -> None:
 
 def test_the_other_commands_take_it(tmp_path: Path) -> None:
     """A model loaded from a notebook's checkpoint gives the logits of the notebook's own model, and test_loss.py
-    measures the checkpoint's loss."""
+    measures the checkpoint's loss on the dataset that the run's train.json names."""
     shop, notebook, folder = workshop(tmp_path, tie_weights=True)
     files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
     model = load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu"))
     tokens = torch.arange(16)[None]
     with torch.no_grad():
         assert (model(tokens) - notebook.model(tokens)).abs().max() < 1e-5
-    printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", "local/letters").stdout
+    printed = shop.script("test_loss.py", str(shop.datasets), *files).stdout
     assert printed.startswith("Loss on the test split: ")
 
 

@@ -48,7 +48,7 @@ def test_points_of_a_file(tmp_path: Path) -> None:
     [
         ("", "is empty; its first line must name the columns parameters, flops, loss"),
         ("parameters,flops,loss\n", "has no points"),
-        ("parameters,flops,loss\n1e6,6e15,nan\n", "has no points"),
+        ("parameters,flops,loss\n1e6,6e15,nan\n", "no loss is finite"),
         ("name,loss,token,flops,parameters\n", "column token: unknown; did you mean tokens?"),
         ("n,d,l\n1,2,3\n", "column parameters: missing; there are: n, d, l"),
         ("parameters,flops,loss,loss\n1,2,3,4\n", "a column is named twice"),

@@ -349,6 +349,15 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
         "  validation_batches: 3 -> 2",
         "  learning_rate: 0.0015 -> 0.003",
     ]
+    shop.add_run("warm", warmup_steps=20)
+    warm = command(shop, "derive_run.py", "warm", "short-warm", *derived[3:]).stdout
+    assert warm.endswith("  warmup_steps: 20 -> 1\n"), "of 6"
+    given = command(shop, "derive_run.py", "warm", "own", *derived[3:], "--set", "warmup_steps=5").stdout
+    assert given.endswith("  warmup_steps: 20 -> 5\n")
+    large = command(shop, "derive_run.py", "base", "large", *derived[3:], "--set", "microbatch_size=5")
+    assert "the validation split of local/small is too short: wanted 81 tokens" in large.stderr
+    four = command(shop, "derive_run.py", "base", "four", *derived[3:], "--set", "microbatch_size=4")
+    assert "validation_batches: 3 -> 1" in four.stdout
     (folder / "validation.safetensors").unlink()
     derived[2] = "without"
     assert command(shop, *derived).status == 0

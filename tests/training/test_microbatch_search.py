@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -302,6 +303,16 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, ranks: int, given: f
     assert "Max microbatch size" not in result.stdout
     words = rf"error: not even a microbatch of 1 fits in {given:.2f} GiB, of which .*; use a smaller model "
     assert re.fullmatch(rf"{words}or context, or raise --memory-limit-gib", result.error_lines[0])
+
+
+def test_memory_that_the_program_has_already_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit below the program's own memory is refused even if the system's limit stops nothing, as when steps find
+    room in memory that was freed before."""
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    shop = InProcess(tmp_path)
+    shop.add_dataset(tokens=400)
+    shop.add_run()
+    assert "not even a microbatch of 1 fits in 0.01 GiB" in shop.attempt("-f", "--memory-limit-gib", "0.01").stderr
 
 
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:

@@ -109,7 +109,10 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
 
     def train(path: Path) -> None:
-        train_bpe(iter(sample_texts(source, form, rules)), options["train_tokenizer"], path)
+        texts = sample_texts(source, form, rules)
+        if not texts:
+            raise UserError(f"{source.name}: no documents with text to train a tokenizer on")
+        train_bpe(iter(texts), options["train_tokenizer"], path)
 
     place = bring_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if options["train_tokenizer"] else None)
     size = sum(file.size for file in source.files)
@@ -131,6 +134,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     empty = journal.here.empty
     if not journal.here.total.documents:
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
+    if separator and journal.here.total.documents + empty <= len(source.files):
+        print("--document-separator divides no file: each is one document", file=sys.stderr, flush=True)
     _arrange(text, drawn, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     return journal.splits, tokenizer, made_from

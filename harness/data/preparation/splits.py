@@ -27,6 +27,7 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import replace_text, sha256, sync
+from harness.common.messages import document_count
 from harness.data.preparation.stream import (
     DOCUMENTS_PER_READ,
     HEADER_BYTES,
@@ -172,7 +173,7 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
             is_train = split.name not in shares  # train gets the rest, and has no fraction of its own
             change = "smaller fractions for other splits" if is_train else f"a larger --{split.name}-fraction"
             raise UserError(
-                f"{split.name} would be empty: there are {size.documents:,} documents with {size.tokens:,} tokens; "
+                f"{split.name} would be empty: there are {size.tokens:,} tokens, {document_count(size.documents)}; "
                 f"give more text, or {change}, and --restart"
             )
     return splits
@@ -180,9 +181,9 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position after `start` that follows the end of a line or of a document, or `start` if there is
-    none within LINE_END_SEARCH tokens."""
+    none within LINE_END_SEARCH tokens. The last line end is left out, because no text follows it."""
     for at, token in enumerate(stream.read(start, LINE_END_SEARCH).tolist(), start + 1):
-        if at < stream.size.tokens and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
+        if at < stream.size.tokens - 1 and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
             return at
     return start
 

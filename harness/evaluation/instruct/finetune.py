@@ -134,7 +134,10 @@ def fine_tune(
     if cut := sum(map(len, parts)) - len(train) - len(validation):
         click.echo(f"{cut:,} instructions leave no room for an answer in {context_length:,} tokens, and are left out")
     if not train or not validation:
-        raise UserError("in the training or the validation part, no answer fits the model's context length")
+        raise UserError(
+            "in the training or the validation part, no answer fits the model's context length; give a model with a "
+            "longer context_length, or other --data"
+        )
     device = next(model.parameters()).device
     precision = Precision.resolve("auto", device)
     torch.manual_seed(settings.seed)  # dropout
