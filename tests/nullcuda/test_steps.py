@@ -22,11 +22,10 @@ EXPERTS: dict[str, Any] = {"n_layers": 2, "moe": {"num_experts": 4, "num_active_
 # those of the shipped runs.
 CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any], int]] = {
     "gpt-2 on H100s": ("8xh100m80", 90, 8, TWO_LAYERS, EAGER, 825),
-    "gpt-2 on B200s": ("8xb200m160", 100, 8, TWO_LAYERS, EAGER, 1761),
     "in fp16": ("8xa100m40", 80, 8, TWO_LAYERS, EAGER | {"precision": "fp16"}, 509),
     "deterministic": ("8xh100m80", 90, 8, TWO_LAYERS, EAGER | {"deterministic": True}, 1623),
     "with activation checkpointing": ("8xh100m80", 90, 1, TWO_LAYERS, EAGER | {"activation_checkpointing": True}, 865),
-    "experts": ("8xh100m80", 90, 8, EXPERTS, EAGER, 1017),
+    "experts on B200s": ("8xh100m80", 100, 8, EXPERTS, EAGER, 1017),
     "gpt-2 on H100s, compiled": ("8xh100m80", 90, 8, TWO_LAYERS, COMPILED, 165),
     "the fast model on A100s, compiled": ("8xa100m40-fast", 80, 8, TWO_FAST_LAYERS, COMPILED, 255),
     "the quickstart's model, compiled": ("quickstart", 90, 1, {}, COMPILED, 337),
