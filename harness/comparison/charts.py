@@ -155,10 +155,10 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     the axis's unit. Raises UserError for the axis "dollars" if the run's price per hour is not known, and for "flops"
     if its model's FLOPs per token are not known."""
     if axis == "dollars":
-        price = record.train.get("price_per_hour")
-        if not isinstance(price, int | float):
+        dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
+        if dollars is None or not seconds:
             raise UserError('train.json has no "price_per_hour", so its losses cannot be drawn over dollars')
-        return "seconds", price / 3600
+        return "seconds", dollars / seconds  # on average, if the price has changed
     if axis == "flops":
         if record.shape is None:
             raise UserError("FLOPs per token are not known")

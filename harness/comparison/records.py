@@ -38,7 +38,7 @@ StateWord = Literal[
 # The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
 # when the run has failed or was pruned.
 SWEEP_MARK = re.compile(
-    r"\$ .* UTC(?:, 1 of \d+ groups)?|# took [\d.]+ s|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
+    r"\$ .* UTC(?:, 1 of \d+ groups)?|# took \d+\.\d s|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
 )
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
@@ -192,15 +192,15 @@ class RunRecord:
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta
-        dollars = cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
-        if price and meta and meta.dollars and not self.summary:
-            later = max(0.0, self.seconds["total"] - sum(meta.seconds.values()))
-            return {**meta.dollars, "total": sum(meta.dollars.values()) + cost(later, price)}
-        return dollars
+        price = price if isinstance(price, int | float) else None
+        if self.summary or meta is None or not meta.dollars:
+            return cost_by_phase(self.seconds, price) or {}
+        later = max(0.0, self.seconds.get("total", 0.0) - sum(meta.seconds.values()))
+        return {**meta.dollars, "total": sum(meta.dollars.values()) + cost(later, price or 0.0)}
 
     @property
     def changes(self) -> list[str]:
-        """What changed while the run was trained (see `RunSummary.changes`). Empty for an unfinished run."""
+        """The changes made while the run was trained (see `RunSummary.changes`). Empty without a summary."""
         return self.summary.changes if self.summary else []
 
     def recorded(self, key: str) -> Any:

@@ -432,7 +432,7 @@ def table_json(table: RunsTable) -> dict[str, Any]:
                 "state": record.state.word,
                 "detail": record.state.detail,
                 "problems": list(record.problems),
-                "changed": record.changes,
+                "changes": record.changes,
                 "values": {
                     column.key: {"value": cell.value, "reported": cell.is_reported, "remark": cell.remark}
                     for column in table.columns

@@ -86,11 +86,22 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [change for change in changes if change]
 
 
+# Keys whose change when a run is resumed does not change its losses. Some decide only when a checkpoint is saved, and
+# which one is the best; initial_weights are read only at the start; the keys of the global batch are compared by the
+# accumulation steps that they give.
+WITHOUT_CHANGE = {
+    *("validation_interval", "validation_batches", "start_val_token", "checkpoint_interval", "initial_weights"),
+    *("global_batch_size", "gradient_accumulation_steps"),
+}
+
+
 def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the changes since a checkpoint that affect the result of training, each as "key: old -> new after global
-    step N". `train` is train.json now, and `here` has today's values of keys of meta.json, such as `device`. A value
-    that the checkpoint does not record counts as the same."""
-    ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING)} - {"residual_precision"}
+    """Return the changes since a checkpoint that affect the losses, each as "key: old -> new after global step N".
+    `train` is train.json now, and `here` has today's values of keys of meta.json, such as `device` and
+    `accumulation_steps`, which both keys of the global batch determine. A value that the checkpoint does not record
+    counts as the same."""
+    ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *WITHOUT_CHANGE}
+    ignored -= {"residual_precision"}
     scale = train["scale_with_batch"] or {}
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
     if not depends_on_length and not scale.get("reference_train_tokens"):

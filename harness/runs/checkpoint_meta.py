@@ -22,7 +22,7 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
-from harness.runs.throughput import Measured, same_kernels
+from harness.runs.throughput import Measured, cost_by_phase, same_kernels
 
 OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the notebook's program may lack it
 
@@ -32,7 +32,7 @@ OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
-Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Dollars = Annotated[float, Field(ge=0, lt=1e12)]
 WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
@@ -213,6 +213,13 @@ class CheckpointMeta(Progress):
             # have spent some of the seconds. So the measurement of the speed restarts here.
             state.measure_from_here(self.seconds.get("training", 0.0))
         return state
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Dollars by phase, as recorded or, in a checkpoint of an earlier version, at the price of its train.json.
+        Empty without a price."""
+        price = self.train.get("price_per_hour")
+        return self.dollars or cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
     @property
     def due(self) -> str | None:

@@ -117,7 +117,7 @@ def summarise(
     import torch
 
     # A run without benchmarks has no seconds of benchmarks in its summary.
-    seconds = {phase: time for phase, time in seconds.items() if time or phase != "benchmarks"}
+    seconds = {phase: took for phase, took in seconds.items() if took or phase != "benchmarks"}
     spent = None if dollars is None else {phase: round(dollars.get(phase, 0.0), 6) for phase in seconds}
     total = sum(seconds.values())
     measured = state.measured(seconds["training"])
@@ -125,7 +125,7 @@ def summarise(
     mfu = None if rate is None else throughput.mfu(rate / layout.world_size)
     return RunSummary(
         run=run,
-        seconds={**{phase: round(time, 3) for phase, time in seconds.items()}, "total": round(total, 3)},
+        seconds={**{phase: round(took, 3) for phase, took in seconds.items()}, "total": round(total, 3)},
         tokens_seen=state.tokens_seen,
         trained_tokens=state.trained_tokens,
         tokens_per_second=None if rate is None else round(rate, 1),

@@ -38,7 +38,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
-TIME_MARK = re.compile(r"^# took ([\d.]+) s$", re.MULTILINE)  # written by `SweepRunner._end`
+TIME_MARK = re.compile(r"^# took (\d+\.\d) s$", re.MULTILINE)  # written by `SweepRunner._end`
 NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
 Group = tuple[str, dict[str, str]]  # devices that train one run at a time: name, environment variables

@@ -25,12 +25,11 @@ class Clock:
 
     def add(self, seconds: dict[str, float], dollars: dict[str, float]) -> None:
         """Add the seconds and dollars by phase that the run took before it was resumed. If `dollars` is empty, the
-        seconds cost today's price."""
+        seconds cost today's price, if there is one."""
         for phase in self.seconds:
             self.seconds[phase] += seconds.get(phase, 0.0)
-        if dollars and self.price_per_hour is not None:
-            for phase, spent in dollars.items():
-                self._price_changes[phase] = spent - cost(seconds.get(phase, 0.0), self.price_per_hour)
+        for phase, spent in dollars.items():
+            self._price_changes[phase] = spent - cost(seconds.get(phase, 0.0), self.price_per_hour or 0.0)
 
     def enter(self, phase: str) -> str:
         """Count time for `phase` from now on. Returns the previous phase."""
@@ -53,12 +52,12 @@ class Clock:
         return dict(self.seconds)
 
     def spent(self) -> dict[str, Any]:
-        """Return the "seconds" of each phase up to now and, if there is a price, the "dollars", as checkpoints record
-        them."""
+        """Return the "seconds" of each phase up to now and, if there is or was a price, the "dollars", as checkpoints
+        record them."""
         seconds, price, changes = self.now(), self.price_per_hour, self._price_changes
-        if price is None:
+        if price is None and not changes:
             return {"seconds": seconds}
-        dollars = {phase: cost(time, price) + changes.get(phase, 0.0) for phase, time in seconds.items()}
+        dollars = {phase: cost(took, price or 0.0) + changes.get(phase, 0.0) for phase, took in seconds.items()}
         return {"seconds": seconds, "dollars": dollars}
 
     @property

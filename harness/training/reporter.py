@@ -36,7 +36,7 @@ from harness.runs.metrics import (
     ValidationEvent,
 )
 from harness.runs.summary import read_summary, summarise, write_summary
-from harness.runs.throughput import Throughput, cost, cost_by_phase, peak_flops
+from harness.runs.throughput import Throughput, cost, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.startup import PreparedRun
@@ -300,7 +300,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
-        dollars=meta.dollars or cost_by_phase(meta.seconds, prepared.experiment.config.price_per_hour),
+        dollars=meta.costs or None,
         throughput=throughput_on(prepared, device),
         device=device,
         peak_memory_gib=None,  # the peak of the process that trained was lost with it

@@ -110,7 +110,7 @@ def prepare(
     is_from_notebook = meta is not None and meta.is_from_notebook
     if path and meta:
         meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
-        clock.add(meta.seconds, meta.dollars)
+        clock.add(meta.seconds, meta.costs)
     # make_plan and check_disk also check the run: they raise for short data, unknown tokens, a long warm-up or a full
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
@@ -120,7 +120,10 @@ def prepare(
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
-    changed = [*meta.changed, *changes_of_result(meta, experiment.provenance(dataset).train, here)] if meta else []
+    here["accumulation_steps"] = layout.accumulation_steps
+    changed = [*meta.changed] if meta else []
+    if meta and not plan.position.is_finished:
+        changed += changes_of_result(meta, experiment.provenance(dataset).train, here)
     return PreparedRun(
         experiment,
         dataset,

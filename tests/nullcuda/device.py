@@ -38,9 +38,10 @@ def _headers() -> Path | None:
 @cache
 def build() -> Path:
     """Return the folder of the built device, which is built again only if its sources change."""
-    key = sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+    header = (_headers() or HERE) / "cuda_runtime_api.h"
+    key = sha256(b"".join(path.read_bytes() for path in (header, *(HERE / name for name in SOURCES)))).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"nullcuda-{os.getuid()}-{key}"
-    if (folder / LIBRARY).exists():
+    if (folder / LIBRARY).exists() and folder.stat().st_uid == os.getuid():
         return folder
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     common = ["-w", "-O1", "-fPIC"]

@@ -1,9 +1,10 @@
 // CUDA's runtime for a device that computes nothing. Memory is counted, and refused as on a card of NULLCUDA_GIB; it is
-// reserved address space, so that what nobody touches takes no memory of this machine. Copies are made unless
-// NULLCUDA_COPY_BYTES says up to which size. Kernels and waits are counted.
+// reserved address space, so that what nobody touches takes no memory of this machine. Copies to and from the host are
+// made. Kernels and waits are counted.
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,7 +24,7 @@ double number(const char* variable, double otherwise) {
 }
 int capability() { return int(number("NULLCUDA_SM", 90)); }
 size_t total() { return size_t(number("NULLCUDA_GIB", 79.1) * GIB); }
-size_t context() { return size_t(number("NULLCUDA_CONTEXT_GIB", 0.5) * GIB); }
+size_t context() { return GIB / 2; }  // what CUDA itself takes of a card
 
 struct Device {
     std::mutex lock;
@@ -31,7 +32,8 @@ struct Device {
     std::unordered_map<std::string, long> launched;      // number of launches, by the kernel's name
     std::map<char*, size_t> blocks, pinned;              // allocations on the device and of pinned memory: bytes
     size_t used = 0, peak = 0, pinned_bytes = 0;
-    long launches = 0, allocations = 0, to_host = 0, pageable_to_host = 0, to_device = 0, waits = 0, event_waits = 0;
+    long launches = 0, allocations = 0, to_host = 0, pageable_to_host = 0, to_device = 0;
+    std::atomic<long> waits{0}, event_waits{0};
 };
 Device& device() {  // never destroyed: kernels are registered before main, and torch frees memory after it
     static Device* only = new Device;
@@ -54,7 +56,7 @@ void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
         if (kind == cudaMemcpyHostToDevice) d.to_device++;
     }
     if (kind == cudaMemcpyDeviceToDevice && bytes > 65536) return;  // no kernel reads it
-    if (bytes <= size_t(number("NULLCUDA_COPY_BYTES", 1e18))) memcpy(to, from, bytes);
+    memcpy(to, from, bytes);
 }
 
 thread_local int current = 0;
@@ -124,7 +126,7 @@ void null_launched(const char* path) {
 
 // Devices
 
-cudaError_t cudaGetDeviceCount(int* count) { *count = int(number("NULLCUDA_DEVICES", 1)); return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) { *count = 1; return cudaSuccess; }
 cudaError_t cudaGetDevice(int* index) { *index = current; return cudaSuccess; }
 cudaError_t cudaSetDevice(int index) { current = index; return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { *version = 13020; return cudaSuccess; }

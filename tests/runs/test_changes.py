@@ -85,6 +85,8 @@ def test_settings_that_may_change() -> None:
     ("change", "here", "recorded"),
     [
         ({"learning_rate": 0.006, "compile": False, "keep_checkpoints": 3}, {}, ["learning_rate: 0.0004 -> 0.006"]),
+        ({"validation_interval": 7, "gradient_accumulation_steps": 3}, {}, []),  # compared as accumulation_steps
+        ({}, {"accumulation_steps": 3}, ["accumulation_steps: 1 -> 3"]),
         ({"residual_precision": "bf16"}, {}, ['residual_precision: "fp32" -> "bf16"']),
         ({"precision": "fp32"}, {}, []),
         ({}, {"precision": "bf16", "world_size": 2}, ["world_size: 1 -> 2", 'precision: "fp32" -> "bf16"']),
@@ -96,8 +98,8 @@ def test_settings_that_may_change() -> None:
     ids=str,
 )
 def test_changes_of_the_result_are_recorded(change: dict[str, Any], here: dict[str, Any], recorded: list[str]) -> None:
-    meta = meta_of(provenance()).model_copy(update={"world_size": 1, "precision": "fp32"})
-    today = {"world_size": 1, "device": "CPU", "precision": "fp32"} | here
+    meta = meta_of(provenance()).model_copy(update={"world_size": 1, "accumulation_steps": 1, "precision": "fp32"})
+    today = {"world_size": 1, "accumulation_steps": 1, "device": "CPU", "precision": "fp32"} | here
     found = changes_of_result(meta, provenance(train=change).train, today)
     assert len(found) == len(recorded)
     for text in recorded:

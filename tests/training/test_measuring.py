@@ -205,3 +205,10 @@ def test_the_clock_counts_each_second_once() -> None:
     assert seconds["training"] == pytest.approx(100, abs=0.1)
     assert sum(seconds.values()) == pytest.approx(clock.total, abs=0.1)
     assert clock.spent().keys() == {"seconds"}, "there is no price"
+
+
+@pytest.mark.parametrize("price", [None, 0.0, 36.0])
+def test_earlier_seconds_keep_their_price(price: float | None) -> None:
+    clock = Clock(price)
+    clock.add({"training": 100.0}, {"training": 7.0})
+    assert clock.spent()["dollars"]["training"] == pytest.approx(7.0)

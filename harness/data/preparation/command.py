@@ -134,7 +134,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     empty = journal.here.empty
     if not journal.here.total.documents:
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
-    if separator and journal.here.total.documents + empty <= len(source.files):
+    if separator and journal.here.total.documents <= len(source.files) - empty:
         print("--document-separator divides no file: each is one document", file=sys.stderr, flush=True)
     _arrange(text, drawn, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
