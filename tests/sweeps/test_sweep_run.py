@@ -473,7 +473,9 @@ def test_a_real_run_that_reports_no_more_is_stopped_with_a_checkpoint(shop: Work
     latest = shop.runs / "s-seed1" / "checkpoints" / "latest"
     assert latest.resolve().name.endswith(f"-iteration-{stopped[1]}")
     seconds = read_json_object(latest / "meta.json")["seconds"]
-    assert status_of(sweep.runs[0]).dollars == pytest.approx(10 * sum(seconds.values())), "the last report cost less"
+    # A run that was stopped after the step of its first checkpoint has a later line about that checkpoint.
+    took = max(sum(seconds.values()), metrics(shop.runs / "s-seed1")[-1]["seconds"])
+    assert status_of(sweep.runs[0]).dollars == pytest.approx(10 * took), "the last report cost less"
 
 
 def test_a_second_sweep_of_the_same_name_is_refused(shop: Workshop) -> None:
