@@ -217,6 +217,8 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     to_start = ranks_to_start(options.processes)
     found = RunDirectory.find(options.runs_dir, run)
     experiment = Experiment.load(found, datasets_dir)
+    if options.restart:
+        experiment.check_restart()
     experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
     if options.plan:
         from harness.planning.plan import print_plan

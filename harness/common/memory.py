@@ -87,7 +87,7 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:
     """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA). Raises
-    MemoryError if the process has more already, because it could go on in freed parts of that memory."""
+    MemoryError if the process has more already: the limit would not stop it from using memory that it has freed."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux takes 0 for no limit
     if usable < _status_bytes("VmData"):

@@ -89,7 +89,7 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 # Keys whose change when a run is resumed does not change its losses. Some decide only when a checkpoint is saved, and
 # which one is the best; initial_weights are read only at the start; the keys of the global batch are compared by the
 # accumulation steps that they give.
-WITHOUT_CHANGE = {
+IRRELEVANT_TO_LOSSES = {
     *("validation_interval", "validation_batches", "start_val_token", "checkpoint_interval", "initial_weights"),
     *("global_batch_size", "gradient_accumulation_steps"),
 }
@@ -100,7 +100,7 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
     `train` is train.json now, and `here` has today's values of keys of meta.json, such as `device` and
     `accumulation_steps`, which both keys of the global batch determine. A value that the checkpoint does not record
     counts as the same."""
-    ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *WITHOUT_CHANGE}
+    ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}
     scale = train["scale_with_batch"] or {}
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
@@ -148,23 +148,25 @@ class Experiment:
         return experiment
 
     def check_together(self) -> None:
-        """Raise UserError if model.json, train.json and the run's folder contradict each other, although each of the
-        files is valid."""
+        """Raise UserError if model.json and train.json contradict each other, although each of them is valid."""
         if self.model.tie_weights and self.config.head_learning_rate is not None:
             raise UserError(
                 f'{self.run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the '
                 'token embedding; use "embedding_learning_rate"'
             )
+        if self.model.moe is None and self.config.moe_router_loss_scale is not None:
+            raise UserError(
+                f'{self.run.train_json}: key "moe_router_loss_scale": belongs with "moe" in model.json; remove it, or '
+                'give "moe"'
+            )
+
+    def check_restart(self) -> None:
+        """Raise UserError if --restart would move the file `initial_weights` aside before training reads it."""
         weights, own = self.initial_weights, os.path.realpath(self.run.checkpoints)
         if weights is not None and weights.is_file() and weights.resolve().is_relative_to(own):
             raise UserError(
                 f'{self.run.train_json}: key "initial_weights": in the run\'s own checkpoints, which --restart moves '
                 "away; copy the file out of them first"
-            )
-        if self.model.moe is None and self.config.moe_router_loss_scale is not None:
-            raise UserError(
-                f'{self.run.train_json}: key "moe_router_loss_scale": belongs with "moe" in model.json; remove it, or '
-                'give "moe"'
             )
 
     @property

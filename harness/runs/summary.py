@@ -76,8 +76,8 @@ class RunSummary(BaseModel):
 
     @property
     def changes(self) -> list[str]:
-        """Return `changed`, and before it the number of tokens that another program trained, if any. A run for which
-        this is not empty was not trained with one setting throughout."""
+        """The changes in `changed`, and before them the number of tokens that another program trained, if any. Empty
+        for a run that kept its settings from its first step to its last."""
         seen, trained = self.tokens_seen or 0, self.trained_tokens
         foreign = 0 if trained is None else seen - trained
         return [*([f"another program trained the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]

@@ -223,6 +223,7 @@ def test_a_start_that_a_restart_moves_away(trained: Workshop) -> None:
     before = tree(trained.path)
     refused(trained.attempt("--restart"), 'r/train.json: key "initial_weights"', "copy the file out of them first")
     unharmed(trained, before)
+    assert trained.attempt().status == 0, "a run that is resumed does not read them"
 
 
 def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:

@@ -82,18 +82,14 @@ def environment(*, gib: float = 79.1, sm: int = 90, **more: str) -> dict[str, st
 
 @dataclass(frozen=True)
 class Numbers:
-    """Counts since the last `reset`, and the device's memory."""
+    """Counts since the last `reset`."""
 
     launches: int
     allocations: int
     to_host: int  # copies from the device
-    pageable_to_host: int  # those of them into memory that is not pinned
     to_device: int
     waits: int
     event_waits: int
-    used: int  # bytes
-    peak: int  # bytes, since the process began
-    pinned: int  # bytes of pinned memory on the host
 
     @classmethod
     def now(cls) -> Numbers:

@@ -31,8 +31,8 @@ struct Device {
     std::unordered_map<const void*, std::string> names;  // of kernels, by the host's function
     std::unordered_map<std::string, long> launched;      // number of launches, by the kernel's name
     std::map<char*, size_t> blocks, pinned;              // allocations on the device and of pinned memory: bytes
-    size_t used = 0, peak = 0, pinned_bytes = 0;
-    long launches = 0, allocations = 0, to_host = 0, pageable_to_host = 0, to_device = 0;
+    size_t used = 0;
+    long launches = 0, allocations = 0, to_host = 0, to_device = 0;
     std::atomic<long> waits{0}, event_waits{0};
 };
 Device& device() {  // never destroyed: kernels are registered before main, and torch frees memory after it
@@ -52,7 +52,7 @@ void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     Device& d = device();
     {
         std::lock_guard<std::mutex> guard(d.lock);
-        if (kind == cudaMemcpyDeviceToHost) d.to_host++, d.pageable_to_host += !has(d.pinned, to);
+        if (kind == cudaMemcpyDeviceToHost) d.to_host++;
         if (kind == cudaMemcpyHostToDevice) d.to_device++;
     }
     if (kind == cudaMemcpyDeviceToDevice && bytes > 65536) return;  // no kernel reads it
@@ -104,15 +104,14 @@ void null_reset() {
     Device& d = device();
     std::lock_guard<std::mutex> guard(d.lock);
     d.launched.clear();
-    d.launches = d.allocations = d.to_host = d.pageable_to_host = d.to_device = d.waits = d.event_waits = 0;
+    d.launches = d.allocations = d.to_host = d.to_device = d.waits = d.event_waits = 0;
 }
 
 // In the order of the fields of `Numbers` in device.py.
 void null_numbers(long* n) {
     Device& d = device();
     std::lock_guard<std::mutex> guard(d.lock);
-    n[0] = d.launches, n[1] = d.allocations, n[2] = d.to_host, n[3] = d.pageable_to_host, n[4] = d.to_device;
-    n[5] = d.waits, n[6] = d.event_waits, n[7] = d.used, n[8] = d.peak, n[9] = d.pinned_bytes;
+    n[0] = d.launches, n[1] = d.allocations, n[2] = d.to_host, n[3] = d.to_device, n[4] = d.waits, n[5] = d.event_waits;
 }
 
 // Writes a line for each kernel: number of launches, tab, name.
@@ -181,7 +180,6 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     if (reserved == MAP_FAILED) return cudaErrorMemoryAllocation;
     d.blocks[(char*)reserved] = rounded;
     d.used += rounded;
-    if (d.used > d.peak) d.peak = d.used;
     *memory = reserved;
     return cudaSuccess;
 }
@@ -203,7 +201,6 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     if (!*memory) return cudaErrorMemoryAllocation;
     d.pinned[(char*)*memory] = bytes;
-    d.pinned_bytes += bytes;
     return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** memory, size_t bytes) { return cudaHostAlloc(memory, bytes, 0); }
@@ -212,7 +209,6 @@ cudaError_t cudaFreeHost(void* memory) {
     std::lock_guard<std::mutex> guard(d.lock);
     auto block = d.pinned.find((char*)memory);
     if (block == d.pinned.end()) return cudaSuccess;
-    d.pinned_bytes -= block->second;
     d.pinned.erase(block);
     free(memory);
     return cudaSuccess;
@@ -221,7 +217,6 @@ cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned) {
     Device& d = device();
     std::lock_guard<std::mutex> guard(d.lock);
     d.pinned[(char*)memory] = bytes;
-    d.pinned_bytes += bytes;
     return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {

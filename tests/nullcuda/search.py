@@ -11,21 +11,18 @@ from __future__ import annotations
 import gc
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from harness.common.libraries import configure_libraries
 from harness.common.memory import limit_memory
 from harness.distributed.world import World
 from harness.planning.experiment import Experiment
 from harness.training.batch_size_finder import MicrobatchSearcher
-from tests.nullcuda.steps import DEVICE, fake_world, load_experiment, measure
+from tests.nullcuda.steps import DEVICE, measure, requested
 
 CEILING = 4096
 
@@ -44,12 +41,7 @@ def forget() -> None:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    configure_libraries()
-    world = fake_world(asked.get("ranks", 1))
-    World.gather = lambda self, value: [value] * self.size  # type: ignore[method-assign]
-    experiment = load_experiment(Path(asked["folder"]) / asked["run"], asked.get("model", {}), asked.get("train", {}))
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    _, experiment, world = requested()
     dataset: Any = SimpleNamespace(split=lambda name: SimpleNamespace(read=lambda start, n: np.zeros(n, np.uint16)))
     search = MicrobatchSearcher(experiment, world, dataset, limit_memory(DEVICE, None, 1))
     found = search.find(CEILING)

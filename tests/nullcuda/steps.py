@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness.common.json_files import parse_config, read_json_object
 from harness.common.libraries import configure_libraries
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.model.config import load_model_config
+from harness.model.config import ModelConfig
 from harness.model.kernels import compute_deterministically
 from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
-from harness.runs.train_config import load_train_config
+from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
 from harness.training.step import OptimizerStep, build_training_step
 from harness.training.zero1 import StatePartition
@@ -39,23 +40,20 @@ from tests.nullcuda.device import Numbers, launched, reset
 DEVICE = torch.device("cuda", 0)
 
 
-def fake_world(ranks: int) -> World:
-    """Return the world of rank 0 of `ranks`. Objects that ranks send to each other come from this rank alone."""
+def requested() -> tuple[dict[str, Any], Experiment, World]:
+    """Return the request on the command line, its experiment, and the world of rank 0 of its ranks. An object that
+    ranks would send to each other is taken from this rank alone."""
+    request = json.loads(sys.argv[1])
+    configure_libraries()
+    folder, ranks = Path(request["folder"]) / request["run"], request.get("ranks", 1)
+    model = read_json_object(folder / "model.json") | request.get("model", {})
+    train = read_json_object(folder / "train.json") | request.get("train", {})
+    configs = parse_config(TrainConfig, train, folder), parse_config(ModelConfig, model, folder)
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    return World(0, 0, ranks, ranks, DEVICE)
-
-
-def load_experiment(folder: Path, model: dict[str, Any], train: dict[str, Any]) -> Experiment:
-    """Return the experiment of a run's folder with some settings changed."""
-    changed = folder.parent.parent / "changed" / folder.name
-    changed.mkdir(parents=True, exist_ok=True)
-    for name, changes in (("model.json", model), ("train.json", train)):
-        content = json.loads((folder / name).read_text()) | changes
-        (changed / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    config = load_model_config(changed / "model.json")
-    settings = load_train_config(changed / "train.json", has_experts=config.moe is not None)
-    return Experiment(RunDirectory(changed), settings, config, changed)
+    World.gather = lambda self, value: [value] * self.size  # type: ignore[method-assign]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
+    return request, Experiment(RunDirectory(folder), *configs, folder), World(0, 0, ranks, ranks, DEVICE)
 
 
 def build(experiment: Experiment, world: World) -> OptimizerStep:
@@ -63,7 +61,6 @@ def build(experiment: Experiment, world: World) -> OptimizerStep:
     config = experiment.config
     if config.deterministic:
         compute_deterministically()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
     step = build_training_step(experiment, config, world, partition=StatePartition(world.rank, world.size))
     if world.size > 1:
         step.model.register_comm_hook(None, exchange_nothing)  # type: ignore[operator]
@@ -100,10 +97,8 @@ def measure(experiment: Experiment, world: World, microbatches: Sequence[int]) -
             {
                 **asdict(Numbers.now()),
                 "allocated": torch.cuda.memory_allocated(),
-                "peak_allocated": torch.cuda.max_memory_allocated(),
                 "peak_reserved": torch.cuda.max_memory_reserved(),
                 "compiled": counters["stats"]["unique_graphs"] - graphs,
-                "graphs": counters["stats"]["unique_graphs"],
                 "breaks": sum(counters["graph_break"].values()),
             }
         )
@@ -111,14 +106,10 @@ def measure(experiment: Experiment, world: World, microbatches: Sequence[int]) -
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    configure_libraries()
-    world = fake_world(asked.get("ranks", 1))
-    World.gather = lambda self, value: [value] * self.size  # type: ignore[method-assign]
-    experiment = load_experiment(Path(asked["folder"]) / asked["run"], asked.get("model", {}), asked.get("train", {}))
-    for line in measure(experiment, world, asked.get("microbatches", [1, 1, 1])):
+    request, experiment, world = requested()
+    for line in measure(experiment, world, request.get("microbatches", [1, 1, 1])):
         print(json.dumps(line))
-    if asked.get("kernels"):
+    if request.get("kernels"):
         print(json.dumps(launched()))
 
 
