@@ -52,7 +52,7 @@ def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
     """The progress bar begins on a line below the first messages. The summary and the next commands have lines of their
     own, too."""
     master, name = terminal
-    shop.add_run(price_per_hour=10.32)
+    shop.add_run(price_per_hour=0.1)  # a minute costs less than half a cent
     finish(shop.start(ranks=1, prelude=ENTER.format(name=name)), expect=0, timeout=60)
     lines = screen(master)
     assert lines[0] == "r: starting 1 process"
