@@ -124,8 +124,8 @@ def test_a_change_during_training_makes_another_arm(summary: dict[str, Any]) -> 
 
 
 def test_another_precision_is_another_arm_and_noted() -> None:
-    """Runs with another precision are not counted as replicates, and a note says so. Even the same setting "auto" can
-    be another precision on another CPU of the same name."""
+    """Runs with another precision are not counted as replicates, and a note says so. "auto" can choose
+    different precisions on two CPUs that are recorded under one name ("x86_64 CPU")."""
     low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
     arms = arms_of(a={**low}, b={SEED: 1, **full}, x={"learning_rate": 0.003}, c={SEED: 2, **low}, d={SEED: 3, **full})
     assert [*arms.runs.values()] == [("a", "c"), ("b", "d"), ("x",)]

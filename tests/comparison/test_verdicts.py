@@ -182,8 +182,8 @@ def test_what_replicates_say_of_seeds() -> None:
 
 
 def test_more_text_is_advised_where_seeds_may_not_help() -> None:
-    """A note advises more text if text noise alone could explain a difference. Noise on windows that all runs of an arm
-    share is not reduced by more runs."""
+    """A note advises more text if text noise alone could explain a difference. If all runs of an
+    arm have the same error on each window of text, more runs do not reduce that error."""
     baseline, own = (window_losses(0, runs=3, seed=seed, by_seed=0.002) for seed in (4, 6))
     to_arm = np.random.default_rng(5).normal(0, 0.1, 400)
     shared = Arm("shared", own.losses, [each + to_arm - to_arm.mean() for each in own.windows or []])

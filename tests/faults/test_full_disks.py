@@ -78,8 +78,8 @@ class Fault:
 
 
 def survive(shop: Workshop, fault: Fault, file: str = "", straight: str = "straight", **changes: Any) -> None:
-    """Train on a small disk until the fault, and assert that all checkpoints are whole, and that the same command
-    reaches the same end once there is space."""
+    """Train on a small disk until the fault, and assert that all checkpoints are whole. On one rank, assert also that
+    the same command, run again without the fault, ends as the undisturbed run `straight` did."""
     reason = "Input/output error" if fault.room is None else "No space left on device"
     name = "-".join(map(str, vars(fault).values())).replace(" ", "")
     with shop_on_small_disk(shop, name) as small:
@@ -105,7 +105,7 @@ def survive(shop: Workshop, fault: Fault, file: str = "", straight: str = "strai
 
 
 @pytest.mark.fault(
-    "disk full in a save", "ends on all ranks; all checkpoints are whole; with space, resumed to the same end"
+    "disk full in a save", "ends on all ranks; all checkpoints are whole; once there is space, resumed to the same end"
 )
 @pytest.mark.fault("a broken disk", "an I/O error at any operation of a save ends the run; resumed to the same end")
 def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool) -> None:
@@ -144,7 +144,8 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "disk full when a line of metrics is written", "ends with metrics.jsonl named; with space, resumed to the same end"
+    "disk full when a line of metrics is written",
+    "ends with metrics.jsonl named; once there is space, resumed to the same end",
 )
 def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> None:
     """A run ends with one line if the disk is full when a line of metrics is written, and completes once there is
@@ -159,9 +160,11 @@ def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> Non
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "disk full while results are moved", "every checkpoint stays whole; with space, resumed to the same end"
+    "disk full while results are moved", "every checkpoint stays whole; once there is space, resumed to the same end"
 )
-@pytest.mark.fault("disk full when the summary is written", "ends with summary.json named; with space, it is written")
+@pytest.mark.fault(
+    "disk full when the summary is written", "ends with summary.json named; once there is space, it is written"
+)
 def test_disk_full_in_a_resumed_run(shop: Workshop, exhaustive: bool) -> None:
     """A killed run is resumed, and the disk becomes full. The run ends with one line and whole checkpoints, and
     completes once there is space. The disk becomes full while earlier results are moved aside or metrics.jsonl is cut,

@@ -23,7 +23,7 @@ def why_not() -> str | None:
     if not shutil.which("cc") or not shutil.which("c++"):
         return "needs a C and a C++ compiler (cc, c++)"
     if _headers() is None:
-        return "needs torch for CUDA, whose package triton has the headers"
+        return "needs a CUDA build of torch: its dependency triton has the headers"
     return None
 
 

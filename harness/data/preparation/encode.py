@@ -209,8 +209,8 @@ def encoder_processes(count: int) -> Iterator[Executor]:
             process.terminate()
         if isinstance(error, BrokenProcessPool):
             raise RunError(
-                "a tokenizing process has ended by itself (out of memory?); to continue, run the same command again "
-                "with fewer --workers"
+                "a tokenizing process ended unexpectedly (killed for lack of memory?); to continue, run the same "
+                "command again with fewer --workers"
             ) from None
         raise
     finally:
