@@ -17,8 +17,7 @@ from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import END_OF_TEXT
+from harness.data.tokenizers import END_OF_TEXT, load_tokenizer
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights

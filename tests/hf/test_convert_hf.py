@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
