@@ -21,7 +21,6 @@ from harness.common.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second name is Llama 3's
-SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
 TIKTOKEN_SUFFIX = ".tiktoken.json"
 # Text that a lossy tokenizer would change: white space, combining marks and ligatures (normalization), characters of
 # other scripts, and the name of the special token.
@@ -258,14 +257,12 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     """Train a byte-level BPE with exactly `vocab_size` tokens, of which token 0 is end-of-text, and save it as `path`.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
-    Raises UserError if `vocab_size` is below SMALLEST_VOCABULARY, if training on the texts yields fewer tokens, or if
-    the file cannot be written.
+    `vocab_size` is at least 257: every byte, and end-of-text. Raises UserError if training on the texts yields fewer
+    tokens, or OSError if the file cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(f"a byte-level vocabulary needs at least {SMALLEST_VOCABULARY} tokens, not {vocab_size}")
     backend: Any = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -279,7 +276,4 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise UserError(f"the text yields only {reached} tokens, not {vocab_size}; ask for {reached} or fewer")
-    try:
-        path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")
