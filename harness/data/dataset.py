@@ -193,8 +193,7 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     try:
         owner, short = check_dataset_name(name)
     except UserError as error:
-        near = neighbour(datasets_dir, name)
-        raise UserError(f"{error}" + (f"; did you mean {quoted(near)}?" if near else "")) from None
+        raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
@@ -202,19 +201,13 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     return datasets_dir / owner / short
 
 
-def neighbour(datasets_dir: Path, name: str) -> str | None:
-    """Return the name of the dataset on this machine that the user probably meant by `name`: a similar name, or `name`
-    with an owner in front. Return None if there is no such dataset."""
+def did_you_mean(datasets_dir: Path, name: str) -> str:
+    """Return the end of an error about a dataset that is not on this machine: `; did you mean "owner/name"?`, with the
+    name of a dataset that is. It is a similar name, or `name` with an owner in front. Return "" if there is none."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
-    return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
-
-
-def neighbour_remark(datasets_dir: Path, name: str) -> str | None:
-    """Return a "did you mean" remark if the dataset is not on this machine, but a dataset with a similar name is.
-    Return None otherwise."""
-    near = neighbour(datasets_dir, name)
-    return None if near in (None, name) else f'"{name}" is not in {datasets_dir}; did you mean "{near}"?'
+    near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
+    return "" if near in (None, name) else f'; did you mean "{near}"?'
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
