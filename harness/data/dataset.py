@@ -20,7 +20,6 @@ from harness.common.files import atomic_file, check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import nearest, quoted
 
-SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
 LONGEST_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
@@ -238,23 +237,16 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     if vocab_size > np.iinfo(tokens.dtype).max:
         return
     largest = _remembered_largest(dataset, tokens)
-    if largest >= vocab_size:
-        raise UserError(
-            f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
-            f'set "vocab_size" in model.json to at least {needed_vocabulary(dataset)}, '
-            "or use a dataset made with the model's tokenizer"
-        )
-
-
-def needed_vocabulary(dataset: Dataset) -> int:
-    """Return the smallest vocab_size that covers meta.json's vocab_size and eot_token and all token ids in the
-    splits."""
-    found = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
-    for split in SPLITS:
-        if dataset.has_split(split):
-            with suppress(UserError):  # training reports an unreadable file when it opens the file
-                found.append(_remembered_largest(dataset, dataset.split(split)) + 1)
-    return max(found)
+    if largest < vocab_size:
+        return
+    needed = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
+    for each in filter(dataset.has_split, ("train", "validation", "test")):
+        with suppress(UserError):  # training reports an unreadable file when it opens the file
+            needed.append(_remembered_largest(dataset, dataset.split(each)) + 1)
+    raise UserError(
+        f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
+        f'set "vocab_size" in model.json to at least {max(needed)}, or use a dataset made with the model\'s tokenizer'
+    )
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
