@@ -171,21 +171,9 @@ def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """Return the JSON Schema of a config class for editors. The schema also has the class's `other_keys`, which its
     loader accepts besides the names of its fields."""
     schema = kind.model_json_schema()
-    schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; no effect on the run."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # The loader checks that each replaceable field, or a key that replaces it, is given. The schema does not require
     # either of them.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
-
-
-def _written_out(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return the schema with each "$ref" replaced by its definition, so that parts of the schema can be used alone."""
-    if isinstance(schema, list):
-        return [_written_out(each, definitions) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    named = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}
-    rest = {key: value for key, value in schema.items() if key != "$ref"}
-    return {key: _written_out(value, definitions) for key, value in {**named, **rest}.items()}
