@@ -1,15 +1,19 @@
-"""Helpers for messages that quote what a user has written, and checks of such text."""
+"""Helpers for messages: quotations of what a user has written, checks of such text, and numbers with units."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 SHOWN_CHARACTERS = 60
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
+GIB = 2**30
+LEAST_CENTS = 2  # least number of decimal places of an amount of money
+SMALLEST_AMOUNT = 1e-9  # dollars; smaller amounts are shown as 0.00
 
 
 def quoted(value: Any) -> str:
@@ -52,6 +56,14 @@ def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> s
     """Return the first `most` names as one text, and the number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+def amount_text(dollars: float) -> str:
+    """Format dollars to the cent, or below ten cents to two significant digits, so that a small amount is not shown as
+    0.00: 0.0123 -> "0.012"."""
+    size = abs(dollars)
+    digits = 1 - math.floor(math.log10(size)) if SMALLEST_AMOUNT <= size < math.inf else LEAST_CENTS
+    return f"{dollars:,.{max(LEAST_CENTS, digits)}f}"
 
 
 def document_count(documents: int) -> str:

@@ -1,5 +1,5 @@
-"""Publication of a model on the Hugging Face Hub: upload of the exported folder and the files of the run that trained the
-model, and the model card, which is made from these files.
+"""Publication of a model on the Hugging Face Hub: the upload of its exported folder, and its model card. Both use the
+files of the run that trained the model.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     return upload(work, files, message, public=public, is_replaced=is_models)
 
 
-# The model card --------------------------------------------------------------------------------------------------------
+# The model card --------------------------------------------------------------------------------------------------
 
 
 def model_card(facts: ModelFacts) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
+from harness.common.messages import GIB
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, did_you_mean, is_present
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig
