@@ -227,7 +227,7 @@ def fetch_model(name: str) -> Path:
     hide_bars_from_files()
     by_hand = "give the path of a folder with the model's files"
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / "model"
-    work = HubWork(name, "model", cache, "its name", by_hand, "running the same command again resumes")
+    work = HubWork(name, "model", cache, "its name", by_hand)
     try:
         return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
     except UserError as error:

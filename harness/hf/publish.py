@@ -73,7 +73,6 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
         exported,
         "the repository's name",
         "export the model and upload the folder by hand",
-        "running the same command again sends what is missing",
         verb="write to",
     )
     files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
