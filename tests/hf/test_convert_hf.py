@@ -360,8 +360,10 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
     write_checkpoint(folder, small())
     (folder / "model.json").write_text(small().model_dump_json())
     for source, says in (
-        ("./nothing", "./nothing: no such folder, and not the name of a model"),
-        ("c/d/e", "c/d/e: no such folder, and not the name of a model"),
+        *(
+            (path, f'{path}: no such folder; tried as a model on the Hub: model "{path}": not a valid name on the Hugg')
+            for path in ("./nothing", "../nothing", "~/nothing", "/nothing", "c/d/e")
+        ),
         ("c/nothing", 'c/nothing: no such folder; tried as a model on the Hub: model "c/nothing": '),
         ("me/nothing", 'error: me/nothing: no such folder; tried as a model on the Hub: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
