@@ -54,52 +54,34 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        found = error.errors()
-    # A misspelled key is also missing under its right name. Report only the misspelling.
-    unknown = [str(fault["loc"][0]) for fault in found[:SHOWN_FAULTS] if _is_unknown_key(fault)]
-    meant = {_explain_unknown(key, kind)[0] for key in unknown}
-    replaces_a_field = not meant.isdisjoint(_suggested_others(kind))
-    found = [
-        fault for fault in found if fault["type"] != "missing" or not (replaces_a_field or fault["loc"][0] in meant)
-    ]
+        # A misspelled key comes before the keys that are missing, perhaps because of it.
+        found = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
     raise UserError(f"{path}: " + "; ".join(faults))
 
 
-def _is_unknown_key(fault: Any) -> bool:
-    """True if the fault is an unknown key at the top level of the file, not in a nested object."""
-    return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
-
-
-def _suggested_others(kind: type[BaseModel]) -> list[str]:
-    """Return the keys that are not deprecated among the class's `other_keys`, which its loader accepts besides the
-    names of its fields. The list is empty for a class without `other_keys`."""
-    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
-    return [key for key, schema in others.items() if not schema.get("deprecated")]
-
-
-def _explain_unknown(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
-    """Return the known key that the user probably meant by the unknown `key` (None if there is none), and the error
-    text for `key`."""
+def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
+    """Return the error text for an unknown key, with the known key that the user probably meant, if there is one."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
-            return None, f"belongs in {other.model_config.get('title')}"
+            return f"belongs in {other.model_config.get('title')}"
     if known := advice(key, kind.model_config.get("title") or ""):
         return known
-    near = nearest(key, [*kind.model_fields, *_suggested_others(kind)])
-    return near, "unknown" + (f'; did you mean "{near}"?' if near else "")
+    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
+    current = [name for name, schema in others.items() if not schema.get("deprecated")]
+    near = nearest(key, [*kind.model_fields, *current])
+    return "unknown" + (f'; did you mean "{near}"?' if near else "")
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
     # Pydantic's location of a fault also contains the types that it tried for a union. These are no keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and not part.startswith("literal[")))
-    if _is_unknown_key(fault):
-        return f"key {key}: {_explain_unknown(parts[0], kind)[1]}"
     if fault["type"] == "extra_forbidden":
-        return f"key {key}: unknown; remove it"
+        is_nested = len(parts) > 1
+        return f"key {key}: {'unknown; remove it' if is_nested else _explain_unknown(parts[0], kind)}"
     if fault["type"] == "missing":
         return f"key {key}: missing"
     if fault["type"] == "value_error":
