@@ -206,7 +206,7 @@ def did_you_mean(datasets_dir: Path, name: str) -> str:
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
-    return "" if near in (None, name) else f'; did you mean "{near}"?'
+    return "" if near in (None, name) else f"; did you mean {quoted(near)}?"
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
