@@ -226,7 +226,8 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("train.json", "summary.json", "reported.json"))
+    is_draft = path.name.startswith(".")
+    return not is_draft and any((path / f"{each}.json").is_file() for each in ("train", "summary", "reported"))
 
 
 def log_tail(run: RunDirectory) -> list[str]:

@@ -307,7 +307,7 @@ def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
     """Making runs removes the unfinished folder of a process that was killed while it made runs. That process had this
     one's pid, as happens in containers, or another pid."""
     for pid in (os.getpid(), 2**22 + 1):  # the latter is above Linux's largest pid
-        (shop.runs / f".s.partial-{pid}" / "s-seed2").mkdir(parents=True)
+        (shop.runs / f".s-seed2.partial-{pid}").mkdir()
     write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
     assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed1", "s-seed2"]
 
