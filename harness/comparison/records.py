@@ -33,13 +33,11 @@ from harness.runs.train_config import BUDGETS, load_train_config
 BELIEVED_SILENCE_SECONDS = 900.0
 
 StateWord = Literal[
-    "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
+    "finished", "going on", "stopped", "failed", "never trained", "not made", "damaged"
 ]  # in the order in which a sweep's status counts them
 # The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
-# when the run has failed or was pruned.
-SWEEP_MARK = re.compile(
-    r"\$ .* UTC(?:, 1 of \d+ groups)?|# took \d+\.\d s|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
-)
+# when the run has failed.
+SWEEP_MARK = re.compile(r"\$ .* UTC(?:, 1 of \d+ groups)?|# took \d+\.\d s|# failed with (exit status -?\d+)")
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
 
@@ -281,15 +279,10 @@ def _unfinished_state(
 
 
 def _last_end(run: RunDirectory) -> State | None:
-    """Return the state "failed" or "pruned" if sweep.log records that the run ended so after its last start. Returns
-    None if sweep.log records neither, or if the run was trained without a sweep afterwards."""
+    """Return the state "failed" if sweep.log records that the run failed after its last start. Returns None if it does
+    not, or if the run was trained without a sweep afterwards."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None
     marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
-    if not marks or marks[-1][1] is None:
-        return None
-    number = int(marks[-1][2])
-    if marks[-1][1] == "failed":
-        return State("failed", f"exit status {number}")
-    return State("pruned", f"at global step {number:,}")
+    return State("failed", marks[-1][1]) if marks and marks[-1][1] else None

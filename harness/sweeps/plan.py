@@ -44,11 +44,6 @@ class Status:
     said: str = ""
     dollars: float = 0.0
 
-    @property
-    def is_done(self) -> bool:
-        """True if the run needs no more training."""
-        return self.state in ("finished", "pruned")
-
 
 def status_of(run: DerivedRun) -> Status:
     """Return the status of a sweep's run. Its state is "not made" if the run has no folder, and "damaged" if the path
@@ -177,7 +172,7 @@ class SweepPlan:
     name: str
     planner: Planner
     count: int  # number of all runs, finished or not
-    done: str  # numbers of finished and pruned runs, as text
+    finished: int  # number of finished runs
     left: list[RunPlan]  # in the order of training
     refused: list[str]  # why some runs cannot be trained, one message per run
 
@@ -208,29 +203,29 @@ class SweepPlan:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is done and
-    no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else, or
-    if its files are damaged."""
+    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is finished
+    and no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else,
+    or if its files are damaged."""
     statuses = [status_of(run) for run in sweep.runs]
-    done = [each for each in statuses if each.is_done]
+    finished = sum(each.state == "finished" for each in statuses)
     plans: list[RunPlan] = []
     refused = [each.said for each in statuses if each.state == "damaged"]
     for each in statuses:
-        if not each.is_done and each.state != "damaged":
+        if each.state not in ("finished", "damaged"):
             try:
                 plans.append(planner.plan(each.run))
             except UserError as error:
                 refused.append(str(error))
-    if refused and not plans and not done:
+    if refused and not plans and not finished:
         raise UserError(refused[0])
-    return SweepPlan(sweep.name, planner, len(sweep.runs), count_states(done), plans, refused)
+    return SweepPlan(sweep.name, planner, len(sweep.runs), finished, plans, refused)
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     """Return the plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
     parts = [wrapped(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
-    if plan.done:
-        parts.append([f"{plan.done} already"])
+    if plan.finished:
+        parts.append([f"{plan.finished:,} finished already"])
     if plan.left:
         parts += [_table(plan), _speeds(plan.left), _totals(plan, runs_dir)]
     parts.append([line for reason in plan.refused for line in wrapped(f"Cannot be trained: {reason}")])

@@ -158,7 +158,7 @@ class SweepRunner:
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
-        self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
+        self.waiting = [each.run for each in statuses if each.state not in ("finished", "damaged")]
         # `dollars` has what each run has cost at the price of the whole machine. `spent` is what all runs have cost
         # together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
@@ -348,10 +348,10 @@ class SweepRunner:
         RunStopped if a signal ended the sweep. Raises RunError if runs have failed, have not been trained or are
         damaged."""
         statuses = [status_of(run) for run in self.runs]
-        unfinished = [each for each in statuses if not each.is_done]
+        unfinished = [each for each in statuses if each.state != "finished"]
         said = count_states(statuses)
         if not self.has_started_runs and not unfinished:
-            said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
+            said = "Nothing to do: all runs are finished"
         reason = f" ({self.reason})" if self.reason else ""
         say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
         if self.signal:

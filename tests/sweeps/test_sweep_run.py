@@ -308,16 +308,13 @@ def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -
     assert ended.error == str(RunStopped(int(number)))
 
 
-def test_a_pruned_run_is_done(shop: Workshop) -> None:
-    sweep = make(shop, vary={"eps": [4.0, 5.0]})
+def test_a_trial_that_an_earlier_version_pruned_is_trained_on(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
     add_summary(sweep.runs[0])
-    (shop.runs / "s-eps5.0" / "sweep.log").write_text("# pruned at global step 7\n")
-    (shop.runs / "s-eps5.0" / "sweep-attempts.json").write_text('{"attempts": []}')  # of an earlier version
-    ended = run(shop, sweep)
-    assert ended.said == []
-    assert (ended.end, ended.error) == (["", "Nothing to do: all runs are finished or pruned"], "")
-    planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
-    assert planned.endswith("\n1 finished, 1 pruned already\n")
+    (shop.runs / "s-seed2" / "sweep.log").write_text("# pruned at global step 7\n")
+    (shop.runs / "s-seed2" / "sweep-attempts.json").write_text('{"attempts": []}')
+    assert run(shop, sweep).error == ""
+    assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
 
 
 def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
