@@ -39,7 +39,6 @@ C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between 
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
 TIME_MARK = re.compile(r"^# took (\d+\.\d) s$", re.MULTILINE)  # written by `SweepRunner._end`
-NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
 Group = tuple[str, dict[str, str]]  # devices that train one run at a time: name, environment variables
 
@@ -258,7 +257,7 @@ class SweepRunner:
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process, whose output is appended to the run's sweep.log. If the operating system cannot
-        start the process, record that the run has failed, and leave its devices to the next run."""
+        start the process, say so, and leave the run's devices to the next run."""
         self.waiting.remove(run)
         name, variables = group = self.free.pop(0)
         try:
@@ -266,9 +265,7 @@ class SweepRunner:
         except OSError as error:
             self.free.append(group)
             place = f"{error.filename}: " if error.filename else ""
-            reason = f"cannot be started: {place}{error.strerror or error}"
-            say(f"{run.name}: failed, {reason}")
-            _note(run, f"error: {reason}", f"# failed with exit status {NOT_STARTED}")
+            say(f"{run.name}: failed, cannot be started: {place}{error.strerror or error}")
             return
         tokens, before, planned_dollars, expected = None, self.dollars[run.name], 0.0, ""
         if planned is not None and planned.plan.position is not None:

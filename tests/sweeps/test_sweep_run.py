@@ -164,10 +164,8 @@ def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch
     log.rmdir()
     python = shop.path / "no-python"
     monkeypatch.setattr(sys, "executable", str(python))
-    run(shop, sweep)
-    reason = f"error: cannot be started: {python}: No such file or directory"
-    assert log.read_text().endswith(f" UTC\n{reason}\n# failed with exit status 126\n")
-    assert status_lines([status_of(sweep.runs[0])])[-1] == f"    {reason}"
+    assert run(shop, sweep).said[0] == f"s-seed1: failed, cannot be started: {python}: No such file or directory"
+    assert log.read_text().endswith(" UTC\n"), "the command that was tried"
 
 
 def test_groups_run_at_the_same_time(shop: Workshop) -> None:
