@@ -163,7 +163,6 @@ class SweepRunner:
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
         self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
         self.attempts: list[Attempt] = []
-        self.has_started_runs = False
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
@@ -276,7 +275,6 @@ class SweepRunner:
         elif self.max_dollars is not None:
             say(f"{run.name}: its cost is not known yet; the run is stopped when the budget is spent")
         self.attempts.append(Attempt(run, group, process, tokens, before, before + planned_dollars))
-        self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -346,11 +344,8 @@ class SweepRunner:
         damaged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if each.state != "finished"]
-        said = count_states(statuses)
-        if not self.has_started_runs and not unfinished:
-            said = "Nothing to do: all runs are finished"
         reason = f" ({self.reason})" if self.reason else ""
-        say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
+        say("\n".join([f"\n{count_states(statuses)}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
         left = sum(each.state != "damaged" for each in unfinished)

@@ -124,7 +124,7 @@ def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
     assert (ended.end, ended.error) == (["", "2 finished"], "")
     ended = run(shop, sweep)
     assert ended.said == []
-    assert (ended.end, ended.error) == (["", "Nothing to do: all runs are finished"], "")
+    assert (ended.end, ended.error) == (["", "2 finished"], "")
 
 
 def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
@@ -434,7 +434,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     assert f" finished validation loss {loss:.3f}" in " ".join(sweep_command(shop, "status").stdout.split())
     load(shop, together=entries[:1])
     again = sweep_command(shop, "run", str(shop.datasets))
-    assert "Nothing to do: all runs are finished" in again.stdout
+    assert "\n1 finished\n" in again.stdout
     assert "sweep.log" not in again.stdout, "nothing is printed into it"
     assert f"test_loss.py {shop.datasets} s-seed1 --runs-dir" in again.stdout, "a pattern would name others"
     assert sweep_command(shop, "plan", str(shop.datasets)).stdout.endswith("1 finished already\n")
