@@ -23,9 +23,9 @@ LESS, MORE = True, False  # values of lower_is_better
 # Quantities whose reported numbers can be compared only within one source.
 SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}
 MEASURED_BY: dict[type[Result], str] = {
-    LossResult: "not measured by test_loss.py",
-    InstructionResult: "not judged by judge_ift.py",
-    BenchmarkResult: "not measured by evaluate_benchmarks.py",
+    LossResult: "no result of test_loss.py",
+    InstructionResult: "no result of judge_ift.py",
+    BenchmarkResult: "no result of evaluate_benchmarks.py",
 }
 MEASURED_TOO = "; measured, too: "  # in remarks, before the names of the other measured checkpoints
 UNKNOWN = "not recorded"
@@ -314,15 +314,11 @@ def _measurements(
         remark = f"of checkpoint {own} ({which})"
         if is_best:
             remark = f"{remark}{MEASURED_TOO}{', '.join(further)}" if further else ""
-        elif record.best is not None and record.results.has_unread(kind, record.best):
-            remark += ": a result of the best checkpoint cannot be read"
         else:
             remark += ": the best checkpoint has no comparable result"
         value, error = read(first) or (None, "")
         if value is not None:
             found.append(Measurement(value, basis, remark, error, first))
-    if not found and record.results.has_unread(kind):
-        return Inconclusive("its file in results/ cannot be read (another line names the file); measure again")
     return found or Inconclusive(MEASURED_BY[kind])
 
 

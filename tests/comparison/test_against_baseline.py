@@ -180,7 +180,7 @@ def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_
     assert found.notes == [
         f"lr-0.002-seed-3: not compared by test loss: {text}, in bf16",
         f"lr-0.002-seed-4: not compared by test loss: {text}, in fp32, tokenizer abababab",
-        "lr-0.002-seed-5, lr-0.002-seed-6: not compared by test loss: not measured by test_loss.py",
+        "lr-0.002-seed-5, lr-0.002-seed-6: not compared by test loss: no result of test_loss.py",
     ]
 
 
