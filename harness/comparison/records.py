@@ -64,7 +64,6 @@ class RunRecord:
     meta: CheckpointMeta | None = None  # of its latest checkpoint; None if the run has a summary
     results: Results = field(default_factory=Results)
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
-    trained_in: str = ""  # precision of these benchmarks
     reported: Reported | None = None
     best: str | None = None  # name of the checkpoint that the link `best` points to; None without such a link
     latest: str | None = None
@@ -113,11 +112,6 @@ class RunRecord:
         benchmarks = attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results = read_results(run)
         problems += results.problems
-        trained_in = str(train.get("precision"))
-        if benchmarks and trained_in == "auto":
-            saved = attempt(latest_meta)
-            device = summary.device if summary else saved.device if saved else None
-            trained_in = (saved.precision if saved else None) or f"auto on {device}"
         reported = attempt(lambda: read_reported(run))
         # os.path.realpath does not fail on a loop of links
         links = [Path(os.path.realpath(run.checkpoints / link)) for link in (BEST, LATEST)]
@@ -133,7 +127,6 @@ class RunRecord:
             meta=meta,
             results=results,
             benchmarks=tuple(benchmarks),
-            trained_in=trained_in,
             reported=reported,
             best=best,
             latest=latest,
