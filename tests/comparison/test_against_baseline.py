@@ -158,7 +158,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
         if measured == "test":
             run.test_loss(loss)
     found = compare_with("lr-0.001-seed-1", records(*runs))
-    lost = "a loss of lr-0.002 (lr-0.002-seed-3) is not finite"
+    lost = "the loss of lr-0.002-seed-3 is not finite"
     assert f"by {measured} loss on" in found.title
     assert [verdict.reason for verdict in found.verdicts] == [lost, "the loss of lr-0.1-seed-1 is not finite"]
     assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
