@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from harness.common.messages import abbreviated
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import as_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import validation_text
 from harness.runs.reported import Reported

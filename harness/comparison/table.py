@@ -13,8 +13,8 @@ from typing import Any
 
 from harness.common.errors import UserError, printable
 from harness.common.messages import abbreviated, nearest
+from harness.common.statistics import Inconclusive
 from harness.common.units import amount_text
-from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.progress import percent_done
 from harness.comparison.quantities import (
     COUNT,

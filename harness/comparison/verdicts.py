@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from harness.common.messages import abbreviated
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.noise import (
     ALPHA,
     DIFFERENCE_TO_DETECT,

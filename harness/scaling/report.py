@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.common.statistics import Estimate
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Estimate, Inconclusive
 from harness.scaling.data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import HUBER_DELTA, STARTS, LawFit, Prediction, Split
