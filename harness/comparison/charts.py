@@ -14,10 +14,9 @@ from harness.common.files import atomic_file
 from harness.common.messages import abbreviated
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
-from harness.comparison.progress import last_training
 from harness.comparison.quantities import Basis, training_basis, validation_basis
 from harness.comparison.records import RunRecord
-from harness.runs.metrics import TrainEvent, ValidationEvent
+from harness.runs.metrics import TrainEvent, ValidationEvent, last_training
 
 LEAST_POINTS = 2
 # Length of the first part of the axis, as a fraction of the whole. Losses there begin near ln(vocabulary size), and

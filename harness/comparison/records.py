@@ -16,12 +16,11 @@ from pydantic import ValidationError
 
 from harness.common.errors import UserError
 from harness.common.lock import is_held
-from harness.comparison.progress import Progress, duration, read_last_benchmarks, read_progress
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import BenchmarkEvent
+from harness.runs.metrics import BenchmarkEvent, Progress, duration, read_last_benchmarks, read_progress
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary

@@ -15,7 +15,6 @@ from harness.common.errors import UserError, printable
 from harness.common.messages import abbreviated, nearest
 from harness.common.statistics import Inconclusive
 from harness.common.units import amount_text
-from harness.comparison.progress import percent_done
 from harness.comparison.quantities import (
     COUNT,
     MONEY,
@@ -30,6 +29,7 @@ from harness.comparison.quantities import (
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
+from harness.runs.metrics import percent_done
 
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, in order of preference
 WIDTH = 80

@@ -19,13 +19,13 @@ from harness.common.errors import UserError, printable
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.common.units import GIB, amount_text
-from harness.comparison.progress import describe_progress
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
 from harness.comparison.table import aligned
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
+from harness.runs.metrics import describe_progress
 from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns

@@ -24,8 +24,8 @@ from harness.common.errors import RunError, RunStopped, UserError, handle_stoppi
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.units import amount_text
-from harness.comparison.progress import describe_progress, read_progress
 from harness.data.dataset import is_present
+from harness.runs.metrics import describe_progress, read_progress
 from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus

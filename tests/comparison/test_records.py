@@ -13,9 +13,8 @@ import pytest
 from harness.common.errors import UserError
 from harness.common.lock import RunLock, is_held
 from harness.comparison.arms import find_arms
-from harness.comparison.progress import read_progress
 from harness.comparison.records import RunRecord, find_runs
-from harness.runs.metrics import SampleEvent, read_metrics
+from harness.runs.metrics import SampleEvent, read_metrics, read_progress
 from tests.support.compared_runs import LATEST, RunFolder
 
 
