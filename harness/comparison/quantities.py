@@ -186,7 +186,7 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
     """Return the number that summary.json records under the key `in_summary`. If the run has no summary yet, return the
-    field `in_progress` of the run's `Progress`. Returns None if the number is not recorded."""
+    field `in_progress` of the run's `RunProgress`. Returns None if the number is not recorded."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number

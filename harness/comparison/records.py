@@ -20,7 +20,7 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import BenchmarkEvent, Progress, duration, read_last_benchmarks, read_progress
+from harness.runs.metrics import BenchmarkEvent, RunProgress, duration, read_last_benchmarks, read_progress
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary
@@ -59,7 +59,7 @@ class RunRecord:
     model: Mapping[str, Any]  # model.json with defaults; for a finished run, as recorded in summary.json
     train: Mapping[str, Any]  # train.json, likewise
     summary: RunSummary | None = None
-    progress: Progress | None = None  # None if the run has a summary
+    progress: RunProgress | None = None  # None if the run has a summary
     meta: CheckpointMeta | None = None  # of its latest checkpoint; None if the run has a summary
     results: Results = field(default_factory=Results)
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
@@ -251,7 +251,7 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 
 
 def _unfinished_state(
-    run: RunDirectory, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
+    run: RunDirectory, progress: RunProgress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
     """Return the state of a run without a summary, or with an outdated one (`is_outdated`). A summary is outdated if
     model.json or train.json asks for another model shape or training budget than the summary records."""

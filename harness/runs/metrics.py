@@ -1,5 +1,5 @@
 """The events of a run, which are its measurements at global steps, and metrics.jsonl, the file that holds them. Each
-kind of event has one class, which writes and reads it.
+kind of event has one class, which writes and reads it. The end of the file gives a run's progress.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def read_metrics(path: Path) -> list[Event]:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """The newest numbers in a run's metrics.jsonl. A number that the run has not reported is None."""
 
     global_step: int
@@ -203,7 +203,7 @@ def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
     return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
 
 
-def describe_progress(progress: Progress | None, wanted: int | None, *, goes_on: bool = True) -> str:
+def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_on: bool = True) -> str:
     """Return the progress of a run as text for a terminal. `wanted` is the number of tokens of the whole run, or None
     if it is not known. If the run is still training (`goes_on`), the text includes the time left."""
     if progress is None:
@@ -227,7 +227,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def read_progress(path: Path) -> Progress | None:
+def read_progress(path: Path) -> RunProgress | None:
     """Read the newest numbers of a metrics.jsonl. Returns None if the file does not exist or no line in it is an event
     of this program. Raises UserError if the file cannot be read."""
     last: Event | None = None
@@ -241,7 +241,7 @@ def read_progress(path: Path) -> Progress | None:
             break
     if last is None:
         return None
-    return Progress(
+    return RunProgress(
         global_step=last.global_step,
         tokens_seen=last.tokens_seen,
         seconds=last.seconds,
