@@ -50,14 +50,14 @@ def main(
     Numbers share a column only if they were measured on the same text or task.
     """
     from harness.common.files import check_writable, replace_text
-    from harness.common.messages import abbreviated
+    from harness.common.messages import abbreviated, paragraph
     from harness.comparison.against_baseline import compare_with
     from harness.comparison.arms import find_arms
     from harness.comparison.charts import chart_note, charts_of, write_png
     from harness.comparison.fits import fits
     from harness.comparison.machines import machine_lines
     from harness.comparison.records import RunRecord, find_runs
-    from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
+    from harness.comparison.table import RunsTable, table_json, table_lines
     from harness.planning.machines import PRICES
     from harness.runs.directory import RunDirectory
 

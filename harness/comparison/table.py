@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import abbreviated, nearest
+from harness.common.messages import GAP, WIDTH, abbreviated, aligned, nearest, paragraph
 from harness.common.statistics import Inconclusive
 from harness.common.units import amount_text
 from harness.comparison.quantities import (
@@ -32,8 +31,6 @@ from harness.runs.budget import wanted_tokens
 from harness.runs.metrics import percent_done
 
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, in order of preference
-WIDTH = 80
-GAP = "  "
 LONGEST_NAME = 34  # of a run; a longer name is cut in its middle
 FEW_SETTINGS = 4  # if more settings differ, each run lists only its unusual values
 LONGEST_SETTING = 28
@@ -369,31 +366,6 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
         marks.append(f"{' r' if cell.is_reported else ''}{number}")
     widest = max(map(len, marks))
     return [f"{cell.text or '-'}{mark:<{widest}}" for cell, mark in zip(column.cells, marks, strict=True)]
-
-
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of a table. Headings are wrapped to the width of their columns. Columns whose heading is in
-    `left` are aligned to the left, others to the right."""
-    columns = []
-    for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
-        width = max(map(len, [*cells, *heading.split()]))
-        side = "<" if heading in left else ">"
-        lines = textwrap.wrap(heading, width)
-        columns.append((width, side, lines, cells))
-    height = max(len(lines) for _, _, lines, _ in columns)
-    filled = [
-        [f"{text:{side}{width}}" for text in (*[""] * (height - len(lines)), *lines, *cells)]
-        for width, side, lines, cells in columns
-    ]
-    for line in zip(*filled, strict=True):
-        yield GAP.join(line).rstrip()
-
-
-def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of 80 columns, with control characters escaped. Lines after the first are
-    indented by `indent` spaces."""
-    following = " " * indent
-    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
+from harness.common.messages import aligned
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.common.units import GIB, amount_text
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
-from harness.comparison.table import aligned
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
