@@ -107,7 +107,7 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of 80 columns, with control characters escaped. Lines after the first are
-    indented by `indent` spaces."""
+    """Return the text wrapped to lines of at most 80 characters, with control characters escaped. Lines after the first
+    are indented by `indent` spaces."""
     following = " " * indent
     return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)

@@ -1,5 +1,5 @@
-"""Table with a row for each run, as text of 80 columns and as JSON. Numbers are in the same column only if they can be
-compared."""
+"""Table with a row for each run, as text at most 80 characters wide and as JSON. Numbers are in the same column only if
+they can be compared."""
 
 from __future__ import annotations
 
@@ -281,8 +281,8 @@ def _columns(
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the table in lines of 80 columns: one block of the most important columns, the settings that differ, what
-    the numbers were measured on, and the reasons for empty cells."""
+    """Yield the table in lines of at most 80 characters: one block of the most important columns, the settings that
+    differ, what the numbers were measured on, and the reasons for empty cells."""
     remarks: dict[str, int] = {}
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
