@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from harness.common.errors import UserError
-from harness.common.options import Command
+from harness.common.options import RUNS_DIR, Command
 
 PATH = click.Path(path_type=Path)
 LARGEST_LOSS = 1000.0  # nats per token; a --reference must be below it
@@ -20,7 +20,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
+@RUNS_DIR
 @click.option("--baseline", metavar="RUN|ARM", help="Test whether others are better or worse than this run or arm.")
 @click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")

@@ -24,8 +24,8 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 @dataclass(frozen=True)
 class Analysis:
     """Everything that fit_scaling.py reports. A split is the best division of a number of FLOPs between model
-    size and tokens. If no law could be fitted, `predictions` and `splits` are empty, even if the user asked for them
-    (`asked`)."""
+    size and tokens. If no law could be fitted, `predictions` and `splits` are empty, even if the user asked for
+    them."""
 
     points: Points
     cost: CostLaw
@@ -33,7 +33,6 @@ class Analysis:
     law: LawFit | Inconclusive
     predictions: list[Prediction]
     splits: list[Split]
-    asked: bool = False  # whether the user asked for predictions or splits
 
 
 # As text
@@ -42,7 +41,7 @@ class Analysis:
 def describe(analysis: Analysis) -> str:
     """Return the whole report as text for a terminal."""
     sections = [_describe_points(analysis), _describe_isoflop(analysis.isoflop), _describe_law(analysis)]
-    if analysis.asked:
+    if analysis.predictions or analysis.splits:
         sections.append(_describe_answers(analysis))
     return "\n\n".join("\n".join(lines) for lines in sections)
 
@@ -139,7 +138,7 @@ def _describe_law(analysis: Analysis) -> list[str]:
     law = analysis.law
     title = "L(N, D) = E + A / N^α + B / D^β, N parameters, D tokens"
     if isinstance(law, Inconclusive):
-        return [title, *paragraph(f"  The law: {law}", indent=4)]
+        return [title, *paragraph(f"  The law and its predictions: {law}", indent=4)]
     lines = [
         title,
         f"  Huber loss of ln L, delta {HUBER_DELTA:g}; {STARTS} starts, {len(law.resampled.e):,} resamples",
@@ -157,8 +156,6 @@ def _describe_law(analysis: Analysis) -> list[str]:
 
 
 def _describe_answers(analysis: Analysis) -> list[str]:
-    if isinstance(analysis.law, Inconclusive):
-        return ["Predicted losses: inconclusive, because there is no law to predict them by"]
     told: list[tuple[list[str], Prediction]] = []
     for prediction in analysis.predictions:
         plan, loss = prediction.plan, _interval(prediction.loss)
