@@ -79,9 +79,8 @@ def _describe_points(analysis: Analysis) -> list[str]:
     if by_rule:
         which = "" if by_rule == len(points) else f" of {_count(by_rule)}"
         lines.append(f"  Tokens{which} (not given) are FLOPs / 6 / parameters (the rule C = 6ND)")
-    if cost.is_rule_of_thumb and by_rule < len(points):
-        which = "every other point" if by_rule else "every point"
-        lines.append(f"  FLOPs are 6 x parameters x tokens in {which} (the rule C = 6ND)")
+    elif cost.is_rule_of_thumb:
+        lines.append("  FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)")
     if not cost.is_rule_of_thumb:
         ratio = FLOPS_PER_PARAMETER * points.parameters * points.tokens / points.flops
         lines += [
