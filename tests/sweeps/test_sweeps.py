@@ -20,13 +20,15 @@ from safetensors.numpy import save_file
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME
+from harness.comparison.arms import find_arms
+from harness.comparison.records import RunRecord
 from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, derive, load_base, write_runs
 from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Workshop
-from tests.support.sweeping import command
+from tests.support.sweeping import add_summary, command
 
 
 @pytest.fixture
@@ -421,3 +423,14 @@ def test_initial_weights_are_still_found(shop: Workshop) -> None:
     assert named is not None
     assert named.samefile(weights)
     assert run.differs.keys() == {"random_seed"}
+
+
+def test_a_base_with_weights_of_its_own_is_a_replicate_of_its_derived_seeds(shop: Workshop) -> None:
+    shop.add_run("base", model={"drop_rate": 0.1}, initial_weights="weights.safetensors")
+    base = load_base(shop.runs, "base")
+    derived = derive(base, "new", {"random_seed": 1})
+    write_runs([derived])
+    for run in (base, derived):
+        add_summary(run, dataset={"name": "local/letters"}, torch="2.15.0")
+    arms = find_arms([RunRecord.read(run.run) for run in (base, derived)])
+    assert arms.runs == {"base": ("base", "new")}
