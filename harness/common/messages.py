@@ -1,4 +1,5 @@
-"""Helpers for messages: quotations of what a user has written, checks of such text, and numbers with units."""
+"""Helpers for messages: quotations of what a user has written, checks of such text, numbers with units, and layout on a
+terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.common.errors import printable
+
+WIDTH = 80  # of a terminal
+GAP = "  "  # between two columns of a table
 SHOWN_CHARACTERS = 60
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
 GIB = 2**30
@@ -93,3 +99,28 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the lines of a table. Headings are wrapped to the width of their columns. Columns whose heading is in
+    `left` are aligned to the left, others to the right."""
+    columns = []
+    for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
+        width = max(map(len, [*cells, *heading.split()]))
+        side = "<" if heading in left else ">"
+        lines = textwrap.wrap(heading, width)
+        columns.append((width, side, lines, cells))
+    height = max(len(lines) for _, _, lines, _ in columns)
+    filled = [
+        [f"{text:{side}{width}}" for text in (*[""] * (height - len(lines)), *lines, *cells)]
+        for width, side, lines, cells in columns
+    ]
+    for line in zip(*filled, strict=True):
+        yield GAP.join(line).rstrip()
+
+
+def paragraph(text: str, indent: int = 2) -> list[str]:
+    """Return the text wrapped to lines of at most 80 characters, with control characters escaped. Lines after the first
+    are indented by `indent` spaces."""
+    following = " " * indent
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
