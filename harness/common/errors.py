@@ -33,7 +33,7 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 class UserError(Exception):
-    """Error in the command, a configuration file or the data, found before any work began. Exit status 2."""
+    """Error that the user must correct in the command, a configuration file or the data. Exit status 2."""
 
     exit_status = 2
 

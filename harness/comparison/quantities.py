@@ -323,7 +323,8 @@ def _measurements(
 
 
 def all_test_losses(record: RunRecord) -> Values:
-    """Return the test losses of a run, one per text. A loss that is not finite is NaN."""
+    """Return the test losses of a run, one for each `loss_basis` (text and precision). A loss that is not finite is
+    NaN."""
     return _measurements(
         record, LossResult, loss_basis, lambda result: (math.nan if result.loss is None else result.loss, "")
     )

@@ -79,7 +79,7 @@ class BatchSchedule:
         return self._stage(step).layout
 
     def tokens_before(self, step: int) -> int:
-        """Return the number of tokens that all steps before `step` read."""
+        """Return the number of tokens read by all steps before `step`."""
         stage = self._stage(step)
         return stage.tokens_before + (step - stage.first_step) * stage.layout.global_tokens
 

@@ -81,8 +81,8 @@ class Tokenizer:
         return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of each token in turn. If a character consists of several tokens, it is yielded with the last
-        of them. An incomplete character at the end is yielded as U+FFFD."""
+        """Yield the text of each token in turn. If a character consists of several tokens, the last of them
+        yields it, and the others yield an empty string. An incomplete character at the end is yielded as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[token])

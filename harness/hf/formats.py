@@ -182,7 +182,7 @@ LEFT_OUT_OF_MODEL = {"forward", "to_checkpoint_names", "load_checkpoint_tensors"
 
 
 def write_code(folder: Path) -> None:
-    """Write the code of a model to an exported folder: gpt.py without the parts that only training needs, inference.py
+    """Write the code of a model to an exported folder: gpt.py without LEFT_OUT and LEFT_OUT_OF_MODEL, inference.py
     with the key-value cache, and modeling_ddp_pretrain.py with a transformers class that wraps the model. These files
     import no module of this project from outside the folder."""
     source = inspect.getsource(gpt)

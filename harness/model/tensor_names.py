@@ -54,7 +54,7 @@ def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Off
 
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """Raise UserError if the tensors of a file are not those of the model. The error names `source` and the
-    differences: first in the order of the model's tensors, then the tensors that only the file has."""
+    differences: missing and unequal tensors in the order of the model, then tensors that only the file has."""
     faults = []
     for name, shape in wanted.items():
         found, dtype = offered.get(name, (None, ""))

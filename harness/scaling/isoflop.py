@@ -192,9 +192,9 @@ def _optimum(
 
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
-    """Return power laws of size, tokens and loss: straight lines in logarithms through the optima, and through the
-    minima of each bootstrap draw. `lowest` has (FLOPs, optimum, minima of the draws) for each profile. Returns
-    Inconclusive if there are too few profiles."""
+    """Return three power laws over FLOPs: of the best size, of its tokens and of its loss. Each is a straight line,
+    fitted to the profiles' optima on logarithmic axes, with one more line for each bootstrap draw. `lowest` has (FLOPs,
+    optimum, optima of the draws) for each profile. Returns Inconclusive if there are too few profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
         return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs at least {LEAST_PROFILES}")

@@ -37,7 +37,9 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
             raise ValueError(f"{name} has {sorted(state)}")
         for key, shape in wanted.items():
             if state[key].shape != shape or state[key].dtype != torch.float32:
-                raise ValueError(f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}")
+                raise ValueError(
+                    f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}, not fp32 {list(shape)}"
+                )
 
 
 # Shards begin and end at multiples of this many elements. Kernels process up to 64 elements at once, and the remaining

@@ -30,8 +30,8 @@ SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most 
 READ_BYTES = 2**20
 MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
 NOT_TEXT = (
-    "convert it to UTF-8 (iconv), leave it out, or give --replace-invalid to read invalid bytes as U+FFFD (for a file "
-    "of tokens, give --from-bin); then run the same command again"
+    "convert it to UTF-8 (iconv) or leave it out, and run the same command again; or add --replace-invalid to read "
+    "invalid bytes as U+FFFD, or --from-bin if it is a file of tokens"
 )
 
 
