@@ -30,9 +30,9 @@ SHORT: dict[str, Any] = {
 # Lets "auto" compile on the CPU.
 WANTED = """
 import os, torch
-from harness.model import kernels
+from harness.training import step
 from tests.support.faults import own_rank
-kernels.should_compile = lambda setting, device: setting is not False
+step.should_compile = lambda setting, device: setting is not False
 compile_module = torch.nn.Module.compile
 """
 # Lets Inductor find no working C++ compiler and no code that an earlier process compiled.
