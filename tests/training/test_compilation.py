@@ -42,8 +42,7 @@ inductor.cpp.cxx = "false"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("cache")
 """
 # Compiles with the backend "eager": TorchDynamo traces the model and splits it at DDP's buckets, but no machine code is
-# generated, which would take minutes. The same holds for the loss kernel. tests/model/test_linear_cross_entropy.py
-# tests that kernel's machine code.
+# generated, which would take minutes. The same holds for the loss kernel.
 COMPILED = f"""{WANTED}
 from harness.model import cross_entropy
 kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
