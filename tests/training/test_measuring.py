@@ -31,14 +31,13 @@ from harness.training.clock import Clock
 from harness.training.loss_meter import LossMeter
 from harness.training.step import OptimizerStep, StepResult
 from tests.support import file_operations
+from tests.support.configs import SEED_TRAIN
 from tests.support.launch import Workshop
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
 CONFIG = ModelConfig(vocab_size=50, context_length=8, emb_dim=16, n_heads=2, n_layers=1, drop_rate=0.2, qkv_bias=False)
-TRAIN = TrainConfig(
-    dataset="a/b", microbatch_size=2, min_train_tokens=1, start_train_token=0, checkpoint_interval=1, learning_rate=0.01
-)
+TRAIN = TrainConfig(**SEED_TRAIN, learning_rate=0.01)
 
 
 def result(*losses: float, norm: float = 1.0, skipped: float = 0.0) -> StepResult:
