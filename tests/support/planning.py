@@ -78,7 +78,7 @@ def add_summary(shop: Workshop, run: str = "r", **values: Any) -> None:
     write_summary(experiment.run, experiment.model, experiment.config, **values)
 
 
-def write_summary(run: RunDirectory, model: ModelConfig, train: TrainConfig, **values: Any) -> None:
+def write_summary(run: RunDirectory, model: ModelConfig, train: TrainConfig, /, **values: Any) -> None:
     """Write the summary of a run of 30 steps in 20 s, with some values changed. A key whose value is `...` is left
     out."""
     summary = {"model": model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
