@@ -7,17 +7,17 @@ the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from harness.common.errors import UserError
 from harness.common.memory import free_memory, keep_if_ample
 from harness.data.loader import TokenLoader
-from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World, say
 from harness.model.weights import checkpoint_views, load_weights
@@ -35,6 +35,7 @@ from harness.training.step import OptimizerStep
 
 # Factor that keeps the seeds of neighboring ranks apart: rank 1 of seed 42 has another seed than rank 0 of seed 43.
 RANK_STRIDE = 1_000_003
+PIECE = 2**22  # elements summed at a time, because torch converts a whole operand to int64 before it sums
 
 
 class Checkpointer:
@@ -166,7 +167,8 @@ class Checkpointer:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
 
     def check_weights(self, state: TrainState) -> None:
-        """Raise RunError if the weights are not equal on all ranks."""
+        """Raise RunError if the weights are not equal on all ranks, bit for bit. They must be equal, because all ranks
+        apply the same gradient."""
         own: list[int] = []
         if self.world.size > 1:
             with self.world.watchdog.guard(Place(state.global_step, "check")):
@@ -183,6 +185,38 @@ class Checkpointer:
         """Wait until every checkpoint is on disk."""
         with self.prepared.clock.phase("checkpointing"):
             self.world.on_rank0(self.writer.wait)
+
+
+@torch.no_grad()
+def weight_checksums(model: nn.Module) -> list[int]:
+    """Return, for each parameter in order, the sum of the bit patterns of its fp32 elements. Waits for the device."""
+    sums = []
+    for parameter in model.parameters():
+        pieces = parameter.detach().reshape(-1).view(torch.int32).split(PIECE)
+        sums.append(torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum())
+    return torch.stack(sums).tolist()
+
+
+def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
+    """Return a text that names the ranks whose weights differ from the majority's, and the first tensor that differs,
+    or None if the weights of all ranks are equal. `checksums` has the `weight_checksums` of each rank."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(checksums):
+        groups.setdefault(tuple(each), []).append(rank)
+    if len(groups) == 1:
+        return None
+    (usual, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+    first = min(next(at for at, value in enumerate(odd) if value != usual[at]) for odd, _ in others)
+    tensor = [name for name, _ in model.named_parameters()][first]
+    if len(most) == len(others[0][1]):
+        sides = " and ".join(_ranks(ranks) for ranks in groups.values())
+        return f"the weights of {sides} differ, first in {tensor}; there is no majority to say which are right"
+    odd_ranks = sorted(rank for _, ranks in others for rank in ranks)
+    return f"the weights of {_ranks(odd_ranks)} differ from those of the other {len(most)} ranks, first in {tensor}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:

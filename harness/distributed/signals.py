@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.common.errors import EXIT, RunStopped, handle_stopping_signals, ignores_hangup
 from harness.common.processes import is_launcher_gone, on_launcher_death
@@ -21,6 +20,8 @@ from harness.distributed.watchdog import Place
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
+
+T = TypeVar("T")
 
 LONG_STEP_SECONDS = 2
 
@@ -83,7 +84,7 @@ class StopSignal:
 
 class Interrupted(Exception):  # noqa: N818 - not an error
     """Exception that ends this rank's part of shared work early, because a rank was asked to stop. The other ranks
-    learn of it when all ranks exchange their results (`raise_if_interrupted`)."""
+    learn of it when all ranks exchange their results (`SharedWork.exchange`)."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,26 @@ class SharedWork:
     stop: StopSignal
     place: Place
 
-    def guarded(self, indexes: range) -> AbstractContextManager[object]:
-        """Return the context in which this rank does the pieces of work numbered `indexes`. Inside it, the watchdog
-        reports a fault if this rank makes no progress for too long. If `indexes` is empty, mark this rank as idle and
-        return a null context instead."""
-        if indexes:
-            return self.world.watchdog.guard(self.place)
-        self.world.watchdog.idle(self.place)
-        return contextlib.nullcontext()
+    def share(self, count: int, work: Callable[[Iterator[int]], list[T] | Exception]) -> list[T]:
+        """Return the results of the pieces 0 .. `count` - 1, as the same list on every rank. They are in the order of
+        the pieces, so that their sum does not depend on how the ranks divided the work. Collective.
+
+        `work` is given the numbers of this rank's pieces and returns their results, or an exception, which is then
+        raised on every rank. While it runs, the watchdog reports a fault if this rank makes no progress for too long.
+        Raises RunStopped on every rank if any rank was asked to stop meanwhile.
+        """
+        watchdog, rank = self.world.watchdog, self.world.rank
+        ranks = self.world.size if self.shared else 1
+        own = range(rank, count, ranks) if rank < ranks else range(0)
+        results: list[T] | Exception | None = None
+        if own:
+            with suppress(Interrupted), watchdog.guard(self.place):
+                results = work(self.until_stopped(own))
+        else:
+            watchdog.idle(self.place)
+            results = []
+        parts = self.exchange(results)
+        return [parts[index % ranks][index // ranks] for index in range(count)]
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
         """Yield `indexes`, the numbers of this rank's pieces of work. Before each, raises Interrupted if this rank was
@@ -115,8 +128,14 @@ class SharedWork:
             yield index
             self.world.watchdog.beat()
 
-    def raise_if_interrupted(self, results: Sequence[object]) -> None:
-        """Raise RunStopped if any rank was interrupted. `results` has the result of each rank, and None for an
-        interrupted one. Collective."""
-        if any(each is None for each in results):
+    def exchange(self, value: T | Exception | None) -> list[T]:
+        """Return the values of all ranks. If any value is an exception, raises it on every rank, so that no rank waits
+        for the failed rank in a later exchange. If any is None, which an interrupted rank sends, raises RunStopped.
+        Collective."""
+        values: list[Any] = self.world.gather(value)
+        for each in values:
+            if isinstance(each, Exception):
+                raise each
+        if any(each is None for each in values):
             self.stop.raise_if_set(self.world, during=self.place.name)
+        return values

@@ -19,9 +19,6 @@ DEPTH = "Replaces n_layers, n_heads and emb_dim: this number of layers, and the 
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
 LARGEST_LISTED = 64  # the largest n_kv_heads that an error message suggests
-# Smallest and largest soft-cap. Far outside this range, half precision cannot hold the capped logits, or fp32 cannot
-# hold the cap. Gemma 2's soft-cap is 30.
-SOFTCAPS = (0.01, 10_000)
 SIZES = (
     *("vocab_size", "context_length", "emb_dim", "n_layers"),
     *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null if not used
@@ -142,7 +139,11 @@ class ModelConfig(RunFile):
         description="Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3).",
     )
     logit_softcap: float | None = Field(
-        default=None, gt=0, le=SOFTCAPS[1], description="Logits become c tanh(logits / c); null: no cap."
+        default=None,
+        # Far outside this range, half precision cannot hold the capped logits, or fp32 the cap. Gemma 2's cap is 30.
+        ge=0.01,
+        le=10_000,
+        description="Logits become c tanh(logits / c); null: no cap.",
     )
     initialisation: Literal["gpt2", "zero_residual"] = Field(
         default="gpt2", description="zero_residual: projections into the residual stream begin at zero."
@@ -349,10 +350,6 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     if config.qkv_bias and not config.linear_bias:
         without = 'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases'
         yield f"{without}; set qkv_bias to false, too"
-    softcap = config.logit_softcap
-    if softcap is not None and softcap < SOFTCAPS[0]:
-        least, most = SOFTCAPS
-        yield f'key "logit_softcap": must be from {least} to {most:,}, or null for none, but is {quoted(softcap)}'
     if config.rope_base is not None and config.position != "rope":
         yield 'key "rope_base": belongs with "position": "rope"; remove it, or change position'
     if config.norm_gain is not None and config.norm != "rmsnorm" and not config.qk_norm:

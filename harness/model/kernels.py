@@ -19,26 +19,9 @@ from harness.common.errors import UserError
 # "Results reproducibility"). cuBLAS reads the variable when the process first uses CUDA.
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
-# Parts of torch's error messages
-NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"
-CUBLAS_NOT_SET = "not deterministic because it uses CuBLAS"  # message if the variable was set too late
+NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"  # part of torch's error message
 
 CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
-
-
-def choose_kernels(
-    model: nn.Module,
-    drop_rate: float,
-    device: torch.device,
-    *,
-    compiled: bool | Literal["auto"],
-) -> None:
-    """Choose the kernels for a model that is already on `device`: compile it if `should_compile` returns True, and
-    avoid attention kernels that round `drop_rate`. Raises UserError if train.json says "compile": true and a tool is
-    missing."""
-    avoid_rounded_dropout(drop_rate, device)
-    if should_compile(compiled, device):
-        model.compile()  # in place: the module and its parameters keep their names
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
@@ -68,7 +51,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def run_eagerly(model: nn.Module) -> None:
-    """Undo the compilation by `choose_kernels`."""
+    """Undo `model.compile()`."""
     model._compiled_call_impl = None  # private: see is_compiled
     torch.compiler.reset()
 
@@ -163,12 +146,11 @@ def compute_deterministically() -> None:
 def explain_nondeterminism(error: BaseException) -> str | None:
     """Return a one-line message if torch raised `error` because an operation is not deterministic, or None for any
     other error."""
-    text = str(error)
-    if NO_DETERMINISTIC_FORM in text:
-        operation = text[: text.index(NO_DETERMINISTIC_FORM)].split("\n")[-1].strip()
-        reason = f"{operation} has no deterministic form on this device"
-    elif CUBLAS_NOT_SET in text:
-        reason = f"{CUBLAS_VARIABLE}={CUBLAS_WORKSPACES[0]} has to be set before CUDA starts"
-    else:
+    before, found, _ = str(error).partition(NO_DETERMINISTIC_FORM)
+    if not found:
         return None
-    return f'train.json: key "deterministic": {reason}; use false, or change the setting that causes this'
+    operation = before.split("\n")[-1].strip()
+    return (
+        f'train.json: key "deterministic": {operation} has no deterministic form on this device; use false, or change '
+        "the setting that causes this"
+    )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
@@ -20,7 +17,6 @@ from harness.evaluation.benchmarks.run import REASON_CHARACTERS, Benchmarks, Sco
 from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
-from harness.model.precision import Precision
 from harness.training.startup import PreparedRun
 from harness.training.step import OptimizerStep
 
@@ -68,7 +64,11 @@ class Evaluations:
         assert start_token is not None
         loader = TokenLoader(self.dataset.split("validation"), start_token, self.layout)
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
-        return mean(losses_over_ranks(self.model, loader, count, self.precision, work))
+
+        def losses(indexes: Iterator[int]) -> list[float]:
+            return microbatch_losses(self.model, map(loader.microbatch, indexes), self.precision)
+
+        return mean(work.share(count, losses))
 
     def benchmark_scores(self, step: int) -> list[Score]:
         """Return the scores of train.json's benchmarks. If they cannot be computed, warn and return an empty list.
@@ -101,25 +101,6 @@ class Evaluations:
         return self.world.on_rank0(sample)
 
 
-def losses_over_ranks(
-    model: nn.Module, loader: TokenLoader, count: int, precision: Precision, work: SharedWork
-) -> list[float]:
-    """Return the losses of the loader's first `count` microbatches, as the same list on every rank. The losses are in
-    the loader's order, so that their sum does not depend on how the ranks divided the work. Raises RunStopped on every
-    rank if any rank was asked to stop meanwhile."""
-    world = work.world
-    mine = range(world.rank, count, world.size) if work.shared else range(count if world.is_main else 0)
-    losses: list[float] | None = None
-    with contextlib.suppress(Interrupted), work.guarded(mine):
-        losses = microbatch_losses(model, map(loader.microbatch, work.until_stopped(mine)), precision)
-    gathered = world.gather(losses)
-    work.raise_if_interrupted(gathered)
-    parts = [part for part in gathered if part is not None]
-    if not work.shared:
-        return parts[0]
-    return [parts[index % world.size][index // world.size] for index in range(count)]
-
-
 class EvaluationFailed(Exception):  # noqa: N818 - the run continues
     """Error that every rank raises if one rank could not evaluate the benchmarks. The rank that failed sends this error
     to the other ranks in place of its results."""
@@ -129,39 +110,20 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
         return cls(" ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS])
 
 
-@dataclass(frozen=True)
-class SharedBatches:
-    """Function that divides the batches of a benchmark among all ranks. Each of N ranks evaluates every N-th batch and
-    receives the results of all batches. `Scorer`, which scores texts with the model, calls it as `each_batch`."""
+def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+    """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. Each of N ranks evaluates
+    every N-th batch. On every rank raises RunStopped if a rank was asked to stop, and EvaluationFailed if a rank
+    failed."""
 
-    work: SharedWork
-
-    def __call__(self, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-        """Return `evaluate(batch)` for each of `batches`, in order, on every rank. On every rank raises RunStopped if a
-        rank was asked to stop, and EvaluationFailed if a rank failed."""
-        rank, size = self.work.world.rank, self.work.world.size
-        mine = range(rank, len(batches), size)
-        found: list[Any] | EvaluationFailed | None = None
+    def results(indexes: Iterator[int]) -> list[Any] | EvaluationFailed:
         try:
-            with self.work.guarded(mine):
-                found = [evaluate(batches[index]) for index in self.work.until_stopped(mine)]
+            return [evaluate(batches[index]) for index in indexes]
         except Interrupted:
-            pass
+            raise
         except Exception as error:  # sent to the other ranks, which wait for this rank's results
-            found = EvaluationFailed.because_of(error)
-        shares = self.exchange(found)
-        return [shares[index % size][index // size] for index in range(len(batches))]
+            return EvaluationFailed.because_of(error)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank and return all ranks' values. Raises EvaluationFailed on every rank if any
-        value is an EvaluationFailed, so that no rank waits for the failed rank in a later exchange. Raises RunStopped
-        if any value is None, which an interrupted rank sends."""
-        values = self.work.world.gather(value)
-        for each in values:
-            if isinstance(each, EvaluationFailed):
-                raise each
-        self.work.raise_if_interrupted(values)
-        return values
+    return work.share(len(batches), results)
 
 
 def scores_over_ranks(
@@ -172,15 +134,14 @@ def scores_over_ranks(
     Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
     scores cannot be computed.
     """
-    sharing = SharedBatches(work)
     try:
-        results = run(benchmarks, scorer.sharing(sharing), tokenizer, limit=limit)
+        results = run(benchmarks, scorer.sharing(partial(evaluate_batches, work)), tokenizer, limit=limit)
     except (EvaluationFailed, RunError):  # these reach every rank without another exchange
         raise
     except Exception as error:
-        sharing.exchange(EvaluationFailed.because_of(error))
+        work.exchange(EvaluationFailed.because_of(error))
         raise
-    sharing.exchange("done")
+    work.exchange("done")
     return list(_main_scores(results, benchmarks.asked))
 
 

@@ -24,10 +24,11 @@ from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
 from harness.model.kernels import (
-    choose_kernels,
+    avoid_rounded_dropout,
     explain_nondeterminism,
     is_compiled,
     run_eagerly,
+    should_compile,
     tune_by_coordinate_descent,
 )
 from harness.model.precision import Precision
@@ -160,8 +161,8 @@ class OptimizerStep:
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch, world: World) -> None:
-        """Run forward and backward passes whose gradients are discarded. They compile the model, if `choose_kernels`
-        has marked it, and let DDP arrange its buckets. Called before the first step and before any state is restored.
+        """Run forward and backward passes whose gradients are discarded. They compile the model, if it is to be
+        compiled, and let DDP arrange its buckets. Called before the first step and before any state is restored.
         Collective.
 
         After its first exchange, DDP arranges its buckets in the order in which gradients were computed. Without this
@@ -234,7 +235,9 @@ def build_training_step(
     ).to(world.device)
     if config.coordinate_descent_tuning:
         tune_by_coordinate_descent()
-    choose_kernels(model, experiment.model.drop_rates.attention_weights, world.device, compiled=config.compile)
+    avoid_rounded_dropout(experiment.model.drop_rates.attention_weights, world.device)
+    if should_compile(config.compile, world.device):
+        model.compile()  # in place: the module and its parameters keep their names
     trained: nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None

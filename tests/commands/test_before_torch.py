@@ -14,7 +14,7 @@ import pytest
 from harness.common.errors import SPEAKER_PATIENCE_SECONDS
 from tests.support.fake_hub import FakeHub
 from tests.support.in_process import InProcess
-from tests.support.launch import ROOT, Result, Workshop, finish, free_port
+from tests.support.launch import ROOT, Result, Workshop, finish, rank_variables
 
 # Libraries that plans, schemas and refusals do not need. Only a dataset's name that the Hub has to refuse needs the
 # Hub's library.
@@ -125,8 +125,7 @@ def test_the_hub_is_asked_by_one_process_of_a_machine(shop: Workshop, there: tup
     shop.add_run(dataset="someone/corpse")
     with FakeHub() as hub:
         shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")
-        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        shop.environment.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        shop.environment.update(rank_variables(2)[1])
         result = cold(shop, "r", *there)
         assert "ModuleNotFoundError" in result.stderr, "the rank must have reached the import of torch"
         assert not hub.requests
@@ -166,12 +165,11 @@ def test_leftovers_of_a_launcher(shop: Workshop, arguments: list[str], variables
     assert result.stderr.startswith(f"error: environment: {words}")
 
 
-@pytest.mark.parametrize("rank", "01")
-def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_leftovers_that_are_complete(shop: Workshop, rank: int) -> None:
     """A process with a complete set of stray variables looks like a rank that is early. It therefore says for which
     ranks it waits, and which variable to unset."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = rank_variables(2)[rank]
     command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
     process = shop.fork(command, variables, "import harness.distributed.rendezvous as r\nr.WAITING_SECONDS = 0.2\n")
     deadline = time.monotonic() + 60

@@ -18,7 +18,7 @@ import pytest
 
 from harness.common.processes import ProcessName, start_time
 from tests.support.isolation import ROOT
-from tests.support.launch import free_port
+from tests.support.launch import free_port, wait_until
 
 # Script named torchrun. It opens a store's port, starts a command, writes the pid of that process into a file, and
 # waits. Without TORCHELASTIC_RUN_ID it takes the place of `ddp_train.py --processes`, which has no store.
@@ -69,10 +69,7 @@ def test_a_process_that_has_ended_is_gone_before_its_parent_asks() -> None:
     assert not process(child.pid).is_gone()
     assert start_time(child.pid).isdigit()
     child.stdin.close()
-    deadline = time.monotonic() + 30
-    while not process(child.pid).is_gone():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(process(child.pid).is_gone)
     assert child.returncode is None
     assert os.path.exists(f"/proc/{child.pid}")
     assert start_time(child.pid) == ""
@@ -137,13 +134,6 @@ class Job:
             time.sleep(0.05)
 
 
-def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(params=[{"TORCHELASTIC_RUN_ID": "x"}, {}], ids=["torchrun", "--processes"])
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     job = Job(tmp_path, [], request.param)
@@ -162,7 +152,7 @@ def test_a_worker_ends_with_its_launcher(job: Job, after: str) -> None:
     """A worker ends with its launcher even while its main thread waits to write to stderr, whose pipe is full because
     nothing reads it, as with a pager."""
     job.start(after=after)
-    await_file(job.mark)
+    wait_until(lambda: job.mark.exists() and job.mark.read_text())
     time.sleep(0.2)  # it has looked four times
     assert job.running("worker.py"), "the worker ends with its launcher, and not before"
     job.kill_launcher()
@@ -174,7 +164,7 @@ def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> No
     another process, here also a Python process."""
     go = job.folder / "go"
     job.start(above=ADOPTED, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
-    await_file(job.started)
+    wait_until(lambda: job.started.exists() and job.started.read_text())
     job.kill_launcher()
     time.sleep(0.2)
     go.touch()

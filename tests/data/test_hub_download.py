@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ import pytest
 from harness.common.errors import UserError
 from harness.data.fetch import ensure_dataset
 from tests.support.fake_hub import FakeDataset, FakeHub, hub_here
-from tests.support.launch import finish
+from tests.support.launch import finish, wait_until
 from tests.support.warm import WarmProcess, warm_server
 
 NAME = "someone/corpus"
@@ -126,13 +126,6 @@ def dataset(hub: FakeHub) -> FakeDataset:
 @pytest.fixture
 def downloader(hub: FakeHub, tmp_path: Path) -> Downloader:
     return Downloader(hub, tmp_path)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 # Whole ---------------------------------------------------------------------------------------------------------------

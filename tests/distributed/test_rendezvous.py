@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from harness.common.errors import RunError
 from harness.distributed.rendezvous import agree_on_restart_id
-from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish, rank_variables
 
 SIZE = 4
 
@@ -43,10 +43,9 @@ def test_a_port_that_another_process_has_is_one_line(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset()
     shop.add_run()
-    ranking = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
         command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
-        rank = shop.fork(command, ranking | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        rank = shop.fork(command, rank_variables(2)[0] | {"MASTER_PORT": port})
         result = finish([rank], expect=1, timeout=PATIENCE_SECONDS)
     assert result.stderr == f"error: MASTER_PORT {port}: taken by another process; give another port\n"

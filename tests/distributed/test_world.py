@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import Workshop, finish, free_port
+from tests.support.launch import Workshop, finish, rank_variables
 from tests.support.same_end import assert_equal
 
 # Calls each operation in turn and saves all results and errors in one file for each rank.
@@ -88,11 +88,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     size = request.param
     shop = Workshop(tmp_path_factory.mktemp("world"))
     (shop.path / "worker.py").write_text(WORKER)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     command = [str(shop.path / "worker.py"), str(shop.path)]
-    processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
-    finish(processes, expect=0, timeout=120)
+    finish([shop.fork(command, place) for place in rank_variables(size)], expect=0, timeout=120)
     return [torch.load(shop.path / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from harness.runs.results import InstructionResult, read_results
 from tests.model.test_model import random_model, shape
 from tests.support.fake_judge import FakeJudge
 from tests.support.in_process import call
-from tests.support.launch import ROOT, Result, Workshop, finish
+from tests.support.launch import ROOT, Result, Workshop, finish, wait_until
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", "cpu")
@@ -323,10 +322,7 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
     with FakeJudge(honest_requests=1) as judge:
         options = f"--data data.json --max-epochs 1 --max-new-tokens 3 --responses r.json --base-url {judge.url}"
         process = shop.fork([str(ROOT / "test_ift.py"), *f"r {options} --judge-prompt book".split()], JUDGED)
-        deadline = time.monotonic() + 60
-        while len(judge.requests) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(judge.requests) >= 2, process)
         process.send_signal(signal.SIGINT)
         result = finish([process], expect=130, timeout=60)
     again = "judge_ift.py r.json --prompt book"

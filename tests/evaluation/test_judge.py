@@ -21,8 +21,8 @@ from harness.evaluation.judge.report import JudgeReport
 from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens
 from tests.support.fake_judge import Fault, status, text
 from tests.support.in_process import call
-from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores, wait_until
-from tests.support.launch import ROOT, Workshop, finish
+from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores
+from tests.support.launch import ROOT, Workshop, finish, wait_until
 
 GUIDE = (ROOT / "docs" / "after-training.md").read_text()
 

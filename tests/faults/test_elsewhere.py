@@ -26,8 +26,8 @@ from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.hostile import Bench, is_one_line, tree, vouch_for
 from tests.support.in_process import InProcess
-from tests.support.launch import PATIENCE_SECONDS, Workshop, finish, metrics
-from tests.support.torchrun import Torchrun, await_file
+from tests.support.launch import PATIENCE_SECONDS, Workshop, finish, metrics, wait_until
+from tests.support.torchrun import Torchrun
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
         job = Torchrun(shop, run, are_forked=True, by_processes=by_processes)
         process = job.start(f"before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=1)")
         try:
-            await_file(mark, process)
+            wait_until(mark.exists, process)
             ranks = psutil.Process(process.pid).children()
             assert len(ranks) == 2
             sockets = [each for rank in ranks for each in rank.net_connections("inet")]

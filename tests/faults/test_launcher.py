@@ -20,10 +20,10 @@ import pytest
 
 from harness.runs.checkpoints import list_checkpoints
 from tests.support.jobs import for_each
-from tests.support.launch import Workshop, metrics
+from tests.support.launch import Workshop, metrics, wait_until
 from tests.support.same_end import assert_same_end
 from tests.support.straight import FAULTS, SETTINGS, STEPS
-from tests.support.torchrun import MARK, Torchrun, await_file, with_faults
+from tests.support.torchrun import MARK, Torchrun, with_faults
 
 GONE_SECONDS = 15
 
@@ -85,7 +85,7 @@ def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes:
     job = Torchrun(shop, run, by_processes=by_processes)
     prelude = place.prelude.replace("{mark!r}", repr(str(mark))).replace("{go!r}", repr(str(go)))
     process = job.start(prelude, faults=place.faults)
-    await_file(mark, process)
+    wait_until(mark.exists, process)
     process.kill()
     time.sleep(1)
     go.touch()
@@ -128,7 +128,7 @@ def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: P
     process = Torchrun(shop, run, are_forked=True).start(
         f"before(WRITE, note({str(mark)!r}, pause(4)), rank=0, step=3)"
     )
-    await_file(mark, process)
+    wait_until(mark.exists, process)
     process.kill()
     shop.train(run.name, prelude=FAULTS)
     assert_same_end(straight, run)
@@ -230,9 +230,7 @@ def test_the_reader_of_the_output_ends(shop: Workshop) -> None:
     output = f"import os\nfor stream in (1, 2):\n    os.dup2(os.open({str(pipe)!r}, os.O_WRONLY), stream)\n"
     noting = f"before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)"
     (process,) = shop.start(run.name, ranks=1, prelude=output + FAULTS + noting)
-    while not mark.exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(mark.exists, process)
     os.close(reader)
     go.touch()
     assert process.wait(timeout=60) == 128 + signal.SIGHUP

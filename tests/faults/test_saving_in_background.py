@@ -17,7 +17,7 @@ import pytest
 
 from harness.runs.checkpoints import list_checkpoints, verify_checkpoint
 from tests.support.jobs import ends_of, said
-from tests.support.launch import Workshop, finish
+from tests.support.launch import Workshop, finish, wait_until
 from tests.support.same_end import assert_same_end
 from tests.support.straight import FAULTS, SETTINGS, STEPS
 
@@ -56,9 +56,7 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> Non
     slow = f"before({flush!r}, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
     processes = shop.start("slow-disk", ranks=1, prelude=FAULTS + slow)
     steps: set[int] = set()
-    while not mark.exists():
-        assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
-        time.sleep(0.01)
+    wait_until(mark.exists, *processes)
     while time.time() - float(mark.read_text()) < SLOW_SECONDS - 0.2:
         assert latest_step(run) is None  # no link before the files are durable
         text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""

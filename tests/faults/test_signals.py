@@ -21,10 +21,10 @@ from harness.runs.checkpoints import list_checkpoints
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.jobs import for_each
-from tests.support.launch import Result, Workshop, finish
+from tests.support.launch import Result, Workshop, finish, wait_until
 from tests.support.same_end import assert_same_end
 from tests.support.straight import FAULTS, SETTINGS
-from tests.support.torchrun import Torchrun, await_file
+from tests.support.torchrun import Torchrun
 
 TORCHRUN_PATIENCE_SECONDS = 30
 GONE_SECONDS = 15  # all ranks must be gone so long after one has died
@@ -162,7 +162,7 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None
         work = LONG_WORK[place].format(noted=f"note({str(mark)!r}, pause(5))")
         job = Torchrun(shop, run, are_forked=True, by_processes=by_processes)
         process = job.start(f"before({work}, rank=0, call=1)")
-        await_file(mark, process)
+        wait_until(mark.exists, process)
         began = time.monotonic()
         # Ctrl-C in a terminal also reaches the launcher alone, because its ranks have their own sessions.
         os.kill(process.pid, told)

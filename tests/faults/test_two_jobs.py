@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from harness.common.processes import ProcessName
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import for_each, start
-from tests.support.launch import Workshop, finish, metrics
+from tests.support.launch import Workshop, finish, metrics, wait_until
 from tests.support.same_end import assert_same_end
 from tests.support.stopped_run import copy_of_stopped
 
@@ -47,13 +46,6 @@ def owner_of(run: Path) -> dict[str, Any]:
     return json.loads((run / ".lock").read_text())
 
 
-def await_metrics(run: Path, lines: int) -> None:
-    path, deadline = run / "metrics.jsonl", time.monotonic() + 60
-    while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.fault(
     "two jobs on one run",
     "the second is refused with the first one's pid; after a kill of the first, another starts",
@@ -65,7 +57,8 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
     def try_one(locks: str) -> None:
         run = copy_of_stopped(shop, f"two-jobs-{bool(locks)}")
         first = start(shop, run.name, prelude=WITHOUT_CHARTS + LONG_STEPS + locks)
-        await_metrics(run, len(metrics(run)) + 1)
+        path, lines = run / "metrics.jsonl", len(metrics(run)) + 1
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= lines)
         owner, aside = owner_of(run), sorted((run / "aside").rglob("*"))
         assert (owner["host"], owner["pid"], owner["began"]) == (socket.gethostname(), first[0].pid, True)
         wanted = [[], ["--restart"], ["best"]] if exhaustive else [["--restart"]]

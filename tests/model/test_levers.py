@@ -19,11 +19,11 @@ from gpt import GPTModel, bigram_buckets
 from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
-from harness.model.cross_entropy import CHUNK_LOGITS
+from harness.model import cross_entropy
+from harness.model.cross_entropy import CHUNK_LOGITS, fused_kernel
 from harness.model.inference import NO_TOKEN, KeyValueCache
 from harness.model.precision import Precision
 from tests.model.test_model import block_of, random_model, random_tokens, shape
-from tests.support.compiled import trace
 
 # Name -> keys of model.json, for each lever alone.
 LEVERS: dict[str, dict[str, Any]] = {
@@ -317,6 +317,24 @@ def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype
     assert half.item() == pytest.approx(exact.item(), rel=0.02)
     half.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Set up `model` to be compiled at its next forward pass, and return the list to which that pass adds the graphs.
+    The graphs run as they were traced. This is quick, because no machine code is generated."""
+    torch._dynamo.reset()
+    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    model.compile(backend=backend, dynamic=False)
+    return graphs
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,5 @@ def reset() -> None:
     _library().null_reset()
 
 
-def launched() -> dict[str, int]:
-    """Return the number of launches of each kernel since the last `reset`."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        _library().null_launched(file.name.encode())
-        return {name: int(count) for count, name in (line.rstrip("\n").split("\t", 1) for line in file)}
-
-
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])

@@ -1,10 +1,10 @@
 /* libcuda.so.1 of the null device: the functions of CUDA's driver that Triton and Inductor call. Every function
-   succeeds. A kernel is counted by its name, and not run. */
+   succeeds. A kernel is counted, and not run. */
 
 #include <stdlib.h>
 #include <string.h>
 
-void null_count(const char *kernel) __attribute__((weak)); /* in runtime.cpp; absent where only the driver is loaded */
+void null_count(void) __attribute__((weak)); /* in runtime.cpp; absent where only the driver is loaded */
 
 static int capability(void) {
     const char *text = getenv("NULLCUDA_SM");
@@ -71,10 +71,10 @@ int cuPointerGetAttribute(void *value, int attribute, unsigned long long pointer
 }
 int cuMemAlloc_v2(void **memory, size_t bytes) { *memory = malloc(64); return 0; }
 
-static int launch(void *function) {
-    if (null_count) null_count(function); /* cuModuleGetFunction returns the name as the function */
+static int launch(void) {
+    if (null_count) null_count();
     return 0;
 }
-int cuLaunchKernel(void *function) { return launch(function); }
-int cuLaunchCooperativeKernel(void *function) { return launch(function); }
-int cuLaunchKernelEx(void *config, void *function) { return launch(function); }
+int cuLaunchKernel(void) { return launch(); }
+int cuLaunchCooperativeKernel(void) { return launch(); }
+int cuLaunchKernelEx(void) { return launch(); }

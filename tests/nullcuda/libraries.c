@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-void null_count(const char *kernel);
+void null_count(void);
 
 #define SUCCEEDS(name) int name() { return 0; }
 SUCCEEDS(cudaDeviceEnablePeerAccess) SUCCEEDS(cudaDeviceGetDefaultMemPool) SUCCEEDS(cudaDeviceGetGraphMemAttribute)
@@ -36,7 +36,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *blas, void *product, void *a, void *b, 
     return 0;
 }
 
-#define PRODUCT(name) int name() { null_count(#name); return 0; }
+#define PRODUCT(name) int name() { null_count(); return 0; }
 PRODUCT(cublasGemmEx) PRODUCT(cublasGemmStridedBatchedEx) PRODUCT(cublasSgemm_v2) PRODUCT(cublasDgemm_v2)
 PRODUCT(cublasSgemmEx) PRODUCT(cublasSgemmStridedBatched) PRODUCT(cublasSgemv_v2) PRODUCT(cublasDgemv_v2)
 PRODUCT(cublasDotEx) PRODUCT(cublasSdot_v2) PRODUCT(cublasDdot_v2) PRODUCT(cublasLtMatmul)

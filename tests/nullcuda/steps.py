@@ -4,8 +4,7 @@
 
 `model` and `train` change the run's settings. With several `ranks` this process is rank 0 under
 DistributedDataParallel, in torch's fake process group, which exchanges nothing. `microbatches` is the number of
-microbatches of each step, such as [1, 1, 2, 1]. With `"kernels": true` a last line has the number of launches of each
-kernel in the last step.
+microbatches of each step, such as [1, 1, 2, 1].
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
 from harness.training.step import OptimizerStep, build_training_step
 from harness.training.zero1 import StatePartition
-from tests.nullcuda.device import Numbers, launched, reset
+from tests.nullcuda.device import Numbers, reset
 
 DEVICE = torch.device("cuda", 0)
 
@@ -109,8 +108,6 @@ def main() -> None:
     request, experiment, world = requested()
     for line in measure(experiment, world, request.get("microbatches", [1, 1, 1])):
         print(json.dumps(line))
-    if request.get("kernels"):
-        print(json.dumps(launched()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from harness.model.config import load_model_config
 from harness.planning.plan import make_plan
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
-from tests.support.launch import MODEL, Workshop, free_port
+from tests.support.launch import MODEL, Workshop, rank_variables
 from tests.support.planning import EIGHT, add_summary, dollars, experiment_of, number, plan, rows, shipped, table
 
 
@@ -213,9 +213,7 @@ def test_under_torchrun_only_rank_0_prints(shop: Workshop) -> None:
     """With torchrun's environment variables only rank 0 prints the plan. The test runs the ranks one after the other,
     which works because ranks exchange nothing for a plan."""
     shop.add_run()
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    results = [shop.attempt("--plan", environment=variables) for variables in ranks]
+    results = [shop.attempt("--plan", environment=variables) for variables in rank_variables(2)]
     assert [(result.status, result.stderr) for result in results] == [(0, "")] * 2
     assert "2 ranks x 2 sequences x 2 accumulation" in table(results[0].stdout)["global batch"]
     assert results[1].stdout == ""

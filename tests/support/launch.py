@@ -11,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,12 +116,7 @@ class Workshop:
         `prelude` is Python source that runs in each process first. Tests inject their faults with it.
         """
         command = [str(ROOT / "ddp_train.py"), *self._arguments(arguments)]
-        shared: dict[str, str] = {}
-        if ranks > 1:
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-        return [self.fork(command, shared | place, prelude) for place in places]
+        return [self.fork(command, place, prelude) for place in rank_variables(ranks)]
 
     def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
         """Start one of the repository's scripts in a process that has already imported torch."""
@@ -223,6 +219,26 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError("no port is free")
+
+
+def rank_variables(ranks: int) -> list[dict[str, str]]:
+    """Return the environment variables that torchrun sets for each of `ranks` processes of one machine. A single
+    process needs none."""
+    if ranks == 1:
+        return [{}]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def wait_until(condition: Callable[[], object], *processes: Process, seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until `condition()` is true, at most for some seconds. Fails if one of the processes ends before that."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.communicate(timeout=1)
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.options import TrainOptions
+from harness.model.config import ModelConfig
 from harness.planning.experiment import Experiment
 from harness.planning.plan import print_plan
 from harness.runs.directory import RunDirectory
+from harness.runs.train_config import TrainConfig
 from tests.support.launch import Workshop
 
 EIGHT: dict[str, Any] = {"assume_world_size": 8}
@@ -72,11 +74,15 @@ def dollars(found: dict[str, str]) -> list[float]:
 
 
 def add_summary(shop: Workshop, run: str = "r", **values: Any) -> None:
+    experiment = experiment_of(shop, run)
+    write_summary(experiment.run, experiment.model, experiment.config, **values)
+
+
+def write_summary(run: RunDirectory, model: ModelConfig, train: TrainConfig, /, **values: Any) -> None:
     """Write the summary of a run of 30 steps in 20 s, with some values changed. A key whose value is `...` is left
     out."""
-    experiment = experiment_of(shop, run)
-    summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
-    summary |= {"train": experiment.config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
+    summary = {"model": model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
+    summary |= {"train": train.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
     summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
     kept = {key: value for key, value in (summary | values).items() if value is not ...}
-    (shop.runs / run / "summary.json").write_text(json.dumps(kept))
+    (run.path / "summary.json").write_text(json.dumps(kept))

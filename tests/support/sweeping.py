@@ -13,6 +13,7 @@ from harness.sweeps.file import SweepRuns, load_sweep
 from harness.sweeps.plan import status_of
 from tests.support.forked_command import run_forked
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop
+from tests.support.planning import write_summary
 from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 
@@ -46,11 +47,7 @@ def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:
 
 
 def add_summary(run: DerivedRun, **values: Any) -> None:
-    """Write the summary of a run of 30 steps in 20 s, with some values changed."""
-    summary = {"model": run.model_config.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
-    summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
-    summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
-    (run.run.path / "summary.json").write_text(json.dumps(summary | values))
+    write_summary(run.run, run.model_config, run.train_config, **values)
 
 
 def has_reported(shop: Workshop, pattern: str) -> bool:

@@ -99,11 +99,3 @@ class Torchrun:
                 raise AssertionError(f"alive after {patience} s:\n{alive}")
             time.sleep(0.05)
         return time.monotonic() - began
-
-
-def await_file(path: Path, process: WarmProcess) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists():
-        assert process.poll() is None, process.communicate(timeout=1)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

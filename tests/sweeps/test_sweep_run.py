@@ -28,7 +28,7 @@ from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.file import SweepRuns
 from harness.sweeps.plan import Planner, status_lines, status_of
 from harness.sweeps.run import SweepRunner
-from tests.support.launch import ROOT, Process, Result, Workshop, finish, metrics
+from tests.support.launch import ROOT, Process, Result, Workshop, finish, metrics, wait_until
 from tests.support.sweeping import add_summary, command, has_reported, load, start, states, sweep_command, when
 from tests.support.warm import FORK_PYTHONS, WarmProcess
 
@@ -405,12 +405,8 @@ def begin(shop: Workshop, *options: str) -> WarmProcess:
 
 def wait_for_steps(shop: Workshop, name: str, process: Process, lines: int) -> None:
     """Wait until the run's metrics.jsonl has that many lines."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    path = shop.runs / name / "metrics.jsonl"
-    while not path.exists() or len(metrics(path.parent)) < lines:
-        assert process.poll() is None, process.communicate(timeout=10)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    run = shop.runs / name
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= lines, process)
 
 
 def weights(shop: Workshop, name: str) -> str:

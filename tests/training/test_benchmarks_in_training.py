@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
 from harness.runs.metrics import read_metrics
-from harness.training.evaluations import EvaluationFailed, SharedBatches
+from harness.training.evaluations import EvaluationFailed, evaluate_batches
 from tests.support.benchmark_files import sentence, write_task
 from tests.support.in_process import InProcess
 from tests.support.launch import metrics
@@ -78,15 +78,15 @@ def with_benchmarks(shop: InProcess) -> dict[str, Any]:
 # Sends SIGTERM to rank 1 alone in the middle of a step's benchmarks, between two kinds of lm-eval requests.
 SIGNAL = """
 import os, signal, time
-from harness.training.evaluations import SharedBatches
-share, calls = SharedBatches.__call__, []
-def interrupted(self, evaluate, batches):
-    calls.append(self.work.place.step)
+from harness.training import evaluations
+evaluate_batches, calls = evaluations.evaluate_batches, []
+def interrupted(work, evaluate, batches):
+    calls.append(work.place.step)
     if calls.count(STEP) == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
-    return share(self, evaluate, batches)
-SharedBatches.__call__ = interrupted
+    return evaluate_batches(work, evaluate, batches)
+evaluations.evaluate_batches = interrupted
 """
 
 
@@ -200,7 +200,7 @@ def test_what_is_wrong_is_told_before_the_first_step(shop: InProcess) -> None:
     assert not (run / "metrics.jsonl").exists()
 
 
-# SharedBatches, on ranks that are threads
+# Shared work, on ranks that are threads
 
 
 class Meeting:
@@ -218,7 +218,7 @@ class Meeting:
         return found
 
 
-def on_ranks(size: int, work: Callable[[SharedBatches], Any], stopping: Sequence[int] = ()) -> list[Any]:
+def on_ranks(size: int, work: Callable[[SharedWork], Any], stopping: Sequence[int] = ()) -> list[Any]:
     """Return what `work` returns or raises on each of `size` ranks; those in `stopping` are asked to stop."""
     meeting, found = Meeting(size), [None] * size
 
@@ -231,7 +231,7 @@ def on_ranks(size: int, work: Callable[[SharedBatches], Any], stopping: Sequence
         stop = StopSignal()
         stop.signal = signal.SIGTERM if rank in stopping else 0
         try:
-            found[rank] = work(SharedBatches(SharedWork(world, True, stop, Place(0, "benchmarks"))))
+            found[rank] = work(SharedWork(world, True, stop, Place(0, "benchmarks")))
         except Exception as error:
             found[rank] = error  # type: ignore[call-overload]
 
@@ -257,22 +257,25 @@ def test_scores_shared_among_ranks_equal_those_of_one(size: int) -> None:
     pairs = [(draw.choices(range(VOCAB_SIZE), k=draw.randint(1, 40)), [draw.randrange(300)] * 3) for _ in range(20)]
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 3)
     expected = scorer.score(pairs)
-    assert on_ranks(size, lambda sharing: scorer.sharing(sharing).score(pairs)) == [expected] * size
+    assert (
+        on_ranks(size, lambda shared: scorer.sharing(partial(evaluate_batches, shared)).score(pairs))
+        == [expected] * size
+    )
 
 
 def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
-    def failing(sharing: SharedBatches) -> Any:
+    def failing(shared: SharedWork) -> Any:
         def work(batch: int) -> int:
             if batch == 4:
                 raise ValueError("a faulty\nbatch")
             return batch
 
-        return sharing(work, range(6))
+        return evaluate_batches(shared, work, range(6))
 
     found = on_ranks(3, failing)
     assert [type(each) for each in found] == [EvaluationFailed] * 3
     assert {str(each) for each in found} == {"ValueError: a faulty batch"}
-    found = on_ranks(3, lambda sharing: sharing(lambda batch: batch, range(6)), stopping=[2])
+    found = on_ranks(3, lambda shared: evaluate_batches(shared, lambda batch: batch, range(6)), stopping=[2])
     assert [type(each) for each in found] == [RunStopped] * 3
 
 
@@ -291,10 +294,10 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: InProcess
     tokenizer: Tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 2)
 
-    def work(sharing: SharedBatches) -> Any:
-        if sharing.work.world.rank == 1:
-            return scores_over_ranks(Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, limit=3, work=sharing.work)
-        return sharing(lambda batch: batch, range(4))
+    def work(shared: SharedWork) -> Any:
+        if shared.world.rank == 1:
+            return scores_over_ranks(Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, limit=3, work=shared)
+        return evaluate_batches(shared, lambda batch: batch, range(4))
 
     found = on_ranks(2, work)
     assert [str(each) for each in found] == ["OSError: no space"] * 2

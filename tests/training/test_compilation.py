@@ -30,9 +30,9 @@ SHORT: dict[str, Any] = {
 # Lets "auto" compile on the CPU.
 WANTED = """
 import os, torch
-from harness.model import kernels
+from harness.training import step
 from tests.support.faults import own_rank
-kernels.should_compile = lambda setting, device: setting is not False
+step.should_compile = lambda setting, device: setting is not False
 compile_module = torch.nn.Module.compile
 """
 # Lets Inductor find no working C++ compiler and no code that an earlier process compiled.
@@ -42,8 +42,7 @@ inductor.cpp.cxx = "false"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("cache")
 """
 # Compiles with the backend "eager": TorchDynamo traces the model and splits it at DDP's buckets, but no machine code is
-# generated, which would take minutes. The same holds for the loss kernel. tests/model/test_linear_cross_entropy.py
-# tests that kernel's machine code.
+# generated, which would take minutes. The same holds for the loss kernel.
 COMPILED = f"""{WANTED}
 from harness.model import cross_entropy
 kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")

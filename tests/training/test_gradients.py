@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import Workshop, finish, free_port
+from tests.support.launch import Workshop, finish, rank_variables
 
 # Builds the model and the step as training does, but in fp64. For each run it saves the gradient of the first global
 # batch and the indexes of the buckets that DDP exchanged for it.
@@ -81,12 +81,9 @@ def _first_steps(shop: Workshop, ranks: int) -> dict[str, Any]:
     shop.add_run("experts", model=model, microbatch_size=1, gradient_accumulation_steps=4 // ranks)
     names = ["a1", "a2", "a4", "experts"]
     out = shop.path / f"{ranks}.pt"
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     (shop.path / "worker.py").write_text(WORKER)
     command = [str(shop.path / "worker.py"), str(shop.runs), str(shop.datasets), str(out), *names]
-    processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    finish(processes, expect=0, timeout=120)
+    finish([shop.fork(command, place) for place in rank_variables(ranks)], expect=0, timeout=120)
     return dict(torch.load(out, weights_only=True))
 
 

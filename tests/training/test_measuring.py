@@ -21,25 +21,23 @@ from harness.distributed.signals import SharedWork, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
-from harness.evaluation.loss import bits_per_byte, mean
+from harness.evaluation.loss import bits_per_byte, mean, microbatch_losses
 from harness.model.precision import Precision
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, cost, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
-from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
 from harness.training.step import OptimizerStep, StepResult
 from tests.support import file_operations
+from tests.support.configs import SEED_TRAIN
 from tests.support.launch import Workshop
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
 CONFIG = ModelConfig(vocab_size=50, context_length=8, emb_dim=16, n_heads=2, n_layers=1, drop_rate=0.2, qkv_bias=False)
-TRAIN = TrainConfig(
-    dataset="a/b", microbatch_size=2, min_train_tokens=1, start_train_token=0, checkpoint_interval=1, learning_rate=0.01
-)
+TRAIN = TrainConfig(**SEED_TRAIN, learning_rate=0.01)
 
 
 def result(*losses: float, norm: float = 1.0, skipped: float = 0.0) -> StepResult:
@@ -98,12 +96,13 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     reader = TokenLoader(TokenFile(path), 3, BatchLayout(1, 1, 2, 8))
     precision, before = Precision("fp32", "cpu"), torch.get_rng_state()
 
-    def ranks(*, shared: bool, signal: int = 0) -> SharedWork:
+    def on_ranks(*, shared: bool, signal: int = 0) -> list[float]:
         stop = StopSignal()
         stop.signal = signal
-        return SharedWork(ALONE, shared, stop, Place(0, "validation"))
+        work = SharedWork(ALONE, shared, stop, Place(0, "validation"))
+        return work.share(4, lambda indexes: microbatch_losses(model, map(reader.microbatch, indexes), precision))
 
-    losses = losses_over_ranks(model, reader, 4, precision, ranks(shared=False))
+    losses = on_ranks(shared=False)
     loss = mean(losses)
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
@@ -111,9 +110,9 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     logits = model.eval()(window[:-1].view(8, 8))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True)) == losses
+    assert on_ranks(shared=True) == losses
     with pytest.raises(RunStopped) as stopped:
-        losses_over_ranks(model, reader, 4, precision, ranks(shared=True, signal=15))
+        on_ranks(shared=True, signal=15)
     assert (stopped.value.signal, stopped.value.during) == (15, "validation")
 
 

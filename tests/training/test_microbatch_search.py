@@ -37,7 +37,7 @@ from harness.training import batch_size_finder
 from harness.training.batch_size_finder import MicrobatchSearcher, largest_that_fits
 from tests.model.test_levers import ALL
 from tests.support.in_process import InProcess
-from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, free_port
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, rank_variables
 
 # This model needs little arithmetic and much memory: with dropout the CPU stores the T x T attention weights of each
 # head.
@@ -334,10 +334,9 @@ def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] 
     already imported all modules."""
     command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), arguments[0], str(shop.datasets)]
     command += [*arguments[1:], "--runs-dir", str(shop.runs)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-    return finish([shop.spawn(command, place) for place in places], expect=expect, timeout=PATIENCE_SECONDS)
+    return finish(
+        [shop.spawn(command, place) for place in rank_variables(ranks)], expect=expect, timeout=PATIENCE_SECONDS
+    )
 
 
 @pytest.mark.parametrize(

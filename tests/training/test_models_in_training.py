@@ -157,23 +157,15 @@ def test_experts_are_balanced_by_this_much(shop: InProcess, active: int, train: 
         assert f"\nbalancing loss   x {weight:g} " in plan.stdout, plan.stderr
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"precision": "bf16", "activation_checkpointing": True}, id="bf16"),
-        pytest.param({"precision": "fp16"}, id="fp16", marks=pytest.mark.slow),
-    ],
-)
-def test_half_precision_ends_near_fp32(trained: Trained, changes: dict[str, Any]) -> None:
-    """The final loss in half precision is within 0.03 of fp32's. Rounding may route a token to another expert if two
-    scores are nearly equal, so the losses are close but not equal."""
+def test_half_precision_ends_near_fp32(trained: Trained) -> None:
+    """The final loss in bf16 is within 0.03 of fp32's. Rounding may route a token to another expert if two scores are
+    nearly equal, so the losses are close but not equal."""
     shop, run, _ = trained
-    name = str(changes["precision"])
-    shop.add_run(name, model=MODEL, **SETTINGS | changes)
-    shop.train(name)
+    shop.add_run("bf16", model=MODEL, **SETTINGS | {"precision": "bf16", "activation_checkpointing": True})
+    shop.train("bf16")
     ends = [
         [event["loss"] for event in metrics(each) if event["event"] == "validation"][-1]
-        for each in (run, shop.runs / name)
+        for each in (run, shop.runs / "bf16")
     ]
     assert ends[1] == pytest.approx(ends[0], abs=0.03)
 

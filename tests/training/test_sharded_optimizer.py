@@ -14,7 +14,7 @@ from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.step import OptimizerStep
 from harness.training.zero1 import GRAIN, StatePartition
-from tests.support.launch import Workshop, finish, free_port
+from tests.support.launch import Workshop, finish, rank_variables
 from tests.training.test_optimizer import update
 
 # The ranks' equal parts begin inside parameters, so that some parameters are cut. Some shards are above and some below
@@ -137,11 +137,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     for ranks in WORLDS:
         out = shop.path / f"{ranks}.pt"
         arguments = [json.dumps(each) for each in (cases, MODEL, str(out), earlier and str(earlier))]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
         command = [str(shop.path / "worker.py"), *arguments]
-        finish([shop.fork(command, place) for place in places], expect=0, timeout=200)
+        finish([shop.fork(command, place) for place in rank_variables(ranks)], expect=0, timeout=200)
         found[ranks], earlier = torch.load(out, weights_only=True, map_location="cpu"), out
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.distributed.replicas import PIECE, describe_divergence, weight_checksums
+from checkpointing import PIECE, describe_divergence, weight_checksums
 
 
 def test_one_bit_changes_the_checksum_of_its_tensor_alone() -> None:
