@@ -20,7 +20,7 @@ from harness.common.memory import free_memory, keep_if_ample
 from harness.data.loader import TokenLoader
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World, say
-from harness.model.weights import checkpoint_views, load_weights
+from harness.model.weights import load_weights
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, TrainState
 from harness.runs.checkpoints import Checkpoint
@@ -29,7 +29,7 @@ from harness.runs.metrics import MetricsFile
 from harness.runs.upstream import optimizer_by_name
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, program_and_settings
-from harness.training.saving import HostCopies, Writer
+from harness.training.saving import HostCopies, Writer, copy_state
 from harness.training.startup import PreparedRun
 from harness.training.step import OptimizerStep
 
@@ -118,22 +118,20 @@ class Checkpointer:
             if self.world.device.type == "cuda":
                 random["cuda"] = torch.cuda.get_rng_state(self.world.device)
             ranks = self.world.gather({"random": random, "window": self.meter.state()})
-            self.world.on_rank0(self.writer.wait)  # the writer may still read the copy of the previous save
-            optimizer, scaler = self.step.optimizer.named_state(self.world), self.step.scaler.state_dict()
+            self.world.on_rank0(self.writer.wait)  # it may still read the copy of the previous save
+            copied = copy_state(self.step, self.world, self.copies)
 
-            def copy_and_submit() -> None:
-                meta = self._meta(state, planned=planned, during=during)
-                weights = checkpoint_views(self.model.state_dict(), self.model.config)
+            def submit() -> None:
                 checkpoint = Checkpoint(
-                    **self.copies.copy({"weights": weights, "optimizer": optimizer}),
-                    scaler=scaler,
+                    **copied,
+                    scaler=self.step.scaler.state_dict(),
                     train_state={"ranks": ranks},
-                    meta=meta,
+                    meta=self._meta(state, planned=planned, during=during),
                     tokenizer=tokenizer if isinstance(tokenizer, Path) else None,
                 )
                 self.writer.submit(partial(self._write_and_point, checkpoint))
 
-            self.world.on_rank0(copy_and_submit)
+            self.world.on_rank0(submit)
         self.saved_step = state.global_step
 
     def _meta(self, state: TrainState, *, planned: bool, during: str | None) -> CheckpointMeta:

@@ -42,14 +42,14 @@ from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
 from harness.model.kernels import explain_nondeterminism, should_compile
-from harness.model.weights import checkpoint_views, save_weights
+from harness.model.weights import save_weights
 from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
-from harness.training.saving import HostCopies
+from harness.training.saving import HostCopies, copy_state
 from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
@@ -121,6 +121,7 @@ class MicrobatchSearcher:
     def __init__(self, experiment: Experiment, world: World, dataset: Dataset, limit: MemoryLimit) -> None:
         config = experiment.config
         self.experiment, self.world, self.limit = experiment, world, limit
+        self.alone = World(0, world.local_rank, 1, 1, world.device)  # a step that is tried exchanges nothing
         self.tokens = dataset.split("train")
         self.compiles = should_compile(config.compile, world.device)
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
@@ -233,10 +234,8 @@ class MicrobatchSearcher:
         """Save a checkpoint as training does: copy its tensors, and write them to a temporary folder. Returns the copy
         if `async_checkpoint` keeps it in memory, or None if it does not."""
         keep = self.experiment.config.async_checkpoint
-        weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
-        tree = {"weights": weights, "optimizer": step.optimizer.named_state(self.world)}
         copies = HostCopies(self.world.device, keep=keep)
-        copied = copies.copy(tree)
+        copied = copy_state(step, self.alone, copies)
         with tempfile.TemporaryDirectory() as folder:
             save_weights(copied["weights"], Path(folder) / "weights")
             torch.save(copied["optimizer"], Path(folder) / "optimizer")
@@ -249,8 +248,7 @@ class MicrobatchSearcher:
             latest = choose_start(experiment.run.checkpoints, None)
         name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
         config = experiment.config.model_copy(update={"precision": name})
-        alone = World(0, world.local_rank, 1, 1, world.device)
-        return build_training_step(experiment, config, alone, partition=StatePartition(world.rank, world.size))
+        return build_training_step(experiment, config, self.alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
         """Run `_try` in a child process with limited writable memory. Returns the result of `_try`, or None if the

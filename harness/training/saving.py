@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from harness.common.messages import GIB
-from harness.distributed.world import replace_tensors
+from harness.distributed.world import World, replace_tensors
+from harness.model.weights import checkpoint_views
+from harness.training.step import OptimizerStep
+from harness.training.zero1 import empty_state
 
 
 class Writer:
@@ -74,13 +77,15 @@ class HostCopies:
         self._device = device
         self._keep = keep
         self._buffer: Tensor | None = None
-        self._copied: Any = None  # CUDA event recorded after the last copies
+        self._copied: Any = None  # CUDA event of the last `record`
 
     def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own storage.
+        """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own storage. For a
+        tensor on the device "meta", the copy is uninitialized memory that the caller fills.
 
         On a GPU the copies are only enqueued: they run before all later work of the current stream, such as the next
-        step, and can be read after `wait`. With `keep`, a later call overwrites the copies of an earlier one.
+        step, and can be read after `record` and `wait`. With `keep`, a later call overwrites the copies of an earlier
+        one.
         """
         tensors: list[Tensor] = []
         replace_tensors(tree, tensors.append)
@@ -94,16 +99,19 @@ class HostCopies:
             start = next(places)
             # with its own storage, because torch.save would otherwise write the whole buffer for each tensor
             place = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
-            return place.copy_(tensor, non_blocking=True)
+            return place if tensor.is_meta else place.copy_(tensor, non_blocking=True)
 
         copies: dict[str, Any] = replace_tensors(tree, copied)
+        return copies
+
+    def record(self) -> None:
+        """Record that all copies are enqueued, so that `wait` waits for them."""
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of polling
             self._copied.record()
-        return copies
 
     def wait(self) -> None:
-        """Wait until the GPU has finished the last `copy`. Called by the thread that reads the copies."""
+        """Wait until the GPU has finished the copies. Called by the thread that reads them."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -128,3 +136,22 @@ class HostCopies:
         if self._keep:
             self._buffer = buffer
         return buffer
+
+
+def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[str, Any]:
+    """Return copies of the weights and of the optimizer state, by the names that they have in checkpoints, on rank 0.
+    Collective. On a GPU they can be read after `copies.wait()`."""
+    optimizer, copied = step.optimizer, dict[str, Any]()
+    is_sharded = optimizer.partition.size > 1
+
+    def copy_own() -> None:
+        # A sharded state gets its place in memory here, and is gathered below.
+        named = empty_state(optimizer.state_shapes(), "meta") if is_sharded else optimizer.named_state(world)
+        weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
+        copied.update(copies.copy({"weights": weights, "optimizer": named}))
+
+    world.on_rank0(copy_own)
+    if is_sharded:
+        copied["optimizer"] = optimizer.named_state(world, into=copied.get("optimizer", {}))
+    copies.record()
+    return copied

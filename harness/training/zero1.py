@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,13 @@ from harness.runs.optimizer_state import SMALL_PIECE
 # Tensors of optimizer state, or their shapes: by parameter name, then by the optimizer's key ("exp_avg").
 NamedState = dict[str, dict[str, Tensor]]
 StateShapes = dict[str, dict[str, torch.Size]]
+
+
+def empty_state(shapes: StateShapes, device: str = "cpu") -> NamedState:
+    """Return uninitialized fp32 tensors of these shapes."""
+    return {
+        name: {key: torch.empty(shape, device=device) for key, shape in state.items()} for name, state in shapes.items()
+    }
 
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:
@@ -45,7 +50,7 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
 # Shards begin and end at multiples of this many elements. Kernels process up to 64 elements at once, and the remaining
 # elements at a tensor's end with other instructions, whose results may differ in the last bit.
 GRAIN = 64
-MESSAGE = 2**26  # elements of state per message
+MESSAGE = 2**26  # elements of state per message, and so of memory that a message needs on the device
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,11 @@ class StatePartition:
     rank: int = 0
     size: int = 1
     is_connected: bool = False
-    control: Any = None  # the process group on the CPU
 
     @classmethod
     def for_world(cls, world: World) -> StatePartition:
         """Return the partition over all ranks of `world`."""
-        return cls(world.rank, world.size, world.size > 1, world.control)
+        return cls(world.rank, world.size, world.size > 1)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
         """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. Every
@@ -123,41 +127,33 @@ class StatePartition:
                 torch._foreach_copy_(each, list(pack.split([view.numel() for view in each])))
 
     def gather(
-        self, shards: Sequence[Shard], own: Mapping[Shard, Mapping[str, Tensor]], shapes: StateShapes
-    ) -> NamedState:
-        """Gather the whole state on rank 0, as fp32 tensors on the CPU. Other ranks return an empty dict. `own` is this
-        rank's state of its own shards. A scalar, such as the step count, is sent with every shard. Collective."""
-        shards = sorted(shards, key=lambda shard: shard.owner)  # stable: keeps the order of each owner's shards
-        whole: NamedState = {}
-        for owner, theirs in groupby(shards, key=lambda shard: shard.owner):
-            places = [(shard, key, bool(shape)) for shard in theirs for key, shape in shapes[shard.name].items()]
-            count = sum(shard.stop - shard.start if has_shape else 1 for shard, _, has_shape in places)
-            numbers = self._send_to_rank0(owner, [own[shard][key] for shard, key, _ in places if shard in own], count)
-            for shard, key, has_shape in places if numbers is not None else ():
-                assert numbers is not None
-                state = whole.setdefault(shard.name, {})
-                if key not in state:
-                    state[key] = torch.empty(shapes[shard.name][key])
-                target = state[key].view(-1)[shard.start : shard.stop] if has_shape else state[key].view(-1)
-                target.copy_(numbers[: target.numel()])
-                numbers = numbers[target.numel() :]
-        return {name: whole[name] for name in shapes if name in whole}
+        self,
+        shards: Iterable[Shard],
+        own: Mapping[Shard, Mapping[str, Tensor]],
+        shapes: StateShapes,
+        device: torch.device,
+        into: NamedState,
+    ) -> None:
+        """Copy the whole state to the tensors `into` of rank 0, which are in host memory. Other ranks give an empty
+        dict. `own` is this rank's state of its own shards, on `device`. A scalar, such as the step count, is sent with
+        every shard. Collective. On a GPU, the copies may still be running when this method returns.
 
-    def _send_to_rank0(self, owner: int, tensors: Sequence[Tensor], count: int) -> Tensor | None:
-        """Send the owner's tensors to rank 0, flattened and joined into one tensor of `count` elements. Returns this
-        tensor on rank 0, and None on other ranks. The tensors go through the CPU process group, since the device's
-        memory may be full."""
-        if self.rank == owner:
-            numbers = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
-        elif self.rank == 0:
-            numbers = torch.zeros(count)
-        else:
-            return None
-        if owner != 0 and self.is_connected:
-            with leaving_with_peers():
-                for part in numbers.split(MESSAGE):
+        Shards are broadcast as in `exchange`, because NCCL would need connections and buffers of its own for messages
+        to one rank. The ranks that do not need a message overwrite it.
+        """
+        for shard in shards:
+            if shard.owner == 0 and self.rank != 0:
+                continue
+            for key, shape in shapes[shard.name].items():
+                count = shard.stop - shard.start if shape else 1
+                numbers = own[shard][key].detach().reshape(-1) if shard in own else None
+                for start in range(0, count, MESSAGE):
+                    stop = min(start + MESSAGE, count)
+                    part = torch.zeros(stop - start, device=device) if numbers is None else numbers[start:stop]
+                    if self.is_connected and shard.owner != 0:
+                        with leaving_with_peers():
+                            dist.broadcast(part, src=shard.owner)
                     if self.rank == 0:
-                        dist.recv(part, src=owner, group=self.control)
-                    else:
-                        dist.send(part, dst=0, group=self.control)
-        return numbers if self.rank == 0 else None
+                        place = into[shard.name][key].view(-1)
+                        place = place[shard.start : shard.stop][start:stop] if shape else place
+                        place.copy_(part, non_blocking=True)

@@ -44,6 +44,11 @@ bool has(const std::map<char*, size_t>& allocations, const void* pointer) {
     return place < next->first + next->second;
 }
 
+bool is_pinned(const void* pointer) {
+    std::lock_guard<std::mutex> guard(device().lock);
+    return has(device().pinned, pointer);
+}
+
 void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     Device& d = device();
     {
@@ -220,6 +225,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
     return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+    if (kind == cudaMemcpyDeviceToHost && !is_pinned(to)) device().waits++;  // returns only when the copy is made
     copy(to, from, bytes, kind);
     return cudaSuccess;
 }

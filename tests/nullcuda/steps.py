@@ -4,14 +4,15 @@
 
 `model` and `train` change the run's settings. With several `ranks` this process is rank 0 under
 DistributedDataParallel, in torch's fake process group, which exchanges nothing. `microbatches` is the number of
-microbatches of each step, such as [1, 1, 2, 1].
+microbatches of each step, such as [1, 1, 2, 1]. After them the state of a checkpoint is copied as often as `saves`
+says, each time with a line of its own.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
+from harness.training.saving import HostCopies, copy_state
 from harness.training.step import OptimizerStep, build_training_step
 from harness.training.zero1 import StatePartition
 from tests.nullcuda.device import Numbers, reset
@@ -74,39 +76,47 @@ def exchange_nothing(state, bucket):  # type: ignore[no-untyped-def]  # torch co
     return done
 
 
-def measure(experiment: Experiment, world: World, microbatches: Sequence[int]) -> list[dict[str, Any]]:
-    """Run a step of each of these numbers of microbatches, and return what the device counted in each.
+def measure(experiment: Experiment, world: World, microbatches: Sequence[int], saves: int = 0) -> list[dict[str, Any]]:
+    """Run a step of each of these numbers of microbatches, then copy the state of a checkpoint `saves` times. Returns
+    what the device counted in each.
 
     After the first step, an operation that waits for the device raises an error.
     """
     config, context = experiment.config, experiment.model.context_length
     tokens = np.zeros(config.microbatch_size * context + 1, np.uint16)
     microbatch = Microbatch(tokens, context)
-    step, meter = build(experiment, world), LossMeter(DEVICE, experiment.model)
+    step, meter, copies = build(experiment, world), LossMeter(DEVICE, experiment.model), HostCopies(DEVICE, keep=True)
     step.warm_up(microbatch, world)
-    found = []
-    for number, count in enumerate(microbatches):
+    found: list[dict[str, Any]] = []
+
+    def count(work: Callable[[], object]) -> None:
         torch.cuda.reset_peak_memory_stats()
         reset()
         graphs = counters["stats"]["unique_graphs"]
-        torch.cuda.set_sync_debug_mode("error" if number else "default")
-        meter.add(step.run([microbatch] * count, multiplier=1.0))
+        torch.cuda.set_sync_debug_mode("error" if found else "default")
+        work()
         torch.cuda.set_sync_debug_mode("default")
         found.append(
             {
                 **asdict(Numbers.now()),
                 "allocated": torch.cuda.memory_allocated(),
+                "peak_allocated": torch.cuda.max_memory_allocated(),
                 "peak_reserved": torch.cuda.max_memory_reserved(),
                 "compiled": counters["stats"]["unique_graphs"] - graphs,
                 "breaks": sum(counters["graph_break"].values()),
             }
         )
+
+    for size in microbatches:
+        count(lambda size=size: meter.add(step.run([microbatch] * size, multiplier=1.0)))  # type: ignore[misc]
+    for _ in range(saves):
+        count(lambda: copy_state(step, world, copies))
     return found
 
 
 def main() -> None:
     request, experiment, world = requested()
-    for line in measure(experiment, world, request.get("microbatches", [1, 1, 1])):
+    for line in measure(experiment, world, request.get("microbatches", [1, 1, 1]), request.get("saves", 0)):
         print(json.dumps(line))
 
 

@@ -62,6 +62,19 @@ def test_a_step_never_waits_and_keeps_no_more_memory(case: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_sharded_state_is_copied_without_a_wait() -> None:
+    """The weights and the state of eight ranks are enqueued as copies to pinned host memory, from which nothing waits.
+    A shard of another rank takes device memory for one message at a time."""
+    model = TWO_FAST_LAYERS | {"bigram_embedding": 4096}
+    found = run("steps", sm=80, run="8xa100m40-fast", ranks=8, model=model, train=EAGER, microbatches=[1, 1], saves=2)
+    step, save = found[1], found[3]
+    assert (save["waits"], save["event_waits"], save["allocations"]) == (0, 0, 0)
+    assert save["to_host"] > 50
+    assert save["allocated"] == step["allocated"]
+    assert save["peak_allocated"] <= step["allocated"] + 2**28 < step["peak_allocated"]
+
+
+@pytest.mark.slow
 def test_the_microbatch_that_f_finds_trains_on_eight_ranks() -> None:
     """The answer of -f on one rank, whose gradients are in no buckets, holds for training by DistributedDataParallel. A
     microbatch that is 5 % larger does not fit."""
