@@ -118,9 +118,8 @@ class Plan:
             raise UserError(f"{folder}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
-        """Return the seconds of each phase: of training, of validation, and of benchmarks if there are any and their
-        time is known. Start-up and the saving of checkpoints are not included. `speed.tokens_per_second` and `position`
-        must not be None."""
+        """Return the seconds of training and of validation. Benchmarks, start-up and the saving of checkpoints are not
+        included. `speed.tokens_per_second` and `position` must not be None."""
         assert speed.tokens_per_second is not None
         # Count the microbatches of the rank that has the most of them, because the other ranks wait for it.
         microbatches = self.config.validation_batches or 0
@@ -134,11 +133,7 @@ class Plan:
         if speed.includes_validation and training:
             share = training / (training + validating) if speed.training_share is None else speed.training_share
             training, validating = training * share, training * (1 - share)
-        parts = {"training": training, "validation": validating}
-        benchmarks = self.times(self.config.benchmark_interval)
-        if benchmarks and speed.benchmark_seconds is not None:
-            parts["benchmarks"] = benchmarks * speed.benchmark_seconds
-        return parts
+        return {"training": training, "validation": validating}
 
     def price(self, speed: PlannedSpeed) -> tuple[float | None, str]:
         """Return the dollars per hour of the plan's GPUs and a text that explains the price. If the price is unknown,
@@ -278,17 +273,15 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     rows.append(("validations", f"{plan.times(config.validation_interval):,} ({each})"))
     if config.benchmark_tasks is not None:
         each = f"{', '.join(config.benchmark_tasks)}; {config.benchmark_examples:,} examples each"
-        unknown = (
-            "" if speed.benchmark_seconds is not None else "\nthe time of benchmarks is unknown, and not included below"
-        )
-        rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each}){unknown}"))
+        unknown = "the time of benchmarks is unknown, and not included below"
+        rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each})\n{unknown}"))
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     return [*rows, ("checkpoints", f"{plan.checkpoints():,} ({disk})"), *_time_rows(plan, speed)]
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     """Return the table rows for speed, time and cost. The time of validation is estimated, unless
-    `speed.training_share` gives it. The time of saving checkpoints is not included."""
+    `speed.training_share` gives it. The time of benchmarks and of saving checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -299,8 +292,6 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     time = f"{_hours(training)} training + {_hours(validating)} validation ({told})"
     if speed.includes_validation and training:
         time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
-    if "benchmarks" in parts:
-        time += f"\n+ {_hours(parts['benchmarks'])} benchmarks (estimated from this run's earlier ones)"
     price, priced = plan.price(speed)
     said_cost = f"unknown: {priced}"
     if price is not None:

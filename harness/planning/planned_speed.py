@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.common.errors import UserError
@@ -25,14 +25,12 @@ from harness.planning.estimated_speed import (
     why_not,
 )
 from harness.planning.experiment import Experiment
-from harness.planning.intervals import times_due
 from harness.runs.reported import read_reported
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import KERNEL_KEYS, same_kernels
 from harness.runs.train_config import TrainConfig
 
-# Keys of train.json that decide what is evaluated, and therefore how long that takes.
-BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
+# Keys of train.json that decide how much is validated, and therefore how long that takes.
 VALIDATION_KEYS = ("validation_interval", "validation_batches", "validation_ranks")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for an estimated speed"
@@ -48,7 +46,6 @@ class PlannedSpeed:
     includes_validation: bool = False  # False: over training alone; True: over training and validation together
     # training's share of the time of training and validation together; None: to be estimated
     training_share: float | None = None
-    benchmark_seconds: float | None = None  # for evaluating all of train.json's benchmark tasks once
     uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
     device: GpuSpec | None = None  # the GPU that the speed is for, if it is one of DEVICES
 
@@ -57,8 +54,7 @@ def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
     """Return the speed for this model and batch from the first source that has one, in this order: given by the user,
-    measured by an earlier run, published by somebody else in the run's reported.json, estimated for a GPU. The result
-    also has the seconds of this run's earlier benchmarks.
+    measured by an earlier run, published by somebody else in the run's reported.json, estimated for a GPU.
 
     An estimate is for the GPU of --assume-device, or else for this machine's GPUs, or else for `meant`, the GPU of the
     machine on which the run is meant to train.
@@ -73,15 +69,14 @@ def plan_speed(
     if own is None and len(names) >= layout.world_size and len(set(names)) == 1:  # enough GPUs, all of the same kind
         own = find_device(names[0])
     if options.assume_tps is not None:
-        speed = PlannedSpeed(options.assume_tps, "assumed")
-    elif options.assume_tps_with_validation is not None:
-        speed = PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
-    else:
-        speed = _measured_speed(experiment, layout, device)
-    if speed.tokens_per_second is None:
-        reported = None if device else _reported_speed(experiment, layout, own)
-        speed = reported or estimated(experiment, layout, own or meant) or speed
-    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
+        return PlannedSpeed(options.assume_tps, "assumed")
+    if options.assume_tps_with_validation is not None:
+        return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
+    measured = _measured_speed(experiment, layout, device)
+    if measured.tokens_per_second is not None:
+        return measured
+    reported = None if device else _reported_speed(experiment, layout, own)
+    return reported or estimated(experiment, layout, own or meant) or measured
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
@@ -170,19 +165,3 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
         share = None if training is None else whole / training
         return PlannedSpeed(whole, source, includes_validation=True, training_share=share, device=device)
     return None if training is None else PlannedSpeed(training, source, device=device)
-
-
-def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
-    """Return the seconds that one evaluation of all benchmark tasks takes, from this run's own summary.json. Returns
-    None if the summary has no such time for the same tasks and number of ranks."""
-    try:
-        summary = read_summary(experiment.run.summary)
-    except UserError:
-        return None
-    now = experiment.config.model_dump(mode="json")
-    spent, every = summary.seconds.get("benchmarks", 0.0), experiment.config.benchmark_interval
-    is_alike = all(summary.train.get(key) == now[key] for key in BENCHMARK_KEYS)
-    if every is None or not is_alike or summary.world_size != layout.world_size:
-        return None
-    times = times_due(range(summary.global_steps or 0), every)
-    return spent / times if times and 0 < spent < math.inf else None

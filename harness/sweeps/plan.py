@@ -24,7 +24,7 @@ from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tai
 from harness.comparison.table import aligned
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
-from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
+from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
 from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
@@ -134,8 +134,8 @@ class RunPlan:
 
 class Planner:
     """Planner of single runs. `groups` runs are trained at the same time, each with `processes` ranks on devices that
-    no other run uses. Runs with the same model, batch layout, and keys for kernels and benchmarks have the same speed,
-    which is determined once."""
+    no other run uses. Runs with the same model, batch layout, and keys for kernels have the same speed, which is
+    determined once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
@@ -157,7 +157,7 @@ class Planner:
         with explained(f"{run.name}: "):
             experiment.check_together()
             plan = make_plan(experiment, self.processes, planned_start(experiment, self.processes, None))
-        train = {key: run.settings[key] for key in (*KERNEL_KEYS, *BENCHMARK_KEYS)}
+        train = {key: run.settings[key] for key in KERNEL_KEYS}
         shape = json.dumps([run.model_config.model_dump(mode="json"), vars(plan.layout), train])
         if shape not in self.speeds:
             self.speeds[shape] = plan_speed(experiment, plan.layout, self.options)
