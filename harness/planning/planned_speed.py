@@ -27,7 +27,7 @@ from harness.planning.estimated_speed import (
 from harness.planning.experiment import Experiment
 from harness.runs.reported import read_reported
 from harness.runs.summary import RunSummary, read_summary
-from harness.runs.throughput import KERNEL_KEYS, same_kernels
+from harness.runs.throughput import KERNEL_KEYS, Measured, same_kernels
 from harness.runs.train_config import TrainConfig
 
 # Keys of train.json that decide how much is validated, and therefore how long that takes.
@@ -101,13 +101,14 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
     """Return a speed that was measured by this run or by another run in the same folder. Only runs with the same model,
     the same batch and the same settings that affect the time of a step are used, and only those on `device` if it is
-    given. The result has a reason instead of a number if there is no such run, or if none measured for long enough.
+    given. The result has a reason instead of a number if there is no such run, or if none measured for long enough. A
+    summary of an earlier version that does not record over how many steps its speed was measured is skipped.
 
     Of several speeds that were measured for long enough, this run's own is returned if there is one, else the one that
     was measured for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
-    found: list[tuple[tuple[bool, bool, float], Path, RunSummary]] = []
+    found: list[tuple[tuple[bool, bool, float], Path, RunSummary, Measured]] = []
     for path in sorted(folder.parent.glob("*/summary.json")):
         with suppress(UserError):  # not a valid summary.json; a plan can do without it
             summary = read_summary(path)
@@ -117,16 +118,12 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
             is_alike = is_alike and summary.has_shape(experiment.model) is True
             is_known = speed is not None and 0 < speed < math.inf
             is_there = device is None or find_device(summary.device) == device
-            if is_alike and is_known and is_there and same_kernels(summary.train, train):
-                is_believable, seconds = (measured.is_believable, measured.seconds) if measured else (False, 0.0)
-                found.append(((is_believable, path.parent == folder, seconds), path, summary))
+            if measured and is_alike and is_known and is_there and same_kernels(summary.train, train):
+                rank = (measured.is_believable, path.parent == folder, measured.seconds)
+                found.append((rank, path, summary, measured))
     if not found:
         return PlannedSpeed(None, f"no earlier run of this shape; {OR_A_DEVICE}")
-    _, path, summary = max(found, key=lambda each: each[0])
-    measured = summary.measured
-    if measured is None:
-        reason = "was written by an earlier version, and does not say over how many steps its speed was measured"
-        return PlannedSpeed(None, f"{path} {reason}; {GIVE_A_SPEED}")
+    _, path, summary, measured = max(found, key=lambda each: each[0])
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
     if measured.is_believable:
         source = f"measured over {over} of training on {summary.device}, in {path}"
