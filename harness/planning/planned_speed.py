@@ -21,8 +21,6 @@ from harness.planning.estimated_speed import (
     GpuSpec,
     estimated_speed,
     find_device,
-    too_small,
-    why_not,
 )
 from harness.planning.experiment import Experiment
 from harness.runs.reported import read_reported
@@ -85,11 +83,10 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")
-    reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
-    if reason is not None:
-        return PlannedSpeed(None, f"no estimated speed for {device.name}: {reason}; {GIVE_A_SPEED}")
-    # three digits are enough for an estimate
-    speed = float(f"{estimated_speed(experiment.model, device, layout, train):.3g}")
+    found = estimated_speed(experiment.model, device, layout, train)
+    if isinstance(found, str):
+        return PlannedSpeed(None, f"no estimated speed for {device.name}: {found}; {GIVE_A_SPEED}")
+    speed = float(f"{found:.3g}")  # three digits are enough for an estimate
     low, high = (f"{float(f'{speed * (1 + sign * UNCERTAINTY):.3g}'):,.0f}" for sign in (-1, 1))
     source = (
         f"estimated for {layout.world_size} x {device.name}: {low} to {high}; not measured; "
