@@ -50,7 +50,7 @@ class Trainer:
         from checkpointing import Checkpointer
         from harness.data.loader import TokenLoader
         from harness.model.weights import check_memory
-        from harness.planning.rates import Rates
+        from harness.planning.rates import build_schedule
         from harness.training.evaluations import Evaluations
         from harness.training.loss_meter import LossMeter
         from harness.training.reporter import Reporter
@@ -69,7 +69,7 @@ class Trainer:
         tokens = prepared.dataset.split("train")
         start_token = experiment.config.start_train_token + position.tokens_seen
         self.loader = TokenLoader(tokens, start_token, layout, prepared.batches)
-        self.rates = Rates.of(experiment.config, position.total_steps, layout.global_tokens)
+        self.schedule = build_schedule(experiment.config, position.total_steps, layout.global_tokens)
         self.evaluations = Evaluations(prepared, world, self.optimizer_step, stop)
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
@@ -89,7 +89,7 @@ class Trainer:
                     done = step - position.first_step
                     microbatches = self.loader.microbatches(done, self.world.rank)
                     batch_tokens = self.loader.batches.at(done).global_tokens
-                    multiplier, decay = self.rates.at(step, batch_tokens)
+                    multiplier, decay = self.schedule.at(step, batch_tokens)
                     result = self.optimizer_step.run(microbatches, multiplier, decay)
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step

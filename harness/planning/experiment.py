@@ -269,7 +269,7 @@ class Experiment:
                 f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "
                 f'"start_train_token") {error}; lower {keys}'
             ) from None
-        build_schedule(config, done_steps + steps)
+        build_schedule(config, done_steps + steps, layout.global_tokens)
         return Position(done_steps, done_steps + steps, done_tokens)
 
     def provenance(self, dataset: Dataset) -> Provenance:
