@@ -30,7 +30,6 @@ from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
-from harness.planning.intervals import due_after
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
@@ -107,10 +106,10 @@ class Trainer:
             raise
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do the work that is due after global step `step`, beginning with `first` (one of the names that `due_after`
-        returns). The checkpoint comes last, because it records the results of the other work."""
+        """Do the work that is due after global step `step`, beginning with `first` (one of the names that
+        `Position.due_after` returns). The checkpoint comes last, because it records the results of the other work."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
-        due = due_after(step, position, config, first=first)
+        due = position.due_after(step, config, first=first)
         if "report" in due:
             self.report(step)
         if "validation" in due:

@@ -22,7 +22,6 @@ from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
 from harness.planning.experiment import Experiment, Position, check_continuable
-from harness.planning.intervals import times_due
 from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
@@ -80,7 +79,11 @@ class Plan:
     def times(self, every: int | None) -> int:
         """Return how often work with the interval `every` is still to be done: after every multiple of `every`, and
         after the last global step. Returns 0 if `every` is None."""
-        return times_due(self.steps, every) if every else 0
+        steps = self.steps
+        if not every or not steps:
+            return 0
+        # Computed without iterating over the steps, because there may be too many.
+        return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints still to be written."""
