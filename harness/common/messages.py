@@ -1,14 +1,16 @@
-"""Helpers for messages that quote what a user has written, and checks of such text."""
+"""Helpers for messages: they quote what a user has written, check such text, and wrap text for a terminal."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 SHOWN_CHARACTERS = 60
+COLUMNS = 79  # width of wrapped text, for a terminal of 80 columns
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
 
 
@@ -52,6 +54,13 @@ def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> s
     """Return the first `most` names as one text, and the number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
+    """Wrap text to a terminal's width. All lines begin with `indent`. All but the first line are indented further by
+    `following`."""
+    following = indent + following
+    return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
 
 
 def document_count(documents: int) -> str:

@@ -15,3 +15,8 @@ def amount_text(dollars: float) -> str:
     size = abs(dollars)
     digits = 1 - math.floor(math.log10(size)) if SMALLEST_AMOUNT <= size < math.inf else LEAST_CENTS
     return f"{dollars:,.{max(LEAST_CENTS, digits)}f}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as hours, or as seconds if there are fewer than 600."""
+    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"

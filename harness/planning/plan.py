@@ -6,15 +6,15 @@ import json
 import math
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
+from harness.common.messages import wrapped
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.common.units import GIB
+from harness.common.units import GIB, duration
 from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour_remark
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig
@@ -32,7 +32,6 @@ from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
 
-COLUMNS = 79
 PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products is smaller than that
 WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
@@ -226,10 +225,10 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
     """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
     screen."""
     config, model = plan.config, plan.experiment.model
-    lines = [*_wrap(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", following=""), ""]
+    lines = [*wrapped(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", following=""), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
         items = [f"{key}={json.dumps(value)}" for key, value in settings.model_dump(exclude_defaults=True).items()]
-        lines += [*_wrap(f"{title}:  {'  '.join(items)}", following=" " * 4), ""]
+        lines += [*wrapped(f"{title}:  {'  '.join(items)}"), ""]
     rows = [("parameters", f"{model.parameters:,}")]
     if model.moe is not None:
         balancing = f"x {plan.experiment.moe_router_loss_scale:g} (moe_router_loss_scale)"
@@ -292,9 +291,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     over = "training and validation together" if speed.includes_validation else "training alone, without validation"
     said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
     told = "estimated" if speed.training_share is None else "as reported"
-    time = f"{_hours(training)} training + {_hours(validating)} validation ({told})"
+    time = f"{duration(training)} training + {duration(validating)} validation ({told})"
     if speed.includes_validation and training:
-        time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
+        time += f"\n= {duration(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
     price, priced = plan.price(speed)
     said_cost = f"unknown: {priced}"
     if price is not None:
@@ -304,14 +303,10 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         said_cost = f"{dollars} = ${sum(cents.values()) / 100:,.2f} at {priced}"
     if speed.uncertainty:
         low, high = (sum(parts.values()) / (1 + sign * speed.uncertainty) for sign in (1, -1))
-        time += f"\nestimated: {_hours(low)} to {_hours(high)} in all"
+        time += f"\nestimated: {duration(low)} to {duration(high)} in all"
         if price is not None:
             said_cost += f"\nestimated: ${cost(low, price):,.2f} to ${cost(high, price):,.2f}"
     return [("speed", said), ("time", time), ("cost", said_cost)]
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
@@ -326,7 +321,7 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
             seconds = sum(plan.seconds(speed).values())
             price, priced = plan.price(speed)
             dollars = "" if price is None else f", ${cost(seconds, price):,.2f} at {priced}"
-            left += f", {_hours(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
+            left += f", {duration(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
         lines.append(f"budget: {plan.budget.describe()}; {left}")
     if plan.config.batch_ramp is not None:
         sizes = [
@@ -334,7 +329,7 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
         ]
         lines.append(f"batch_ramp: {', '.join(sizes)} tokens on")
     lines += [f"scaled: {said}" for said in plan.scaled.explained]
-    return [line for text in lines for line in _wrap(f"  {text}", following=" " * 4)]
+    return [line for text in lines for line in wrapped(f"  {text}")]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
@@ -342,12 +337,8 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
     lines = []
     for label, value in rows:
         for index, text in enumerate(value.split("\n")):
-            lines += _wrap(f"{'' if index else label:<{width}}{text}", following=" " * width)
+            lines += wrapped(f"{'' if index else label:<{width}}{text}", following=" " * width)
     return lines
-
-
-def _wrap(text: str, following: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:

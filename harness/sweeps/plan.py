@@ -8,7 +8,6 @@ import heapq
 import json
 import os
 import shutil
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
+from harness.common.messages import COLUMNS, wrapped
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.common.units import GIB, amount_text
+from harness.common.units import GIB, amount_text, duration
 from harness.comparison.progress import describe_progress
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
 from harness.comparison.table import aligned
@@ -30,7 +30,6 @@ from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
 
-COLUMNS = 79
 TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last line and its cause
 
 
@@ -99,13 +98,6 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
             log = [text for text in log_tail(each.run.run) if text.strip() and not SWEEP_MARK.fullmatch(text)]
             lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
     return lines
-
-
-def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
-    """Wrap text to a terminal's width. All lines begin with `indent`. All but the first line are indented further by
-    `following`."""
-    following = indent + following
-    return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
 
 
 def visible_gpus() -> list[str]:
@@ -242,7 +234,7 @@ def _table(plan: SweepPlan) -> list[str]:
     divided by the number of groups, because the groups share the machine. A long name gets a line of its own."""
     rows = []
     for each in plan.left:
-        time = "unknown" if each.seconds is None else _duration(each.seconds)
+        time = "unknown" if each.seconds is None else duration(each.seconds)
         dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
         is_known = each.plan.position is not None
         disk = f"{each.plan.disk_bytes() / GIB:.2f}" if is_known else "unknown"
@@ -257,10 +249,6 @@ def _table(plan: SweepPlan) -> list[str]:
             name = ""
         lines.append(f"{name:<{width}}  {cells}")
     return lines
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
@@ -289,7 +277,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     cost = sum(each.dollars or 0.0 for each in left) * (plan.seconds() / seconds if seconds else 1.0)
     said = []
     for what, known, key in (
-        ("time", _duration(plan.seconds()), "seconds"),
+        ("time", duration(plan.seconds()), "seconds"),
         ("cost", f"${amount_text(cost)}", "dollars"),
     ):
         unknown = [each.run.name for each in left if getattr(each, key) is None]
