@@ -26,8 +26,8 @@ from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
-from harness.runs.checkpoints import choose_start, offering_another, refuse_unnamed
+from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
+from harness.runs.checkpoints import open_start
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
@@ -209,13 +209,11 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
     training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
     keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint."""
-    with offering_another(experiment.run.checkpoints, checkpoint):
-        start = choose_start(experiment.run.checkpoints, checkpoint)
-        if start is None:
-            return None
-        meta = read_meta(start)
+    found = open_start(experiment.run.checkpoints, checkpoint, verify=False)
+    if found is None:
+        return None
+    start, meta = found
     name, folder = experiment.config.dataset, experiment.datasets_dir
-    refuse_unnamed(start, meta, checkpoint)
     is_here = is_present(folder, name, experiment.splits)
     provenance = experiment.provenance(Dataset.open(folder, name)) if is_here else None
     return upgrade_notebook_meta(start, meta, provenance, experiment.batches(experiment.layout(world_size)))

@@ -12,9 +12,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,13 +83,6 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
     return sorted((int(match.group(1)), path) for match, path in found if match)
-
-
-def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
-    """Raise UserError if the training program of Giles Thomas's lab notebook (upstream.py) wrote the checkpoint
-    `start` and the user did not name the checkpoint (`name` is None)."""
-    if name is None and meta.is_from_notebook:
-        raise UserError(f"{start}: {FOREIGN}, or use --restart")
 
 
 @dataclass(frozen=True)
@@ -210,35 +203,26 @@ def point(folder: Path, link: str, target: Path) -> None:
     sync(folder)
 
 
-def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | None:
+def open_start(folder: Path, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
     """Verify the checkpoint to resume from, and return its path and its meta.json, or None if there is nothing to
     resume from. Only one process of the run may call this, because it removes files that killed processes left
-    half-written.
+    half-written. With `verify` false, only read meta.json, and change no file.
 
     Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
     checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
     For such a checkpoint, raises UserError unless the user named it.
     """
-    _remove_leftovers(folder)
-    with offering_another(folder, name):
+    if verify:
+        _remove_leftovers(folder)
+    try:
         start = choose_start(folder, name)
         if start is None:
             return None
         meta = read_meta(start)
-        if not meta.is_from_notebook:
+        if verify and not meta.is_from_notebook:
             verify_checkpoint(start)
-    refuse_unnamed(start, meta, name)
-    return start, meta
-
-
-@contextmanager
-def offering_another(folder: Path, name: str | None) -> Iterator[None]:
-    """If the body raises UserError about the checkpoint `name` (None: the latest), add the newest complete checkpoint
-    in `folder` to its message. If `folder` has no checkpoint `name`, the message is unchanged, because it already says
-    what a name is, or lists the checkpoints that exist."""
-    try:
-        yield
     except UserError as error:
+        # If there is no checkpoint `name`, the message already says what a name is, or lists the checkpoints.
         if name is not None and not (SAFE_NAME.fullmatch(name) and os.path.lexists(folder / name)):
             raise
         whole = newest_whole(folder)
@@ -246,6 +230,9 @@ def offering_another(folder: Path, name: str | None) -> Iterator[None]:
         if whole:
             offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
         raise UserError(f"{error}; {offer}, or use --restart") from None
+    if name is None and meta.is_from_notebook:
+        raise UserError(f"{start}: {FOREIGN}, or use --restart")
+    return start, meta
 
 
 def newest_whole(folder: Path) -> Path | None:
