@@ -28,7 +28,7 @@ from harness.common.messages import nearest
 from harness.common.units import GIB
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
-from harness.runs.directory import CHECKPOINT_NAME
+from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, unused_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 LATEST, BEST = "latest", "best"
 FOREIGN = "not written by this program; to continue from it, give its name as CHECKPOINT"
 TEMPORARY_PREFIX = ".saving-"
-NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
 SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
@@ -108,7 +107,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         _remove_leftovers(folder)
         with draft_folder(folder / f"{TEMPORARY_PREFIX}{os.getpid()}") as draft:
             _write_files(draft, checkpoint)
-            final = rename_whole(draft, partial(_free_name, folder, checkpoint.meta.global_step))
+            final = rename_whole(draft, partial(unused_name, folder, f"-iteration-{checkpoint.meta.global_step}"))
         point(folder, LATEST, final)
         if checkpoint.meta.is_best:
             point(folder, BEST, final)
@@ -126,19 +125,17 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
     while link is not None and not isinstance(link, OSError):
         link = link.__context__
     reason = next(iter(str(link or error).splitlines()), type(error).__name__)
-    again = "run the command again, without --restart, to continue"
     if is_out_of_memory(error) or says_out_of_memory(reason):
-        remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
-        return (
-            f"out of memory while writing the checkpoint of step {step}: {reason}; older checkpoints are whole; "
-            f"{remedy}, and {again}"
-        )
-    # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
-    # names the free space.
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
+        failed = "out of memory while writing"
+        remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory,"
+    else:
+        # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
+        # names the free space.
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
+        failed, remedy, reason = "cannot write", "fix the cause", f"{reason} ({free:.2f} GiB free)"
     return (
-        f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole; "
-        f"fix the cause and {again}"
+        f"{failed} the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy} and run the command "
+        "again, without --restart, to continue"
     )
 
 
@@ -167,17 +164,6 @@ def check_tokenizer(tokenizer: str | Path) -> None:
     would overwrite that file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
-
-
-def _free_name(folder: Path, step: int) -> Path:
-    """Return an unused path for a new checkpoint. It contains the current second, or a later one if the clock was set
-    back or a step was repeated within a second."""
-    moment = time.time()
-    while True:
-        path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}-iteration-{step}"
-        if not path.exists():
-            return path
-        moment += 1
 
 
 def _remove_leftovers(folder: Path) -> None:
