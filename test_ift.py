@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,9 +155,9 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
         judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")
-    except RunStopped:
+    except KeyboardInterrupt:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
-        raise
+        raise RunStopped(signal.SIGINT) from None
     except (UserError, RunError) as error:  # `again` judges the kept answers without another training
         raise RunError(f"{error}; the answers are kept: {again} scores them") from None
 
