@@ -260,14 +260,12 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
         yield from _table(group)
     if len(groups) > 1:
         yield ""
-        if len({(test.text.sha256, test.text.tokenizer) for _, test in measured}) == 1:
-            reason = "the tables differ in the part of the text, the sequence length or the precision."
-        else:
-            reason = (
-                "the tables differ in the text or in its tokenizer. Where only the tokenizer differs, compare the bits "
-                "per byte. With --dataset, all models are measured on one dataset."
-            )
-        yield from textwrap.wrap(f"Losses are comparable only within a table: {reason}", COLUMNS)
+        remark = (
+            "Losses are comparable only within a table: the tables differ in the text, its tokenizer, the sequence "
+            "length or the precision. Where only the tokenizer differs, compare the bits per byte. With --dataset, all "
+            "models are measured on one dataset."
+        )
+        yield from textwrap.wrap(remark, COLUMNS)
 
 
 def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
