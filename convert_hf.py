@@ -116,8 +116,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
     from harness.common.device import only_device
     from harness.evaluation.loss import HeldOutText
     from harness.hf.export import export_model
-    from harness.hf.model_card import ModelFacts, model_card
-    from harness.hf.upload import upload_model
+    from harness.hf.publish import ModelFacts, model_card, upload_model
 
     model = load_model(files.config, files.weights, torch.device("cpu"))
     test = None

@@ -53,7 +53,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         uv run derive_run.py quickstart-gpt2 faster --set learning_rate=0.003
     """
     from harness.common.files import check_name
-    from harness.data.dataset import is_present, neighbour_remark
+    from harness.data.dataset import did_you_mean, is_present
     from harness.sweeps.derived_runs import derive_for_dataset, load_base, write_runs
 
     folder = runs_dir / check_name(new, "run")
@@ -70,11 +70,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
     dataset = run.train_config.dataset
     if "dataset" in changes and not is_present(datasets_dir, dataset, []):
-        absent = (
-            f'"{dataset}" is not in {datasets_dir}, so {new} is not adapted to it; training will look for it on the '
-            "Hugging Face Hub"
-        )
-        click.echo(f"note: {neighbour_remark(datasets_dir, dataset) or absent}")
+        absent = f", so {new} is not adapted to it; training will look for it on the Hugging Face Hub"
+        click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')
     if "microbatch_size" in run.differs and "microbatch_size" not in changes:
         click.echo(f"note: microbatch_size is lowered so that the validation split of {dataset} fills a microbatch")
 

@@ -73,7 +73,6 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
     from gpt import load_model
     from harness.common.device import device_name, only_device
-    from harness.common.download import local_copy
     from harness.evaluation.instruct import finetune, responses
     from harness.runs.trained_model import (
         check_tokenizer_fits,
@@ -81,7 +80,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
         write_model,
     )
 
-    data = local_copy(options["data"], responses.InstructionSplits.load)
+    data = responses.local_instructions(options["data"])
     splits, device = responses.InstructionSplits.load(data), only_device()
     weights = None
     if measured := model_in_run(named.weights):

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from harness.common.errors import UserError
+from harness.common.messages import GIB
 from harness.common.processes import started_by_torchrun
-from harness.common.units import GIB
 
 DEVICE_FILES = Path("/dev")
 # A GPU with less free memory than this has no room for CUDA itself and the communication buffers.

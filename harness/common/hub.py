@@ -1,5 +1,5 @@
 """Access to the Hugging Face Hub: list a repository's files, verify downloaded files, upload, and explain the Hub's
-errors to the user. Every call of huggingface_hub goes through a `HubWork`.
+errors to the user. Every request to the Hub goes through a `HubWork`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HubWork:
     folder: Path  # local folder that is written or read
     named_by: str  # where the user gave the name: 'the "dataset" key in train.json'
     by_hand: str  # what the user can do instead: "upload the folder by hand"
-    again: str  # what a second try does: "running the same command again resumes"
+    again: str = "running the same command again resumes"  # what a second try does
     verb: str = "read"
 
     def failed(self, problem: str, remedy: str) -> UserError:

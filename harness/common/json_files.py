@@ -17,7 +17,6 @@ from harness.common.other_names import advice
 
 Config = TypeVar("Config", bound=BaseModel)
 SHOWN_FAULTS = 8  # the most faults of a file that an error lists
-LARGEST_DIGITS = 4000  # Python itself refuses to convert numbers with many more digits
 
 # A number of tokens, steps or sequences. Larger numbers make no sense, and their products could exceed what a float can
 # hold and what Python prints.
@@ -55,52 +54,34 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        found = error.errors()
-    # A misspelled key is also missing under its right name. Report only the misspelling.
-    unknown = [str(fault["loc"][0]) for fault in found[:SHOWN_FAULTS] if _is_unknown_key(fault)]
-    meant = {_explain_unknown(key, kind)[0] for key in unknown}
-    replaces_a_field = not meant.isdisjoint(_suggested_others(kind))
-    found = [
-        fault for fault in found if fault["type"] != "missing" or not (replaces_a_field or fault["loc"][0] in meant)
-    ]
+        # A misspelled key comes before the keys that are missing, perhaps because of it.
+        found = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
     raise UserError(f"{path}: " + "; ".join(faults))
 
 
-def _is_unknown_key(fault: Any) -> bool:
-    """True if the fault is an unknown key at the top level of the file, not in a nested object."""
-    return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
-
-
-def _suggested_others(kind: type[BaseModel]) -> list[str]:
-    """Return the keys that are not deprecated among the class's `other_keys`, which its loader accepts besides the
-    names of its fields. The list is empty for a class without `other_keys`."""
-    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
-    return [key for key, schema in others.items() if not schema.get("deprecated")]
-
-
-def _explain_unknown(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
-    """Return the known key that the user probably meant by the unknown `key` (None if there is none), and the error
-    text for `key`."""
+def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
+    """Return the error text for an unknown key, with the known key that the user probably meant, if there is one."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
-            return None, f"belongs in {other.model_config.get('title')}"
+            return f"belongs in {other.model_config.get('title')}"
     if known := advice(key, kind.model_config.get("title") or ""):
         return known
-    near = nearest(key, [*kind.model_fields, *_suggested_others(kind)])
-    return near, "unknown" + (f'; did you mean "{near}"?' if near else "")
+    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
+    current = [name for name, schema in others.items() if not schema.get("deprecated")]
+    near = nearest(key, [*kind.model_fields, *current])
+    return "unknown" + (f'; did you mean "{near}"?' if near else "")
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
     # Pydantic's location of a fault also contains the types that it tried for a union. These are no keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and not part.startswith("literal[")))
-    if _is_unknown_key(fault):
-        return f"key {key}: {_explain_unknown(parts[0], kind)[1]}"
     if fault["type"] == "extra_forbidden":
-        return f"key {key}: unknown; remove it"
+        is_nested = len(parts) > 1
+        return f"key {key}: {'unknown; remove it' if is_nested else _explain_unknown(parts[0], kind)}"
     if fault["type"] == "missing":
         return f"key {key}: missing"
     if fault["type"] == "value_error":
@@ -157,15 +138,10 @@ def strict_json(text: str) -> Any:
             raise ValueError(f"key {quoted(max(keys, key=keys.count))}: given twice")
         return dict(pairs)
 
-    def whole_number(digits: str) -> int:
-        if len(digits) > LARGEST_DIGITS:
-            raise ValueError(f"a whole number of {len(digits):,} digits is too large")
-        return int(digits)
-
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a JSON number")
 
-    return json.loads(text, object_pairs_hook=as_object, parse_constant=refuse_constant, parse_int=whole_number)
+    return json.loads(text, object_pairs_hook=as_object, parse_constant=refuse_constant)
 
 
 def finite(value: Any) -> Any:
@@ -177,21 +153,9 @@ def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """Return the JSON Schema of a config class for editors. The schema also has the class's `other_keys`, which its
     loader accepts besides the names of its fields."""
     schema = kind.model_json_schema()
-    schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; no effect on the run."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # The loader checks that each replaceable field, or a key that replaces it, is given. The schema does not require
     # either of them.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
-
-
-def _written_out(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return the schema with each "$ref" replaced by its definition, so that parts of the schema can be used alone."""
-    if isinstance(schema, list):
-        return [_written_out(each, definitions) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    named = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}
-    rest = {key: value for key, value in schema.items() if key != "$ref"}
-    return {key: _written_out(value, definitions) for key, value in {**named, **rest}.items()}

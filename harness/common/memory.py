@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from harness.common.errors import RunError, UserError
-from harness.common.units import GIB
+from harness.common.messages import GIB
 
 # Writable memory that a microbatch search on the CPU keeps free. Threads and libraries cannot work with less. It also
 # covers what a long training on several ranks needs beyond the training of a few steps that the search measures:

@@ -1,9 +1,11 @@
-"""Helpers for messages: they quote what a user has written, check such text, and wrap text for a terminal."""
+"""Helpers for messages: quotations of what a user has written, checks of such text, numbers with units, and wrapped
+lines."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -12,6 +14,9 @@ from typing import Any
 SHOWN_CHARACTERS = 60
 COLUMNS = 79  # width of wrapped text, for a terminal of 80 columns
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
+GIB = 2**30
+LEAST_CENTS = 2  # least number of decimal places of an amount of money
+SMALLEST_AMOUNT = 1e-9  # dollars; smaller amounts are shown as 0.00
 
 
 def quoted(value: Any) -> str:
@@ -61,6 +66,19 @@ def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
     `following`."""
     following = indent + following
     return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
+
+
+def amount_text(dollars: float) -> str:
+    """Format dollars to the cent, or below ten cents to two significant digits, so that a small amount is not shown as
+    0.00: 0.0123 -> "0.012"."""
+    size = abs(dollars)
+    digits = 1 - math.floor(math.log10(size)) if SMALLEST_AMOUNT <= size < math.inf else LEAST_CENTS
+    return f"{dollars:,.{max(LEAST_CENTS, digits)}f}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as hours, or as seconds if there are fewer than 600."""
+    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
 def document_count(documents: int) -> str:

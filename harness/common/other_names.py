@@ -64,19 +64,16 @@ WITHOUT_KEY = {
 }
 
 
-def advice(key: str, file: str) -> tuple[str | None, str] | None:
-    """Return (this program's name for another program's `key`, the error message about `key`), or None if `key` is in
-    none of the tables above.
-
-    The name is None if this program has no such key, or has it in another file than `file`.
-    """
+def advice(key: str, file: str) -> str | None:
+    """Return the error message about another program's `key` in `file`, with this program's name for it, or None if
+    `key` is in none of the tables above."""
     name = key.lower().replace("-", "_")
     if name in WITHOUT_KEY:
-        return None, WITHOUT_KEY[name]
+        return WITHOUT_KEY[name]
     for place, names in COUNTERPARTS.items():
         if name in names:
             ours, note = names[name]
             where = "" if place == file else f" in {place}"
             remark = f" ({note})" if note else ""
-            return None if where else ours, f'unknown; did you mean "{ours}"{where}{remark}?'
+            return f'unknown; did you mean "{ours}"{where}{remark}?'
     return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
-from harness.common.units import amount_text
+from harness.common.messages import amount_text
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.table import aligned, cut_names, number_text, paragraph
 from harness.data.loader import BatchLayout

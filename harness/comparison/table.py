@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import abbreviated, nearest
-from harness.common.units import amount_text
+from harness.common.messages import abbreviated, amount_text, nearest
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.progress import percent_done
 from harness.comparison.quantities import (

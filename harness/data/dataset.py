@@ -20,7 +20,6 @@ from harness.common.files import atomic_file, check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import nearest, quoted
 
-SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
 LONGEST_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
@@ -193,8 +192,7 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     try:
         owner, short = check_dataset_name(name)
     except UserError as error:
-        near = neighbour(datasets_dir, name)
-        raise UserError(f"{error}" + (f"; did you mean {quoted(near)}?" if near else "")) from None
+        raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
@@ -202,19 +200,13 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     return datasets_dir / owner / short
 
 
-def neighbour(datasets_dir: Path, name: str) -> str | None:
-    """Return the name of the dataset on this machine that the user probably meant by `name`: a similar name, or `name`
-    with an owner in front. Return None if there is no such dataset."""
+def did_you_mean(datasets_dir: Path, name: str) -> str:
+    """Return the end of an error about a dataset that is not on this machine: `; did you mean "owner/name"?`, with the
+    name of a dataset that is. It is a similar name, or `name` with an owner in front. Return "" if there is none."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
-    return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
-
-
-def neighbour_remark(datasets_dir: Path, name: str) -> str | None:
-    """Return a "did you mean" remark if the dataset is not on this machine, but a dataset with a similar name is.
-    Return None otherwise."""
-    near = neighbour(datasets_dir, name)
-    return None if near in (None, name) else f'"{name}" is not in {datasets_dir}; did you mean "{near}"?'
+    near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
+    return "" if near in (None, name) else f"; did you mean {quoted(near)}?"
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
@@ -245,23 +237,16 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     if vocab_size > np.iinfo(tokens.dtype).max:
         return
     largest = _remembered_largest(dataset, tokens)
-    if largest >= vocab_size:
-        raise UserError(
-            f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
-            f'set "vocab_size" in model.json to at least {needed_vocabulary(dataset)}, '
-            "or use a dataset made with the model's tokenizer"
-        )
-
-
-def needed_vocabulary(dataset: Dataset) -> int:
-    """Return the smallest vocab_size that covers meta.json's vocab_size and eot_token and all token ids in the
-    splits."""
-    found = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
-    for split in SPLITS:
-        if dataset.has_split(split):
-            with suppress(UserError):  # training reports an unreadable file when it opens the file
-                found.append(_remembered_largest(dataset, dataset.split(split)) + 1)
-    return max(found)
+    if largest < vocab_size:
+        return
+    needed = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
+    for each in filter(dataset.has_split, ("train", "validation", "test")):
+        with suppress(UserError):  # training reports an unreadable file when it opens the file
+            needed.append(_remembered_largest(dataset, dataset.split(each)) + 1)
+    raise UserError(
+        f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
+        f'set "vocab_size" in model.json to at least {max(needed)}, or use a dataset made with the model\'s tokenizer'
+    )
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, dataset_folder, is_present, neighbour
+from harness.data.dataset import Dataset, dataset_folder, did_you_mean, is_present
 
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
@@ -21,16 +21,17 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
         except OSError as error:
             raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
         try:
-            with _neighbour_named(datasets_dir, name):
-                if name.startswith("builtin/"):
-                    build = _builder(name)
-                    print(f"Building {name} in {folder} ...", flush=True)
-                    build(folder)
-                else:
-                    from harness.data.hub import download_dataset
+            if name.startswith("builtin/"):
+                build = _builder(name)
+                print(f"Building {name} in {folder} ...", flush=True)
+                build(folder)
+            else:
+                from harness.data.hub import download_dataset
 
-                    print(f"Downloading {name} to {folder} ...", flush=True)
-                    download_dataset(name, folder)
+                print(f"Downloading {name} to {folder} ...", flush=True)
+                download_dataset(name, folder)
+        except UserError as error:  # the Hub's own message does not say that the name may be mistyped
+            raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
         finally:
             with suppress(OSError):
                 folder.parent.rmdir()  # removes the owner's folder only if it is empty, as no dataset was written to it
@@ -52,21 +53,10 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
         from harness.common.hub import list_files
         from harness.data.hub import reading
 
-        with _neighbour_named(datasets_dir, name):
+        try:
             list_files(reading(name, dataset_folder(datasets_dir, name)))
-
-
-@contextmanager
-def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
-    """Add a "did you mean" hint to a UserError of the `with` body if a dataset on this machine has a name similar to
-    `name`. The Hub's own message does not tell the user that the name may be mistyped."""
-    try:
-        yield
-    except UserError as error:
-        if near := neighbour(datasets_dir, name):
-            hint = f'dataset "{name}": not in {datasets_dir}; did you mean "{near}"?'
-            raise UserError(f'{hint} Obtaining "{name}" failed: {error}') from None
-        raise
+        except UserError as error:
+            raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
 
 
 def _builder(name: str) -> Callable[[Path], None]:

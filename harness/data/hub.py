@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from harness.common.errors import UserError
 from harness.common.files import rename_whole
 from harness.common.hub import CARD, HubWork, hide_bars_from_files, list_files, upload
-from harness.common.units import GIB
+from harness.common.messages import GIB
 from harness.data.dataset import Dataset, SplitMeta
 from harness.data.preparation.hub_source import download
 from harness.data.preparation.splits import SPLITS

@@ -14,8 +14,7 @@ from harness.common.files import sha256
 from harness.common.messages import document_count, quoted
 from harness.data.dataset import SCAN_CHUNK_TOKENS, Dataset, TokenFile
 from harness.data.preparation.splits import SPLITS
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer
 
 SHOWN_LINES = 3
 SHOWN_TOKENS = 400

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.messages import is_unicode, quoted
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
 
 CHARACTER_BYTES = 4  # of the longest character in UTF-8

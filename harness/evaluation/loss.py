@@ -26,9 +26,7 @@ from harness.common.json_files import finite
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tiktoken_files import load_encoding_offline
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_encoding_offline, load_tokenizer
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision

@@ -18,10 +18,14 @@ import torch
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.common.files import replace_text
-from harness.data.tokenizers.bpe import character_of_byte
-from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
-from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
-from harness.data.tokenizers.tokenizer import END_OF_TEXT
+from harness.data.tokenizers import (
+    END_OF_TEXT,
+    ROUND_TRIP_PROBE,
+    TIKTOKEN_SUFFIX,
+    character_of_byte,
+    load_tokenizer,
+    read_encoding,
+)
 from harness.hf.formats import NOTEBOOK_KEYS, OWN_TYPE, peer_config, peer_tensors, write_code
 from harness.model.export_formats import check_for_notebook, native_class
 from harness.model.tensor_names import WEIGHTS
@@ -102,7 +106,7 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer would split text differently.
     """
     path = folder / "tokenizer.json"
-    if isinstance(name_or_file, Path) and not name_or_file.name.endswith(SUFFIX):
+    if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
         replace_text(path, name_or_file.read_text(encoding="utf-8"))
     else:
         replace_text(path, _from_tiktoken(read_encoding(name_or_file)).to_str(pretty=False) + "\n")

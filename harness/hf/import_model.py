@@ -17,8 +17,7 @@ from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import END_OF_TEXT
+from harness.data.tokenizers import END_OF_TEXT, load_tokenizer
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
@@ -218,8 +217,6 @@ def fetch_model(name: str) -> Path:
     fetched."""
     if Path(name).exists():
         raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"{name}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
     import huggingface_hub
 
     from harness.common.hub import HubWork, hide_bars_from_files
@@ -228,7 +225,7 @@ def fetch_model(name: str) -> Path:
     hide_bars_from_files()
     by_hand = "give the path of a folder with the model's files"
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / "model"
-    work = HubWork(name, "model", cache, "its name", by_hand, "running the same command again resumes")
+    work = HubWork(name, "model", cache, "its name", by_hand)
     try:
         return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
     except UserError as error:

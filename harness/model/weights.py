@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.common.errors import UserError
 from harness.common.files import umask
 from harness.common.memory import free_memory
-from harness.common.units import GIB
+from harness.common.messages import GIB
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
 

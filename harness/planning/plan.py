@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.messages import wrapped
+from harness.common.messages import GIB, duration, wrapped
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.common.units import GIB, duration
-from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour_remark
+from harness.data.dataset import Dataset, check_token_ids, did_you_mean, is_present
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
@@ -163,8 +162,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         position = experiment.position(layout, len(dataset.split("train")), meta, budget)
         remark = None if meta else _unused_vocabulary(model, dataset)
     else:
-        remark = neighbour_remark(folder, config.dataset)
-        remark = remark or f"{config.dataset} is not in {folder}, so the plan is not checked against its tokens"
+        hint = did_you_mean(folder, config.dataset) or ", so the plan is not checked against its tokens"
+        remark = f"{config.dataset} is not in {folder}{hint}"
         if not folder.is_dir():
             remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.dataset} there"
         if config.min_train_tokens != -1:

@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME, check_name, draft_folder, move, rename_whole, sha256, sync
-from harness.common.messages import nearest
-from harness.common.units import GIB
+from harness.common.messages import GIB, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
 from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, unused_name

@@ -20,8 +20,7 @@ from harness.common.errors import RunError, UserError
 from harness.common.files import atomic_folder, check_name, replace_text, sha256
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import as_unicode
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
 from harness.runs.checkpoint_meta import read_meta

@@ -144,7 +144,7 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     if ours := next((ours for theirs, ours, _ in SPELLINGS if theirs == key), None):
         said = f'is the lab notebook\'s name for "{ours}"; set that key instead'
     elif known := advice(key, "train.json"):
-        said = known[1]
+        said = known
     elif near := nearest(key, [*MODEL_KEYS, *TRAIN_KEYS]):
         said = f'unknown; did you mean "{near}"?'
     else:

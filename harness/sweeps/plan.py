@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import COLUMNS, wrapped
+from harness.common.messages import COLUMNS, GIB, amount_text, duration, wrapped
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.common.units import GIB, amount_text, duration
 from harness.comparison.progress import describe_progress
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
 from harness.comparison.table import aligned

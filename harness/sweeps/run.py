@@ -23,7 +23,7 @@ from types import FrameType
 from harness.common.errors import RunError, RunStopped, UserError, handle_stopping_signals, ignores_hangup
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
-from harness.common.units import amount_text
+from harness.common.messages import amount_text
 from harness.comparison.progress import describe_progress, read_progress
 from harness.data.dataset import is_present
 from harness.runs.throughput import cost

@@ -37,7 +37,7 @@ from harness.common.memory import (
     peak_under_limit,
     release_memory,
 )
-from harness.common.units import GIB
+from harness.common.messages import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say

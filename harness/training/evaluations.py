@@ -12,8 +12,7 @@ from torch import nn
 
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.distributed.signals import Interrupted, SharedWork, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from harness.common.errors import UserError, described, say_last
 from harness.common.memory import peak_bytes
+from harness.common.messages import GIB
 from harness.common.program import program_commit, program_versions
-from harness.common.units import GIB
 from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
 from harness.model.precision import Precision

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.common.units import GIB
+from harness.common.messages import GIB
 from harness.distributed.world import replace_tensors
 
 

@@ -18,8 +18,7 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.evaluation.instruct.responses import Instruction, read_responses
 from tests.support.fake_hub import FakeHub
 from tests.support.fake_judge import FakeJudge, score

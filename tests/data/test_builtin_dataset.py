@@ -20,7 +20,7 @@ from harness.common.files import umask
 from harness.data.fetch import ensure_dataset
 from harness.data.preparation import builtin
 from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE, build_python_stdlib
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer
 from tests.support.preparing import content_of, documents_of, splits_of
 from tests.support.warm import ROOT, WarmProcess, warm_server
 

@@ -13,8 +13,7 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.data.preparation.token_input import find_shards, import_shards
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from tests.support.preparing import Preparer, content_of, plugin, splits_of, texts
 
 DOCUMENTS = texts(300)

@@ -14,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.common.errors import UserError
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from harness.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 600
@@ -77,7 +75,7 @@ def test_ids_outside_the_vocabulary_and_text_that_is_not_unicode_are_refused(tra
 
 def test_training_again_in_another_process_gives_the_same_file(trained_file: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from harness.data.tokenizers.bpe import train_bpe; "
+        "import sys; from pathlib import Path; from harness.data.tokenizers import train_bpe; "
         "texts = [path.read_text(encoding='utf-8') for path in sorted(Path('harness/data').rglob('*.py'))]; "
         f"train_bpe(iter(texts), {VOCAB_SIZE}, Path(sys.argv[1]))"
     )
@@ -90,8 +88,6 @@ def test_training_again_in_another_process_gives_the_same_file(trained_file: Pat
 def test_too_little_text_names_the_vocabulary_it_would_give(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="only 260 tokens, not 300"):
         train_bpe(iter(["aaa aaa"]), 300, tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match="at least 257"):
-        train_bpe(iter(SOURCES), 256, tmp_path / "tokenizer.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -128,9 +124,7 @@ def test_a_tokenizer_that_changes_text_is_refused(
 
 
 def test_imports_are_light() -> None:
-    code = (
-        "import sys, harness.data.tokenizers.load, harness.data.preparation.builtin, harness.data.preparation.command"
-    )
+    code = "import sys, harness.data.tokenizers, harness.data.preparation.builtin, harness.data.preparation.command"
     code += "; sys.exit(bool({'torch', 'tiktoken', 'tokenizers', 'pyarrow', 'huggingface_hub'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

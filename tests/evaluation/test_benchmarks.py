@@ -22,9 +22,7 @@ from torch import nn
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.common.files import sha256
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from harness.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 from harness.evaluation.benchmarks import run as benchmarks
 from harness.evaluation.likelihood import Scorer, windows
 from harness.hf.export import export_model

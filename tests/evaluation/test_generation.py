@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gpt import GPTModel, load_model, load_model_config
 from harness.common.errors import UserError
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.evaluation.generation import (
     GREEDY,
     GrowingRows,

@@ -23,8 +23,7 @@ from harness.common.device import device_name
 from harness.common.errors import RunError
 from harness.common.files import move, sha256
 from harness.data.dataset import TokenFile
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.evaluation.loss import HeldOutText
 from harness.model.config import load_model_config
 from harness.runs import directory

@@ -21,9 +21,7 @@ from gpt import GPTModel, load_model, load_model_config
 from harness.common.device import device_name
 from harness.common.errors import RunError, UserError
 from harness.common.files import sha256
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from harness.evaluation.instruct.finetune import (
     IGNORED,
     Example,

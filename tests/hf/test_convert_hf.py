@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
@@ -361,8 +360,10 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
     write_checkpoint(folder, small())
     (folder / "model.json").write_text(small().model_dump_json())
     for source, says in (
-        ("./nothing", "./nothing: no such folder, and not the name of a model"),
-        ("c/d/e", "c/d/e: no such folder, and not the name of a model"),
+        *(
+            (path, f'{path}: no such folder; tried as a model on the Hub: model "{path}": not a valid name on the Hugg')
+            for path in ("./nothing", "../nothing", "~/nothing", "/nothing", "c/d/e")
+        ),
         ("c/nothing", 'c/nothing: no such folder; tried as a model on the Hub: model "c/nothing": '),
         ("me/nothing", 'error: me/nothing: no such folder; tried as a model on the Hub: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.common.json_files import read_json_object
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
 from harness.hf.formats import peer_config, peer_tensors
 from harness.model.export_formats import check_for_notebook, missing_for_export, native_class

@@ -15,7 +15,7 @@ from bench.references import NotebookModel
 from gpt import ModelConfig
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
-from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers import train_bpe
 from harness.hf.import_model import notebook_shape
 from tests.hf.test_convert_hf import (
     TEXT,

@@ -162,9 +162,13 @@ def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
     assert "times 100" in refusal(train, warmup_ratio=0.05)
 
 
-def test_a_key_under_another_programs_name_is_not_missing_besides(train: WriteTrain, model: WriteModel) -> None:
-    assert "missing" not in refusal(train, microbatch_size=..., batch_size=12)
-    assert "missing" not in refusal(model, emb_dim=..., n_embd=768)
+def test_a_wrong_name_comes_before_the_key_that_is_missing_because_of_it(train: WriteTrain, model: WriteModel) -> None:
+    line = refusal(train, microbatch_size=..., batch_size=12)
+    assert re.search(
+        r'key "batch_size": unknown; did you mean "microbatch_size" .+; key "microbatch_size": missing$', line
+    )
+    line = refusal(model, emb_dim=..., n_embd=768)
+    assert line.endswith('key "n_embd": unknown; did you mean "emb_dim"?; key "emb_dim": missing')
 
 
 def test_advice_leads_to_keys_that_there_are() -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpt import load_model, load_model_config
-from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers import train_bpe
 from harness.model.tensor_names import META
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.runs.checkpoints import list_checkpoints, load_checkpoint, verify_checkpoint

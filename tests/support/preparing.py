@@ -16,9 +16,7 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import load_file
 
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from tests.support.fake_hub import hub_here
 from tests.support.in_process import call
 from tests.support.isolation import ROOT, on_path

@@ -21,8 +21,7 @@ from safetensors.numpy import save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import RunStopped
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.distributed.signals import SharedWork, StopSignal
 from harness.distributed.watchdog import Place, Watchdog
 from harness.distributed.world import World
@@ -281,7 +280,7 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: InProcess
     """If lm-eval fails on one rank while the others evaluate, all ranks raise EvaluationFailed with its message."""
     import lm_eval.evaluator  # noqa: F401 - imported before the ranks start, since they wait only 30 s for one another
 
-    from harness.data.tokenizers.tokenizer import Tokenizer
+    from harness.data.tokenizers import Tokenizer
     from harness.evaluation.benchmarks.run import Benchmarks
     from harness.training.evaluations import scores_over_ranks
 

@@ -22,8 +22,7 @@ from harness.common.libraries import usable_cores
 from harness.data.preparation.encode import encode_texts
 from harness.data.preparation.splits import SPLITS, Split, write_dataset_meta
 from harness.data.preparation.stream import token_file
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers import load_tokenizer, train_bpe
 
 # Chosen by training a model of 4 layers of width 256 for a minute on two CPU cores: it reached 2.74 validation bits per
 # byte with a vocabulary of 2048 tokens, and 2.53 with 4096. It reached 2.39 with 8192, but two fifths of its parameters

@@ -42,9 +42,7 @@ from harness.data.preparation.stream import StreamSize, TokenStream, shuffle
 from harness.data.preparation.text_input import TextFile, TextFormat, TextSource, find_text, short_name
 from harness.data.preparation.token_input import find_shards, import_shards
 from harness.data.preparation.work import Mark, Phase, WorkFolder, check_target
-from harness.data.tokenizers.bpe import train_bpe
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 
 COMMIT_TOKENS = 2**24  # tokens between two saves of the journal; encoding them takes some seconds
 SECONDS_BETWEEN_LINES = 10.0

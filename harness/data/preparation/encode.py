@@ -28,8 +28,7 @@ import numpy as np
 
 from harness.common.errors import STOPPING_SIGNALS, RunError, UserError
 from harness.data.preparation.text_input import Piece
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096

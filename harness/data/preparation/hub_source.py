@@ -27,8 +27,6 @@ from harness.data.preparation.text_input import (
     text_suffix,
 )
 
-AGAIN = "running the same command again resumes where it stopped"
-
 
 @dataclass(frozen=True)
 class HubText(TextSource):
@@ -75,7 +73,7 @@ def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloa
     """Return the text files of a dataset on the Hub. If `include` has patterns, return only files that match one.
     Raises UserError if the dataset cannot be reached, or if there are no such files."""
     folder = downloads or Path(constants.HF_HUB_CACHE)
-    work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT", AGAIN)
+    work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT")
     try:
         commit, there = list_files(work, revision)
     except UserError as error:

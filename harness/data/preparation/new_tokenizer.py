@@ -13,8 +13,7 @@ from harness.common.files import atomic_file, sha256
 from harness.data.preparation.encode import batches
 from harness.data.preparation.splits import SplitRules, draws
 from harness.data.preparation.text_input import Piece, TextFormat, TextSource
-from harness.data.tokenizers.load import load_tokenizer
-from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file
+from harness.data.tokenizers import TIKTOKEN_SUFFIX, encoding_file, load_tokenizer
 
 SAMPLE_CHARACTERS = 2**26
 SAMPLED_FILES = 16
@@ -50,8 +49,8 @@ def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
         return "gpt2"
     name = "tokenizer.json"
     if not train and not Path(given).is_file():
-        name = f"{given}{SUFFIX}"
-    elif not train and given.endswith(SUFFIX):
+        name = f"{given}{TIKTOKEN_SUFFIX}"
+    elif not train and given.endswith(TIKTOKEN_SUFFIX):
         name = Path(given).name
     if not (folder / name).exists():
         # The temporary file's name keeps the suffix, from which `load_tokenizer` recognizes the format. The name

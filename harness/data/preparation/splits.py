@@ -37,7 +37,7 @@ from harness.data.preparation.stream import (
     token_file,
     write_header,
 )
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer
 
 SPLITS = ("train", "test", "validation")  # in the order of their documents in a stream
 LINE_END_SEARCH = 4096  # tokens

@@ -23,7 +23,7 @@ from harness.common.messages import abbreviated, is_unicode
 from harness.data.preparation.splits import Split
 from harness.data.preparation.stream import token_file
 from harness.data.preparation.text_input import TOKEN_SUFFIXES, matching_files
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer
 
 NUMPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024

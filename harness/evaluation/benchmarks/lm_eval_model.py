@@ -11,7 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer
 from harness.evaluation.generation import Sampling, continue_prompts
 from harness.evaluation.likelihood import Scorer
 

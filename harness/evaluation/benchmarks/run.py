@@ -24,7 +24,7 @@ from pydantic_core import to_json
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.messages import nearest
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer
 from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.json_files import finite
-from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.data.tokenizers import Tokenizer
 from harness.evaluation.generation import GREEDY, continue_prompts
 from harness.evaluation.instruct.responses import Instruction, InstructionSplits, Response
 from harness.model.cross_entropy import linear_cross_entropy

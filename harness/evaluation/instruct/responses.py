@@ -4,17 +4,21 @@ model."""
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
+import os
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
-from harness.common.files import replace_text
+from harness.common.files import atomic_file, replace_text
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode
 
@@ -25,6 +29,8 @@ BOOK_DATA = (
 # Shares as in the book. The file's first entries are for training, the next for testing, and the rest for validation.
 TRAIN_PART, TEST_PART = 0.85, 0.1
 FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
+DOWNLOAD_TIMEOUT_SECONDS = 30.0
+MOST_DOWNLOADED_BYTES = 2**30
 NOTEBOOK_SUFFIX = "-ift-test-results"
 # Because of min_length, pydantic also refuses texts with half of a surrogate pair, which cannot be written to a file.
 Text = Annotated[str, Field(min_length=0)]
@@ -93,6 +99,38 @@ class InstructionSplits(NamedTuple):
             )
         train, test = int(len(entries) * TRAIN_PART), int(len(entries) * TEST_PART)
         return cls(entries[:train], entries[train + test :], entries[train : train + test])
+
+
+def local_instructions(file_or_url: str) -> Path:
+    """Return the path of a local instruction file unchanged. For an http(s) URL, return the path of the file's copy in
+    this user's cache, and download the file first if the cache does not have it.
+
+    Raises UserError if the download fails, or if the downloaded file is no instruction file (but a login page, for
+    example). An incomplete or refused download is never left in the cache.
+    """
+    address = urlsplit(file_or_url)
+    if address.scheme not in {"http", "https"}:
+        return Path(file_or_url)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
+    name = PurePosixPath(address.path).name or "file"
+    path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
+    if path.is_file():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as draft:
+            with urllib.request.urlopen(file_or_url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer:
+                draft.write_bytes(answer.read(MOST_DOWNLOADED_BYTES))
+                if answer.length:  # announced, but not read: the connection broke, or the file is too large
+                    raise OSError(f"{answer.length:,} bytes are missing")
+            try:
+                InstructionSplits.load(draft)
+            except UserError as error:
+                raise UserError(str(error).replace(str(draft), file_or_url)) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise UserError(f"{file_or_url}: cannot be downloaded to {folder}: {reason}; give a file by --data") from None
+    return path
 
 
 class Response(Instruction):

@@ -1,4 +1,6 @@
-"""Model card for the Hub, made from the files of the run that trained the model."""
+"""Publication of a model on the Hugging Face Hub: the upload of its exported folder, and its model card. Both use the
+files of the run that trained the model.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
+from harness.common.hub import CARD, HubWork, upload
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
 from harness.hf.formats import OWN_TYPE
@@ -21,8 +24,14 @@ from harness.runs.summary import read_summary
 from harness.runs.trained_model import TrainedModel
 
 CHART = "training-run-chart.png"
+TRAINING = "training"  # the repository's folder for the files of the run
 NOT_RECORDED = "not recorded"
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+# Files that transformers would load together with the weights, but that no export writes.
+COMPANIONS = {
+    *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt"),
+    *("special_tokens_map.json", "tokenizer.model", "vocab.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,40 @@ class ModelFacts:
         dataset = self.files.meta.get("dataset")
         name = dataset.get("name") if isinstance(dataset, dict) else None
         return name if isinstance(name, str) else None
+
+
+def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
+    """Upload an exported folder with its card as one commit to the model repository `facts.name`. Returns the
+    repository's address. Raises UserError if the upload fails.
+    """
+    work = HubWork(
+        facts.name,
+        "model",
+        exported,
+        "the repository's name",
+        "export the model and upload the folder by hand",
+        verb="write to",
+    )
+    files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
+    if run := facts.files.run:
+        known = [run.model_json, run.train_json, run.metrics, run.summary]
+        files |= {f"{TRAINING}/{path.name}": path for path in known if path.is_file()}
+        files |= {CHART: run.chart} if run.chart.is_file() else {}
+    files[CARD] = model_card(facts).encode()
+    step = facts.files.meta.get("global_step")
+    message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
+
+    def is_models(path: str) -> bool:
+        """Return True if readers would take a file with this path, left from an earlier upload, for a file of the new
+        model."""
+        weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+        is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)
+        return is_read or path.startswith(f"{TRAINING}/") or path == CHART
+
+    return upload(work, files, message, public=public, is_replaced=is_models)
+
+
+# The model card --------------------------------------------------------------------------------------------------
 
 
 def model_card(facts: ModelFacts) -> str:

@@ -1,0 +1,279 @@
+"""Tokenizers, which convert text to token ids and back: GPT-2's and other encodings of tiktoken, and byte-level BPEs
+trained by this tool.
+
+The libraries `tiktoken` and `tokenizers` are imported where they are used, because a command's --help does not need
+them.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.common.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second name is Llama 3's
+TIKTOKEN_SUFFIX = ".tiktoken.json"
+# Text that a lossy tokenizer would change: white space, combining marks and ligatures (normalization), characters of
+# other scripts, and the name of the special token.
+ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d\x00 {END_OF_TEXT} "
+
+
+class Tokenizer:
+    """Tokenizer that converts text to token ids and back without loss.
+
+    The name of a special token inside a text is encoded as ordinary text. Otherwise a page about GPT-2 would end at its
+    first <|endoftext|>, and the author of any text could end a document. Unlike this class, the training program of
+    Giles Thomas's lab notebook (harness/runs/upstream.py) encodes such a name as the special token.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        eot_token: int,
+        special_tokens: Collection[int],
+        encode: Callable[[str], np.ndarray],
+        place: str | Path,
+    ) -> None:
+        """Store the vocabulary: token `i` decodes to `token_bytes[i]`. The ids in `special_tokens` stand for no
+        text: `token_byte_lengths` is 0 for them. `place` is the name or the file from which `load_tokenizer` loaded the
+        tokenizer."""
+        self.vocab_size = len(token_bytes)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
+        self.eot_token = eot_token
+        self._token_bytes = token_bytes
+        self._special_tokens = special_tokens
+        self._encode = encode
+        self.place = place
+
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Return True if every token id stands for the same bytes in both tokenizers."""
+        return self.eot_token == other.eot_token and list(self._token_bytes) == list(other._token_bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text. Raises UserError for a lone surrogate, which UTF-8 cannot encode."""
+        return self.encode_to_numpy(text).tolist()
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        """Return the token ids of a text as (tokens,) uint32. Threads can encode in parallel, because most of the work
+        runs without the GIL. Raises UserError like `encode`."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
+        return self._encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`. A character whose bytes are not all in `tokens` becomes U+FFFD.
+
+        Raises UserError for an id that is not in the vocabulary.
+        """
+        if any(not 0 <= token < self.vocab_size for token in tokens):
+            raise UserError(f"token ids must be between 0 and {self.vocab_size - 1} to be decoded")
+        return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
+
+    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text of each token in turn. If a character consists of several tokens, it is yielded with the last
+        of them. An incomplete character at the end is yielded as U+FFFD."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            yield decoder.decode(self._token_bytes[token])
+        yield decoder.decode(b"", final=True)
+
+    def token_byte_lengths(self) -> np.ndarray:
+        """Return the number of bytes of text per token, (vocab_size,) int64. The number is 0 for end-of-text and other
+        special tokens."""
+        lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
+        lengths[list(self._special_tokens)] = 0
+        return lengths
+
+
+def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
+    """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file: a byte-level BPE's tokenizer.json, or an
+    encoding of tiktoken as `encoding_file` writes it.
+
+    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing or damaged, or
+    if text changes when the tokenizer encodes and decodes it.
+    """
+    if name_or_file == "gpt2":
+        return load_encoding("gpt2")
+    path = Path(name_or_file)
+    tokenizer = load_encoding(path) if path.name.endswith(TIKTOKEN_SUFFIX) else load_bpe(path)
+    if tokenizer.decode(tokenizer.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE:
+        raise UserError(
+            f"{path}: decoding does not give back the encoded text; use a byte-level BPE that has neither a "
+            "normalizer nor a prefix space"
+        )
+    return tokenizer
+
+
+# Encodings of tiktoken: GPT-2's by its name, others from a file in the dataset's folder ------------------------------
+
+
+def load_encoding(name_or_file: str | Path) -> Tokenizer:
+    """Return the tokenizer of a tiktoken encoding. A str is the encoding's name; a Path is a file with the text that
+    `encoding_file` returns. Raises UserError if the encoding cannot be read, or has no end-of-text token."""
+    encoding = read_encoding(name_or_file)
+    special = encoding._special_tokens
+    if END_OF_TEXT not in special:
+        raise UserError(f"{name_or_file}: has no {END_OF_TEXT} token, which separates documents")
+    token_bytes = [b""] * encoding.n_vocab  # stays empty for the unused ids of some encodings
+    for token, rank in encoding._mergeable_ranks.items():
+        token_bytes[rank] = token
+    for text, rank in special.items():
+        token_bytes[rank] = text.encode()
+
+    def encode(text: str) -> np.ndarray:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+
+    return Tokenizer(token_bytes, special[END_OF_TEXT], set(special.values()), encode, name_or_file)
+
+
+def load_encoding_offline(name: str) -> Tokenizer | None:
+    """Return the tokenizer of a tiktoken encoding, or None if its vocabulary is not on this machine. Downloads
+    nothing."""
+    import tiktoken.load
+
+    def refuse(blobpath: str) -> bytes:
+        raise ConnectionError(blobpath)
+
+    download = tiktoken.load.read_file
+    tiktoken.load.read_file = refuse
+    try:
+        return load_encoding(name)
+    except UserError:
+        return None
+    finally:
+        tiktoken.load.read_file = download
+
+
+def encoding_file(name: str) -> str:
+    """Return the contents of a file that describes the tiktoken encoding `name`. Such a file is stored with a dataset
+    whose tokens were made with the encoding.
+
+    The contents are JSON with the keys name, pattern (the regular expression that splits text into words),
+    special_tokens, and ranks (tokens in base64 with their ids). Raises UserError if the encoding's vocabulary is not on
+    this machine and cannot be downloaded.
+    """
+    encoding = read_encoding(name)
+    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+    content = {
+        "name": name,
+        "pattern": encoding._pat_str,
+        "special_tokens": encoding._special_tokens,
+        "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
+    }
+    return json.dumps(content, indent=0) + "\n"
+
+
+def read_encoding(name_or_file: str | Path) -> Any:
+    """Return a tiktoken.Encoding. A str is the encoding's name; a Path is a file with the text that `encoding_file`
+    returns. Raises UserError if the vocabulary of a named encoding is not on this machine and cannot be downloaded, or
+    if the file is missing or damaged."""
+    import tiktoken
+
+    try:
+        if isinstance(name_or_file, str):
+            return tiktoken.get_encoding(name_or_file)
+        content = json.loads(name_or_file.read_text(encoding="utf-8"))
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in content["ranks"].items()}
+        special = {str(token): int(rank) for token, rank in content["special_tokens"].items()}
+        return tiktoken.Encoding(
+            str(content["name"]), pat_str=str(content["pattern"]), mergeable_ranks=ranks, special_tokens=special
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # Quote only `strerror`: errors of requests are OSErrors, too, and their messages are very long.
+        reason = getattr(error, "strerror", None)
+        if isinstance(name_or_file, Path):
+            damage = f"not a tiktoken encoding in the format of this tool: {str(error)[:100]}"
+            raise UserError(f"{name_or_file}: {reason or damage}") from None
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+        where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"
+        what = "GPT-2's vocabulary" if name_or_file == "gpt2" else f"the vocabulary of {name_or_file}"
+        raise UserError(
+            f"{what} is not {where} and cannot be downloaded ({reason or type(error).__name__}); connect to the "
+            "network once, or set TIKTOKEN_CACHE_DIR to a folder filled by tiktoken on another machine"
+        ) from None
+
+
+# Byte-level BPEs in a tokenizer.json ---------------------------------------------------------------------------------
+
+
+def load_bpe(path: Path) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json. Raises UserError if the file is missing, damaged or not a byte-level
+    BPE."""
+    import tokenizers
+
+    try:
+        backend: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # encodes their names as ordinary text, despite the option's name
+    eot = next((token for name in ENDS_OF_TEXT if (token := backend.token_to_id(name)) is not None), None)
+    if eot is None:
+        raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
+
+    def encode(text: str) -> np.ndarray:
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # "fast": without offsets
+        return np.array(encoding.ids, np.uint32)
+
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    byte_of = {character: byte for byte, character in character_of_byte().items()}
+    token_bytes = [b""] * (max(vocabulary.values()) + 1)
+    for text, token in vocabulary.items():
+        try:
+            token_bytes[token] = text.encode() if token in added else bytes([byte_of[character] for character in text])
+        except KeyError:
+            raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}") from None
+    return Tokenizer(token_bytes, eot, {token for token, each in added.items() if each.special}, encode, path)
+
+
+def character_of_byte() -> dict[int, str]:
+    """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2. A
+    printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other bytes, in
+    order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE with exactly `vocab_size` tokens, of which token 0 is end-of-text, and save it as `path`.
+
+    The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
+    `vocab_size` is at least 257: every byte, and end-of-text. Raises UserError if training on the texts yields fewer
+    tokens, or OSError if the file cannot be written.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend: Any = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    reached = backend.get_vocab_size()
+    if reached != vocab_size:
+        raise UserError(f"the text yields only {reached} tokens, not {vocab_size}; ask for {reached} or fewer")
+    path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")
