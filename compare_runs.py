@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from harness.common.errors import UserError
-from harness.common.options import Command
+from harness.common.options import RUNS_DIR, Command
 
 PATH = click.Path(path_type=Path)
 LARGEST_LOSS = 1000.0  # nats per token; a --reference must be below it
@@ -20,7 +20,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
+@RUNS_DIR
 @click.option("--baseline", metavar="RUN|ARM", help="Test whether others are better or worse than this run or arm.")
 @click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
@@ -50,14 +50,14 @@ def main(
     Numbers share a column only if they were measured on the same text or task.
     """
     from harness.common.files import check_writable, replace_text
-    from harness.common.messages import abbreviated
+    from harness.common.messages import abbreviated, paragraph
     from harness.comparison.against_baseline import compare_with
     from harness.comparison.arms import find_arms
     from harness.comparison.charts import chart_note, charts_of, write_png
     from harness.comparison.fits import fits
     from harness.comparison.machines import machine_lines
     from harness.comparison.records import RunRecord, find_runs
-    from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
+    from harness.comparison.table import RunsTable, table_json, table_lines
     from harness.planning.machines import PRICES
     from harness.runs.directory import RunDirectory
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.common.errors import UserError
-from harness.common.options import Command, FiniteNumber
+from harness.common.options import RUNS_DIR, Command, FiniteNumber
 
 if TYPE_CHECKING:
     from harness.scaling.data import CostLaw, Points
@@ -43,9 +43,7 @@ FORMATS = (".png", ".pdf", ".svg")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the resamples.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw all results into this file (png, pdf or svg).")
 @click.option("--json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the runs."
-)
+@RUNS_DIR
 def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     """Fit scaling laws to the final validation losses of RUNS: names of
     folders in runs/, or patterns like 'ladder-*'.
@@ -74,8 +72,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     if isinstance(law, LawFit):
         predictions = [predict(law, given, plan) for plan in plans]
         splits = [best_split(law, given, cost, flops) for flops in options["budget"]]
-    asked = bool(plans or options["budget"])
-    analysis = Analysis(given, cost, isoflop, law, predictions, splits, asked)
+    analysis = Analysis(given, cost, isoflop, law, predictions, splits)
     if chart:
         from harness.scaling.charts import draw_scaling_chart
 

@@ -1,5 +1,5 @@
-"""Helpers for messages: quotations of what a user has written, checks of such text, numbers with units, and wrapped
-lines."""
+"""Helpers for messages: quotations of what a user has written, checks of such text, numbers with units, and layout on a
+terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.common.errors import printable
+
+WIDTH = 80  # of a terminal
+GAP = "  "  # between two columns of a table
 SHOWN_CHARACTERS = 60
-COLUMNS = 79  # width of wrapped text, for a terminal of 80 columns
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
 GIB = 2**30
 LEAST_CENTS = 2  # least number of decimal places of an amount of money
@@ -61,13 +64,6 @@ def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> s
     return separator.join(names[:most]) + more
 
 
-def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
-    """Wrap text to a terminal's width. All lines begin with `indent`. All but the first line are indented further by
-    `following`."""
-    following = indent + following
-    return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
-
-
 def amount_text(dollars: float) -> str:
     """Format dollars to the cent, or below ten cents to two significant digits, so that a small amount is not shown as
     0.00: 0.0123 -> "0.012"."""
@@ -108,3 +104,28 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the lines of a table. Headings are wrapped to the width of their columns. Columns whose heading is in
+    `left` are aligned to the left, others to the right."""
+    columns = []
+    for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
+        width = max(map(len, [*cells, *heading.split()]))
+        side = "<" if heading in left else ">"
+        lines = textwrap.wrap(heading, width)
+        columns.append((width, side, lines, cells))
+    height = max(len(lines) for _, _, lines, _ in columns)
+    filled = [
+        [f"{text:{side}{width}}" for text in (*[""] * (height - len(lines)), *lines, *cells)]
+        for width, side, lines, cells in columns
+    ]
+    for line in zip(*filled, strict=True):
+        yield GAP.join(line).rstrip()
+
+
+def paragraph(text: str, indent: int = 2) -> list[str]:
+    """Return the text wrapped to lines of at most 80 characters, with control characters escaped. Lines after the first
+    are indented by `indent` spaces."""
+    following = " " * indent
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals."""
+"""Means with bootstrap intervals, and the reason why a question has no answer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ class Estimate:
     value: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Inconclusive:
+    """The reason why the data cannot answer a question, such as an interval from too few windows or a fit to too few
+    points. Functions return an object of this class instead of raising an error, so that other results can be shown
+    beside it. As text, it is "inconclusive, because" and the reason."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"inconclusive, because {self.reason}"
 
 
 def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:

@@ -11,8 +11,8 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
+from harness.common.statistics import Inconclusive
 from harness.comparison.arms import Arms, find_arms
-from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.quantities import (
     MEASURED_TOO,
     Group,

@@ -4,17 +4,17 @@ the result. The runs of an arm are replicates of each other."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from harness.common.messages import abbreviated
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import as_tokens
@@ -117,8 +117,7 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     has torch's version, the device and the number of ranks.
 
     Returns Inconclusive if the run's replicates cannot be recognized. This is so if a setting was not recorded. It is
-    also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing, or if the
-    weights are in the run's own folder, because another run may have a different file of that name.
+    also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
@@ -127,13 +126,11 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         return Inconclusive(f"these were not recorded: {', '.join(missing)}")
     train = _with_defaults(TrainConfig, as_tokens(record.train, record.summary.budget if record.summary else None))
     if (weights := train["initial_weights"]) is not None:
-        rate, path = model.get("drop_rate"), PurePath(str(weights))
+        rate = model.get("drop_rate")
         if not (any(rate.values()) if isinstance(rate, dict) else rate):
             return Inconclusive("random_seed changes nothing in it: initial_weights are given, and drop_rate is 0")
-        if not path.is_absolute() and ".." not in path.parts:
-            return Inconclusive(
-                f'the initial_weights "{weights}" are in its own folder; another run may have a different file there'
-            )
+        # A relative path begins at the run's folder, so that runs with equal paths may have different files.
+        train["initial_weights"] = os.path.realpath(record.directory.path / str(weights))
     sequences = train.pop("global_batch_size")
     if sequences is not None:  # another way to give gradient_accumulation_steps
         microbatch = train.get("microbatch_size")

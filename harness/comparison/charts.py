@@ -14,10 +14,9 @@ from harness.common.files import atomic_file
 from harness.common.messages import abbreviated
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
-from harness.comparison.progress import last_training
 from harness.comparison.quantities import Basis, training_basis, validation_basis
 from harness.comparison.records import RunRecord
-from harness.runs.metrics import TrainEvent, ValidationEvent
+from harness.runs.metrics import TrainEvent, ValidationEvent, last_training
 
 LEAST_POINTS = 2
 # Length of the first part of the axis, as a fraction of the whole. Losses there begin near ln(vocabulary size), and
@@ -195,47 +194,44 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     outside the shown range is only in the legend, with an arrow. A curve of several runs has a band from their lowest
     loss to their highest. `note` is printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
 
-    matplotlib.use("Agg")  # for machines without a display
-    figure, axes = plt.subplots(figsize=(10, 6), dpi=150, layout="constrained")
-    try:
-        low, high = shown_range(chart.curves, references)
-        axes.set_xlim(left=0, right=max(curve.x[-1] for curve in chart.curves))
-        axes.set_ylim(low, high)
-        for number, curve in enumerate(chart.curves):
-            colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
-            label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
-            every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
-            marked = sorted({*range(0, last, every), last})
-            axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
-            if curve.low:
-                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-        for name, loss in references.items():
-            arrow = "↓ " if loss < low else "↑ " if loss > high else ""
-            label = f"{arrow}{_plain(name)}: {loss:.3f}"
-            axes.axhline(loss, label=label, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
-        axes.set_xlabel(AXES[chart.axis])
-        axes.set_ylabel(f"{chart.kind} loss (nats per token)")
-        plain = FuncFormatter(lambda x, _: f"{x:,.6f}".rstrip("0").rstrip("."))
-        axes.xaxis.set_major_formatter(plain if chart.axis in PLAIN_AXES else EngFormatter(sep=""))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.25, linewidth=0.6)
-        highest = max(loss for curve in chart.curves for loss in curve.y)
-        cut = f"↑ cut off here: the first losses are as high as {highest:.2f}" if highest > high else ""
-        axes.set_title(cut, loc="left", fontsize=9, color=FAINT)
-        legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a $ in a label does not begin a formula
-        if note:
-            figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color=FAINT, parse_math=False)
-        with warnings.catch_warnings(), plt.rc_context({"svg.fonttype": "none"}):
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # missing glyphs are drawn as boxes
-            empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            figure.savefig(target, format=kind, metadata=empty)
-    finally:
-        plt.close(figure)
+    figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    low, high = shown_range(chart.curves, references)
+    axes.set_xlim(left=0, right=max(curve.x[-1] for curve in chart.curves))
+    axes.set_ylim(low, high)
+    for number, curve in enumerate(chart.curves):
+        colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
+        label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+        every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
+        marked = sorted({*range(0, last, every), last})
+        axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
+        if curve.low:
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+    for name, loss in references.items():
+        arrow = "↓ " if loss < low else "↑ " if loss > high else ""
+        label = f"{arrow}{_plain(name)}: {loss:.3f}"
+        axes.axhline(loss, label=label, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
+    axes.set_xlabel(AXES[chart.axis])
+    axes.set_ylabel(f"{chart.kind} loss (nats per token)")
+    plain = FuncFormatter(lambda x, _: f"{x:,.6f}".rstrip("0").rstrip("."))
+    axes.xaxis.set_major_formatter(plain if chart.axis in PLAIN_AXES else EngFormatter(sep=""))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+    highest = max(loss for curve in chart.curves for loss in curve.y)
+    cut = f"↑ cut off here: the first losses are as high as {highest:.2f}" if highest > high else ""
+    axes.set_title(cut, loc="left", fontsize=9, color=FAINT)
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a $ in a label does not begin a formula
+    if note:
+        figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color=FAINT, parse_math=False)
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.fonttype": "none"}):
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # missing glyphs are drawn as boxes
+        empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(target, format=kind, metadata=empty)
 
 
 def _plain(text: str) -> str:

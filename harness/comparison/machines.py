@@ -13,9 +13,9 @@ from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
-from harness.common.messages import amount_text
-from harness.comparison.inconclusive import Inconclusive
-from harness.comparison.table import aligned, cut_names, number_text, paragraph
+from harness.common.messages import aligned, amount_text, paragraph
+from harness.common.statistics import Inconclusive
+from harness.comparison.table import cut_names, number_text
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.estimated_speed import find_device

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 
 ALPHA = 0.05  # one minus the level of intervals, and the family-wise error rate
 POWER = 0.8

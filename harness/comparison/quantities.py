@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import validation_text
 from harness.runs.reported import Reported
@@ -23,9 +23,9 @@ LESS, MORE = True, False  # values of lower_is_better
 # Quantities whose reported numbers can be compared only within one source.
 SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}
 MEASURED_BY: dict[type[Result], str] = {
-    LossResult: "not measured by test_loss.py",
-    InstructionResult: "not judged by judge_ift.py",
-    BenchmarkResult: "not measured by evaluate_benchmarks.py",
+    LossResult: "no result of test_loss.py",
+    InstructionResult: "no result of judge_ift.py",
+    BenchmarkResult: "no result of evaluate_benchmarks.py",
 }
 MEASURED_TOO = "; measured, too: "  # in remarks, before the names of the other measured checkpoints
 UNKNOWN = "not recorded"
@@ -186,7 +186,7 @@ def _slice(windows: int, context: int, start: int, split: str, dataset: object, 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
     """Return the number that summary.json records under the key `in_summary`. If the run has no summary yet, return the
-    field `in_progress` of the run's `Progress`. Returns None if the number is not recorded."""
+    field `in_progress` of the run's `RunProgress`. Returns None if the number is not recorded."""
     source, key = (record.summary, in_summary) if record.summary else (record.progress, in_progress)
     number: Number = getattr(source, key, None)
     return number
@@ -314,15 +314,11 @@ def _measurements(
         remark = f"of checkpoint {own} ({which})"
         if is_best:
             remark = f"{remark}{MEASURED_TOO}{', '.join(further)}" if further else ""
-        elif record.best is not None and record.results.has_unread(kind, record.best):
-            remark += ": a result of the best checkpoint cannot be read"
         else:
             remark += ": the best checkpoint has no comparable result"
         value, error = read(first) or (None, "")
         if value is not None:
             found.append(Measurement(value, basis, remark, error, first))
-    if not found and record.results.has_unread(kind):
-        return Inconclusive("its file in results/ cannot be read (another line names the file); measure again")
     return found or Inconclusive(MEASURED_BY[kind])
 
 
@@ -401,8 +397,9 @@ def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Valu
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")
     examples = f"{event.examples:,}" if event.examples else "an unknown number of"
-    words = f"{examples} examples, in {record.trained_in}, lm-eval's version not recorded"
-    basis = Basis(("benchmarks while training", event.examples or record.name, record.trained_in), words)
+    precision = record.recorded("precision")
+    words = f"{examples} examples, in {precision or 'a precision not recorded'}, lm-eval's version not recorded"
+    basis = Basis(("benchmarks while training", event.examples or record.name, precision or record.name), words)
     remark = f"measured while training, after global step {event.global_step:,}"
     return [Measurement(event.value, basis, remark, _error(event.stderr))]
 

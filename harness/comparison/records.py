@@ -16,12 +16,11 @@ from pydantic import ValidationError
 
 from harness.common.errors import UserError
 from harness.common.lock import is_held
-from harness.comparison.progress import Progress, duration, read_last_benchmarks, read_progress
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import BenchmarkEvent
+from harness.runs.metrics import BenchmarkEvent, RunProgress, duration, read_last_benchmarks, read_progress
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary
@@ -33,13 +32,11 @@ from harness.runs.train_config import BUDGETS, load_train_config
 BELIEVED_SILENCE_SECONDS = 900.0
 
 StateWord = Literal[
-    "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
+    "finished", "going on", "stopped", "failed", "never trained", "not made", "damaged"
 ]  # in the order in which a sweep's status counts them
 # The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
-# when the run has failed or was pruned.
-SWEEP_MARK = re.compile(
-    r"\$ .* UTC(?:, 1 of \d+ groups)?|# took \d+\.\d s|# (failed|pruned) (?:with exit status|at global step) (-?\d+)"
-)
+# when the run has failed.
+SWEEP_MARK = re.compile(r"\$ .* UTC(?:, 1 of \d+ groups)?|# took \d+\.\d s|# failed with (exit status -?\d+)")
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
 
@@ -62,11 +59,10 @@ class RunRecord:
     model: Mapping[str, Any]  # model.json with defaults; for a finished run, as recorded in summary.json
     train: Mapping[str, Any]  # train.json, likewise
     summary: RunSummary | None = None
-    progress: Progress | None = None  # None if the run has a summary
+    progress: RunProgress | None = None  # None if the run has a summary
     meta: CheckpointMeta | None = None  # of its latest checkpoint; None if the run has a summary
     results: Results = field(default_factory=Results)
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
-    trained_in: str = ""  # precision of these benchmarks
     reported: Reported | None = None
     best: str | None = None  # name of the checkpoint that the link `best` points to; None without such a link
     latest: str | None = None
@@ -115,11 +111,6 @@ class RunRecord:
         benchmarks = attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results = read_results(run)
         problems += results.problems
-        trained_in = str(train.get("precision"))
-        if benchmarks and trained_in == "auto":
-            saved = attempt(latest_meta)
-            device = summary.device if summary else saved.device if saved else None
-            trained_in = (saved.precision if saved else None) or f"auto on {device}"
         reported = attempt(lambda: read_reported(run))
         # os.path.realpath does not fail on a loop of links
         links = [Path(os.path.realpath(run.checkpoints / link)) for link in (BEST, LATEST)]
@@ -135,7 +126,6 @@ class RunRecord:
             meta=meta,
             results=results,
             benchmarks=tuple(benchmarks),
-            trained_in=trained_in,
             reported=reported,
             best=best,
             latest=latest,
@@ -226,7 +216,8 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("train.json", "summary.json", "reported.json"))
+    is_draft = path.name.startswith(".")
+    return not is_draft and any((path / f"{each}.json").is_file() for each in ("train", "summary", "reported"))
 
 
 def log_tail(run: RunDirectory) -> list[str]:
@@ -260,7 +251,7 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
 
 
 def _unfinished_state(
-    run: RunDirectory, progress: Progress | None, meta: CheckpointMeta | None, *, is_outdated: bool
+    run: RunDirectory, progress: RunProgress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
     """Return the state of a run without a summary, or with an outdated one (`is_outdated`). A summary is outdated if
     model.json or train.json asks for another model shape or training budget than the summary records."""
@@ -280,15 +271,10 @@ def _unfinished_state(
 
 
 def _last_end(run: RunDirectory) -> State | None:
-    """Return the state "failed" or "pruned" if sweep.log records that the run ended so after its last start. Returns
-    None if sweep.log records neither, or if the run was trained without a sweep afterwards."""
+    """Return the state "failed" if sweep.log records that the run failed after its last start. Returns None if it does
+    not, or if the run was trained without a sweep afterwards."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None
     marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
-    if not marks or marks[-1][1] is None:
-        return None
-    number = int(marks[-1][2])
-    if marks[-1][1] == "failed":
-        return State("failed", f"exit status {number}")
-    return State("pruned", f"at global step {number:,}")
+    return State("failed", marks[-1][1]) if marks and marks[-1][1] else None

@@ -1,20 +1,18 @@
-"""Table with a row for each run, as text of 80 columns and as JSON. Numbers are in the same column only if they can be
-compared."""
+"""Table with a row for each run, as text at most 80 characters wide and as JSON. Numbers are in the same column only if
+they can be compared."""
 
 from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import abbreviated, amount_text, nearest
-from harness.comparison.inconclusive import Inconclusive
-from harness.comparison.progress import percent_done
+from harness.common.messages import GAP, WIDTH, abbreviated, aligned, amount_text, nearest, paragraph
+from harness.common.statistics import Inconclusive
 from harness.comparison.quantities import (
     COUNT,
     MONEY,
@@ -29,10 +27,9 @@ from harness.comparison.quantities import (
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
+from harness.runs.metrics import percent_done
 
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, in order of preference
-WIDTH = 80
-GAP = "  "
 LONGEST_NAME = 34  # of a run; a longer name is cut in its middle
 FEW_SETTINGS = 4  # if more settings differ, each run lists only its unusual values
 LONGEST_SETTING = 28
@@ -283,8 +280,8 @@ def _columns(
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the table in lines of 80 columns: one block of the most important columns, the settings that differ, what
-    the numbers were measured on, and the reasons for empty cells."""
+    """Yield the table in lines of at most 80 characters: one block of the most important columns, the settings that
+    differ, what the numbers were measured on, and the reasons for empty cells."""
     remarks: dict[str, int] = {}
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
@@ -368,31 +365,6 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
         marks.append(f"{' r' if cell.is_reported else ''}{number}")
     widest = max(map(len, marks))
     return [f"{cell.text or '-'}{mark:<{widest}}" for cell, mark in zip(column.cells, marks, strict=True)]
-
-
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of a table. Headings are wrapped to the width of their columns. Columns whose heading is in
-    `left` are aligned to the left, others to the right."""
-    columns = []
-    for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
-        width = max(map(len, [*cells, *heading.split()]))
-        side = "<" if heading in left else ">"
-        lines = textwrap.wrap(heading, width)
-        columns.append((width, side, lines, cells))
-    height = max(len(lines) for _, _, lines, _ in columns)
-    filled = [
-        [f"{text:{side}{width}}" for text in (*[""] * (height - len(lines)), *lines, *cells)]
-        for width, side, lines, cells in columns
-    ]
-    for line in zip(*filled, strict=True):
-        yield GAP.join(line).rstrip()
-
-
-def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of 80 columns, with control characters escaped. Lines after the first are
-    indented by `indent` spaces."""
-    following = " " * indent
-    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from harness.common.messages import abbreviated
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.noise import (
     ALPHA,
     DIFFERENCE_TO_DETECT,
@@ -49,16 +49,12 @@ class Arm:
     def flaw(self) -> str:
         """Reason why the arm cannot be compared: it has no run, or a loss that is not finite. Empty if the arm can be
         compared."""
-        lost = [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
         if not self.losses:
             return f"{self.name} has no run with this loss"
         if np.isfinite(self.losses).all():
             return ""
-        if list(self.names) == [self.name]:  # the arm has the name of its only run
-            return f"the loss of {self.name} is not finite"
-        which = f" ({abbreviated(lost)})" if lost else ""
-        count, are = (f"{len(lost)} losses", "are") if len(lost) > 1 else ("a loss", "is")
-        return f"{count} of {self.name}{which} {are} not finite"
+        lost = [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
+        return f"the loss of {abbreviated(lost) or self.name} is not finite"
 
     @cached_property
     def mean_windows(self) -> np.ndarray:

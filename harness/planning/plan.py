@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.messages import GIB, duration, wrapped
+from harness.common.messages import GIB, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.data.dataset import Dataset, check_token_ids, did_you_mean, is_present
@@ -222,10 +222,10 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
     """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
     screen."""
     config, model = plan.config, plan.experiment.model
-    lines = [*wrapped(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", following=""), ""]
+    lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
         items = [f"{key}={json.dumps(value)}" for key, value in settings.model_dump(exclude_defaults=True).items()]
-        lines += [*wrapped(f"{title}:  {'  '.join(items)}"), ""]
+        lines += [*paragraph(f"{title}:  {'  '.join(items)}", indent=4), ""]
     rows = [("parameters", f"{model.parameters:,}")]
     if model.moe is not None:
         balancing = f"x {plan.experiment.moe_router_loss_scale:g} (moe_router_loss_scale)"
@@ -326,7 +326,7 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
         ]
         lines.append(f"batch_ramp: {', '.join(sizes)} tokens on")
     lines += [f"scaled: {said}" for said in plan.scaled.explained]
-    return [line for text in lines for line in wrapped(f"  {text}")]
+    return [line for text in lines for line in paragraph(f"  {text}", indent=4)]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
@@ -334,7 +334,7 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
     lines = []
     for label, value in rows:
         for index, text in enumerate(value.split("\n")):
-            lines += wrapped(f"{'' if index else label:<{width}}{text}", following=" " * width)
+            lines += paragraph(f"{'' if index else label:<{width}}{text}", indent=width)
     return lines
 
 

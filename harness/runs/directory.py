@@ -22,7 +22,9 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _known_runs(runs_dir: Path) -> list[str]:
-    return sorted(entry.name for entry in runs_dir.iterdir() if entry.is_dir()) if runs_dir.is_dir() else []
+    """Return the names of all folders in `runs_dir`, sorted, without drafts, whose names are hidden."""
+    folders = [entry.name for entry in runs_dir.iterdir() if entry.is_dir()] if runs_dir.is_dir() else []
+    return sorted(name for name in folders if not name.startswith("."))
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:

@@ -215,21 +215,13 @@ AnyStored = TypeVar("AnyStored", bound=StoredResult)
 
 @dataclass(frozen=True)
 class Results:
-    """All results of a run. For each file that cannot be read, `problems` has a line of text and `unread` the file's
-    name."""
+    """All results of a run. `problems` has a line of text for each file that cannot be read."""
 
     found: list[StoredResult] = field(default_factory=list)  # sorted by the names of their files
     problems: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
 
     def of(self, kind: type[AnyStored]) -> list[AnyStored]:
         return [each for each in self.found if isinstance(each, kind)]
-
-    def has_unread(self, kind: type[StoredResult], checkpoint: str = "") -> bool:
-        """Return True if any unreadable file is, by its name, a result of this kind. If `checkpoint` is given, only
-        results of this checkpoint count."""
-        beginning = f"{kind.prefix()}-{checkpoint}-" if checkpoint else f"{kind.prefix()}-"
-        return any(name.startswith(beginning) for name in self.unread)
 
 
 def now() -> str:
@@ -275,7 +267,6 @@ def read_results(run: RunDirectory) -> Results:
             results.found.append(result)
         except UserError as error:
             results.problems.append(str(error))
-            results.unread.append(path.name)
     return results
 
 

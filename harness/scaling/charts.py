@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness.common.files import atomic_file
-from harness.common.statistics import Estimate
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Estimate, Inconclusive
 from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import LawFit, bounded
 from harness.scaling.report import Analysis, power, short

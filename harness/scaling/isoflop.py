@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.common.statistics import Estimate, estimate
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Estimate, Inconclusive, estimate
 from harness.scaling.data import CostLaw, Points, different
 
 LEAST_PROFILES = 3

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.common.statistics import Estimate, estimate
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Estimate, Inconclusive, estimate
 from harness.scaling.data import CostLaw, Points, different
 
 PARAMETERS = 5

@@ -1,23 +1,21 @@
-"""Report on loss as a function of size, tokens and FLOPs, as text of 80 columns and as JSON."""
+"""Report on loss as a function of size, tokens and FLOPs, as text and as JSON."""
 
 from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from harness.common.statistics import Estimate
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.messages import paragraph
+from harness.common.statistics import Estimate, Inconclusive
 from harness.scaling.data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import HUBER_DELTA, STARTS, LawFit, Prediction, Split
 
-WIDTH = 80
 UNBOUNDED = "unbounded"
 SHOWN_LEFT_OUT = 8
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
@@ -26,8 +24,8 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 @dataclass(frozen=True)
 class Analysis:
     """Everything that fit_scaling.py reports. A split is the best division of a number of FLOPs between model
-    size and tokens. If no law could be fitted, `predictions` and `splits` are empty, even if the user asked for them
-    (`asked`)."""
+    size and tokens. If no law could be fitted, `predictions` and `splits` are empty, even if the user asked for
+    them."""
 
     points: Points
     cost: CostLaw
@@ -35,7 +33,6 @@ class Analysis:
     law: LawFit | Inconclusive
     predictions: list[Prediction]
     splits: list[Split]
-    asked: bool = False  # whether the user asked for predictions or splits
 
 
 # As text
@@ -44,7 +41,7 @@ class Analysis:
 def describe(analysis: Analysis) -> str:
     """Return the whole report as text for a terminal."""
     sections = [_describe_points(analysis), _describe_isoflop(analysis.isoflop), _describe_law(analysis)]
-    if analysis.asked:
+    if analysis.predictions or analysis.splits:
         sections.append(_describe_answers(analysis))
     return "\n\n".join("\n".join(lines) for lines in sections)
 
@@ -71,10 +68,6 @@ def _count(points: int) -> str:
     return f"{points:,} point{'' if points == 1 else 's'}"
 
 
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
-
-
 def _describe_points(analysis: Analysis) -> list[str]:
     points, cost, by_rule = analysis.points, analysis.cost, analysis.points.tokens_by_rule
     losses = _range(points.loss, lambda value: f"{value:.3f}" if value < 1e6 else power(value))
@@ -86,9 +79,8 @@ def _describe_points(analysis: Analysis) -> list[str]:
     if by_rule:
         which = "" if by_rule == len(points) else f" of {_count(by_rule)}"
         lines.append(f"  Tokens{which} (not given) are FLOPs / 6 / parameters (the rule C = 6ND)")
-    if cost.is_rule_of_thumb and by_rule < len(points):
-        which = "every other point" if by_rule else "every point"
-        lines.append(f"  FLOPs are 6 x parameters x tokens in {which} (the rule C = 6ND)")
+    elif cost.is_rule_of_thumb:
+        lines.append("  FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)")
     if not cost.is_rule_of_thumb:
         ratio = FLOPS_PER_PARAMETER * points.parameters * points.tokens / points.flops
         lines += [
@@ -97,7 +89,7 @@ def _describe_points(analysis: Analysis) -> list[str]:
             f"(within {cost.largest_error:.1%})",
         ]
     for left_out in points.left_out[:SHOWN_LEFT_OUT]:
-        lines += _wrapped(f"Left out: {left_out}")
+        lines += paragraph(f"  Left out: {left_out}", indent=4)
     if len(points.left_out) > SHOWN_LEFT_OUT:
         lines.append(f"  and {len(points.left_out) - SHOWN_LEFT_OUT:,} more")
     return lines
@@ -106,19 +98,19 @@ def _describe_points(analysis: Analysis) -> list[str]:
 def _describe_isoflop(isoflop: IsoFlop | Inconclusive) -> list[str]:
     title = "Profiles of equal FLOPs: the best size in each, by a parabola over ln parameters"
     if isinstance(isoflop, Inconclusive):
-        return [title, *_wrapped(f"The best sizes: {isoflop}")]
+        return [title, *paragraph(f"  The best sizes: {isoflop}", indent=4)]
     lines = [title, "  FLOPs      points  best size, 95 % interval     tokens  loss    scatter"]
     for profile in isoflop.profiles:
         head, optimum = f"  {power(profile.flops):<9} {len(profile.members):>7}  ", profile.optimum
         if isinstance(optimum, Inconclusive):
-            lines += textwrap.wrap(str(optimum), WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+            lines += paragraph(f"{head}{optimum}", indent=len(head))
         else:
             best, tokens = _shortened(optimum.parameters), short(optimum.tokens.value)
             lines.append(f"{head}{best:<26}  {tokens:>7}  {optimum.loss.value:.3f}   {profile.scatter:.4f}")
     if isoflop.alone:
         lines.append(f"  {_count(isoflop.alone)} {'is' if isoflop.alone == 1 else 'are'} in no profile")
     if isinstance(isoflop.laws, Inconclusive):
-        return [*lines, *_wrapped(f"Growth of the best size with FLOPs C: {isoflop.laws}")]
+        return [*lines, *paragraph(f"  Growth of the best size with FLOPs C: {isoflop.laws}", indent=4)]
     return lines + [f"  best {name:<10} ∝ C^{_interval(law.exponent)}" for name, law in isoflop.laws.items()]
 
 
@@ -145,7 +137,7 @@ def _describe_law(analysis: Analysis) -> list[str]:
     law = analysis.law
     title = "L(N, D) = E + A / N^α + B / D^β, N parameters, D tokens"
     if isinstance(law, Inconclusive):
-        return [title, *_wrapped(f"The law: {law}")]
+        return [title, *paragraph(f"  The law and its predictions: {law}", indent=4)]
     lines = [
         title,
         f"  Huber loss of ln L, delta {HUBER_DELTA:g}; {STARTS} starts, {len(law.resampled.e):,} resamples",
@@ -163,13 +155,12 @@ def _describe_law(analysis: Analysis) -> list[str]:
 
 
 def _describe_answers(analysis: Analysis) -> list[str]:
-    if isinstance(analysis.law, Inconclusive):
-        return ["Predicted losses: inconclusive, because there is no law to predict them by"]
     told: list[tuple[list[str], Prediction]] = []
     for prediction in analysis.predictions:
         plan, loss = prediction.plan, _interval(prediction.loss)
         sizes = f"{short(plan.parameters)} parameters, {short(plan.tokens)} tokens, {power(plan.flops)} FLOPs"
-        told.append((_wrapped(f"{plan.name + ': ' if plan.name else ''}{sizes}: loss {loss}"), prediction))
+        name = f"{plan.name}: " if plan.name else ""
+        told.append((paragraph(f"  {name}{sizes}: loss {loss}", indent=4), prediction))
     for split in analysis.splits:
         lines = [
             f"  best split of {power(split.flops)} FLOPs: loss {_interval(split.prediction.loss)}",
@@ -182,7 +173,8 @@ def _describe_answers(analysis: Analysis) -> list[str]:
         said += lines
         if prediction.beyond:
             where = "; ".join(prediction.beyond)
-            said += _wrapped(f"EXTRAPOLATED ({where}): the interval is valid only if the law holds there", "    ")
+            extrapolated = f"    EXTRAPOLATED ({where}): the interval is valid only if the law holds there"
+            said += paragraph(extrapolated, indent=6)
     return said
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import check_name, draft_folder, free_draft_path, sync
+from harness.common.files import atomic_folder, check_name
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
@@ -252,33 +252,22 @@ def _fitting(run: DerivedRun, dataset: Dataset, given: Changes) -> dict[str, Jso
 
 
 def write_runs(runs: Sequence[DerivedRun]) -> None:
-    """Write the folders of all runs, or of none if one cannot be written. The folders must have the same parent, and
-    none of them may exist yet.
+    """Write the folders of all runs, or of none if one cannot be written. None of the folders may exist yet.
 
     Raises RunError if a folder cannot be written. If the process is killed, some folders may be missing, but none is
-    incomplete. The draft folder that a killed process leaves is removed when runs of the same sweep, or the same single
-    run, are written again.
+    incomplete. The draft folder that a killed process leaves is removed when the same run is written again.
     """
-    if not runs:
-        return
-    folder = runs[0].run.path.parent
     made: list[Path] = []
     try:
-        with draft_folder(free_draft_path(folder / (runs[0].sweep or runs[0].name))) as draft:
-            for run in runs:
-                (draft / run.name).mkdir()
-                derived = {"parent": run.parent, "sweep": run.sweep, "differs": run.differs}
+        for run in runs:
+            derived = {"parent": run.parent, "sweep": run.sweep, "differs": run.differs}
+            with atomic_folder(run.run.path) as draft:
                 for name, values in (("model.json", run.model), ("train.json", run.train), ("derived.json", derived)):
-                    path = draft / run.name / name
-                    path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")
-                    sync(path)
-                sync(draft / run.name)
-            for run in runs:
-                (draft / run.name).rename(run.run.path)
-                made.append(run.run.path)
-            draft.rmdir()
-            sync(folder)
+                    text = json.dumps(values, indent=4, allow_nan=False)
+                    (draft / name).write_text(f"{text}\n", encoding="utf-8")
+            made.append(run.run.path)
     except OSError as error:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
-        raise RunError(f"{error.filename or folder}: the runs cannot be written: {error.strerror}") from None
+        place = error.filename or run.run.path.parent
+        raise RunError(f"{place}: the runs cannot be written: {error.strerror}") from None

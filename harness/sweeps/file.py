@@ -22,7 +22,6 @@ from harness.common.messages import quoted
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, explained, load_base, unknown_key
 
 LARGEST_POINTS = 1000  # more runs are probably a typing error, or need another program
-LONGEST_NAME = 60  # characters of a sweep's name
 LONGEST_LABEL = 60  # characters of a label, the part of a run's name that follows the sweep's name
 # Short forms of the keys that are varied most, for the names of runs. Other keys appear in full.
 SHORT = {
@@ -102,10 +101,10 @@ class Sweep(BaseModel):
             raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
         names = [entry[ENTRY_NAME] for entry in self.together if ENTRY_NAME in entry]
         for name in names:
-            if not isinstance(name, str) or not SAFE_NAME.fullmatch(name) or len(name) > LONGEST_LABEL:
+            if not isinstance(name, str) or not SAFE_NAME.fullmatch(name):
                 raise ValueError(
-                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + -, at '
-                    f"most {LONGEST_LABEL} characters long and not beginning with . + or -"
+                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + -, not '
+                    "beginning with . + or -"
                 )
             if names.count(name) > 1:
                 raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each its own')
@@ -182,8 +181,6 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
     sweep = parse_config(Sweep, read_json_object(path), path)
     name = path.stem if sweep.name is None else sweep.name
     with explained(f'{path}: key "name" (by default the file\'s name): '):
-        if len(name) > LONGEST_NAME:
-            raise UserError(f"longer than {LONGEST_NAME} characters")
         check_name(name, "sweep")
     with explained(f'{path}: key "base": '):
         base = load_base(runs_dir, sweep.base)

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import COLUMNS, GIB, amount_text, duration, wrapped
+from harness.common.messages import GIB, WIDTH, aligned, amount_text, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.comparison.progress import describe_progress
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
-from harness.comparison.table import aligned
+from harness.comparison.table import cut_names
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
+from harness.runs.metrics import describe_progress
 from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
@@ -41,11 +41,6 @@ class Status:
     state: StateWord
     said: str = ""
     dollars: float = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        """True if the run needs no more training."""
-        return self.state in ("finished", "pruned")
 
 
 def status_of(run: DerivedRun) -> Status:
@@ -88,11 +83,11 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
     for each in statuses:
         said = printable(each.said)
         line = f"{each.run.name:<{width}}  {each.state:<9}  {said}".rstrip()
-        if len(line) <= COLUMNS or not said:
+        if len(line) <= WIDTH or not said:
             lines.append(line)
         else:
             lines.append(f"{each.run.name:<{width}}  {each.state}")
-            lines += wrapped(said, "    ", "")
+            lines += paragraph(f"    {said}", indent=4)
         if each.state == "failed":
             log = [text for text in log_tail(each.run.run) if text.strip() and not SWEEP_MARK.fullmatch(text)]
             lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
@@ -168,7 +163,7 @@ class SweepPlan:
     name: str
     planner: Planner
     count: int  # number of all runs, finished or not
-    done: str  # numbers of finished and pruned runs, as text
+    finished: int  # number of finished runs
     left: list[RunPlan]  # in the order of training
     refused: list[str]  # why some runs cannot be trained, one message per run
 
@@ -199,55 +194,46 @@ class SweepPlan:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is done and
-    no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else, or
-    if its files are damaged."""
+    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is finished
+    and no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else,
+    or if its files are damaged."""
     statuses = [status_of(run) for run in sweep.runs]
-    done = [each for each in statuses if each.is_done]
+    finished = sum(each.state == "finished" for each in statuses)
     plans: list[RunPlan] = []
     refused = [each.said for each in statuses if each.state == "damaged"]
     for each in statuses:
-        if not each.is_done and each.state != "damaged":
+        if each.state not in ("finished", "damaged"):
             try:
                 plans.append(planner.plan(each.run))
             except UserError as error:
                 refused.append(str(error))
-    if refused and not plans and not done:
+    if refused and not plans and not finished:
         raise UserError(refused[0])
-    return SweepPlan(sweep.name, planner, len(sweep.runs), count_states(done), plans, refused)
+    return SweepPlan(sweep.name, planner, len(sweep.runs), finished, plans, refused)
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     """Return the plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
-    parts = [wrapped(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
-    if plan.done:
-        parts.append([f"{plan.done} already"])
+    parts = [paragraph(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
+    if plan.finished:
+        parts.append([f"{plan.finished:,} finished already"])
     if plan.left:
         parts += [_table(plan), _speeds(plan.left), _totals(plan, runs_dir)]
-    parts.append([line for reason in plan.refused for line in wrapped(f"Cannot be trained: {reason}")])
+    parts.append([line for reason in plan.refused for line in paragraph(f"Cannot be trained: {reason}")])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _table(plan: SweepPlan) -> list[str]:
     """Return the lines of a table with a row for each run. A run's cost is the machine's cost for the run's time,
-    divided by the number of groups, because the groups share the machine. A long name gets a line of its own."""
+    divided by the number of groups, because the groups share the machine."""
     rows = []
-    for each in plan.left:
+    for name, each in zip(cut_names([each.run.name for each in plan.left]), plan.left, strict=True):
         time = "unknown" if each.seconds is None else duration(each.seconds)
         dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
         is_known = each.plan.position is not None
         disk = f"{each.plan.disk_bytes() / GIB:.2f}" if is_known else "unknown"
-        rows.append((f"{each.plan.tokens():,}" if is_known else "unknown", time, dollars, disk))
-    written = [*aligned(("tokens", "time", "dollars", "disk GiB"), rows)]
-    names = [each.run.name for each in plan.left]
-    width = min(COLUMNS - max(map(len, written)) - 2, max(map(len, names)))
-    lines = []
-    for name, cells in zip([""] * (len(written) - len(names)) + names, written, strict=True):
-        if len(name) > width:
-            lines.append(name)
-            name = ""
-        lines.append(f"{name:<{width}}  {cells}")
-    return lines
+        rows.append((name, f"{each.plan.tokens():,}" if is_known else "unknown", time, dollars, disk))
+    return [*aligned(("run", "tokens", "time", "dollars", "disk GiB"), rows, left=("run",))]
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
@@ -261,7 +247,7 @@ def _speeds(left: list[RunPlan]) -> list[str]:
     lines = []
     for said, names in sources.items():
         of = f"all {len(names):,} runs" if len(sources) == 1 else ", ".join(names)
-        lines += wrapped(f"Speed of {of}: {said}")
+        lines += paragraph(f"Speed of {of}: {said}")
     return lines
 
 
@@ -287,7 +273,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
         said.append('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
     free = shutil.disk_usage(place).free / GIB
     said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")
-    lines = wrapped(f"All these runs, {groups}, {ranks} (time and cost without start-up and checkpoints):")
-    lines += [line for each in said for line in wrapped(each, "    ")]
+    lines = paragraph(f"All these runs, {groups}, {ranks} (time and cost without start-up and checkpoints):")
+    lines += [line for each in said for line in paragraph(f"    {each}", indent=8)]
     shortage = plan.disk_shortage(place)
-    return lines + (wrapped(f"note: {shortage}") if shortage else [])
+    return lines + (paragraph(f"note: {shortage}") if shortage else [])

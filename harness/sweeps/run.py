@@ -24,8 +24,8 @@ from harness.common.errors import RunError, RunStopped, UserError, handle_stoppi
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.messages import amount_text
-from harness.comparison.progress import describe_progress, read_progress
 from harness.data.dataset import is_present
+from harness.runs.metrics import describe_progress, read_progress
 from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
@@ -39,7 +39,6 @@ C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between 
 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
 TIME_MARK = re.compile(r"^# took (\d+\.\d) s$", re.MULTILINE)  # written by `SweepRunner._end`
-NOT_STARTED = 126  # the exit status that shells give to a command that cannot be started
 
 Group = tuple[str, dict[str, str]]  # devices that train one run at a time: name, environment variables
 
@@ -158,13 +157,12 @@ class SweepRunner:
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
-        self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
+        self.waiting = [each.run for each in statuses if each.state not in ("finished", "damaged")]
         # `dollars` has what each run has cost at the price of the whole machine. `spent` is what all runs have cost
         # together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
         self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
         self.attempts: list[Attempt] = []
-        self.has_started_runs = False
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
@@ -258,7 +256,7 @@ class SweepRunner:
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process, whose output is appended to the run's sweep.log. If the operating system cannot
-        start the process, record that the run has failed, and leave its devices to the next run."""
+        start the process, say so, and leave the run's devices to the next run."""
         self.waiting.remove(run)
         name, variables = group = self.free.pop(0)
         try:
@@ -266,9 +264,7 @@ class SweepRunner:
         except OSError as error:
             self.free.append(group)
             place = f"{error.filename}: " if error.filename else ""
-            reason = f"cannot be started: {place}{error.strerror or error}"
-            say(f"{run.name}: failed, {reason}")
-            _note(run, f"error: {reason}", f"# failed with exit status {NOT_STARTED}")
+            say(f"{run.name}: failed, cannot be started: {place}{error.strerror or error}")
             return
         tokens, before, planned_dollars, expected = None, self.dollars[run.name], 0.0, ""
         if planned is not None and planned.plan.position is not None:
@@ -279,7 +275,6 @@ class SweepRunner:
         elif self.max_dollars is not None:
             say(f"{run.name}: its cost is not known yet; the run is stopped when the budget is spent")
         self.attempts.append(Attempt(run, group, process, tokens, before, before + planned_dollars))
-        self.has_started_runs = True
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -348,12 +343,9 @@ class SweepRunner:
         RunStopped if a signal ended the sweep. Raises RunError if runs have failed, have not been trained or are
         damaged."""
         statuses = [status_of(run) for run in self.runs]
-        unfinished = [each for each in statuses if not each.is_done]
-        said = count_states(statuses)
-        if not self.has_started_runs and not unfinished:
-            said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
+        unfinished = [each for each in statuses if each.state != "finished"]
         reason = f" ({self.reason})" if self.reason else ""
-        say("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]))
+        say("\n".join([f"\n{count_states(statuses)}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
         left = sum(each.state != "damaged" for each in unfinished)

@@ -48,7 +48,7 @@ def test_a_table_and_verdicts_as_text_and_as_json(runs: Path) -> None:
     a, b, c = said["runs"]
     assert [each["name"] for each in (a, b, c)] == ["a", "b", "c"], "the baseline need not be named twice"
     assert a["values"]["test_loss"] == {"value": 2.5, "reported": False, "remark": ""}
-    assert c["values"]["test_loss"] == {"value": None, "reported": False, "remark": "not measured by test_loss.py"}
+    assert c["values"]["test_loss"] == {"value": None, "reported": False, "remark": "no result of test_loss.py"}
     assert c["state"] == "stopped"
     assert said["columns"]["test_loss"]["unit"] == "nats/token"
     assert said["columns"]["test_loss"]["lower_is_better"] is True

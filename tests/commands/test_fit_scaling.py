@@ -110,7 +110,7 @@ def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(
     assert isinstance(law, laws.LawFit)
     predictions = [laws.predict(law, given, laws.Plan("", 1e3, 1e3, 6e6))]
     splits = [laws.best_split(law, given, cost, 1e13)]
-    analysis = Analysis(given, cost, fit_isoflop(given, cost), law, predictions, splits, asked=True)
+    analysis = Analysis(given, cost, fit_isoflop(given, cost), law, predictions, splits)
     text = describe(analysis)
     assert "unbounded" in text
     assert "nan" not in text
@@ -132,10 +132,7 @@ def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_
     assert any("1 point is too few" in line for line in lines)
     file.write_text("parameters,flops,loss,tokens\n1e6,6e12,3.5,1e6\n1e6,6e12,3.4,\n2e6,12e12,3.3,\n")
     lines = fit("--points", str(file), "--resamples", "100").stdout.splitlines()
-    assert lines[3:5] == [
-        "  Tokens of 2 points (not given) are FLOPs / 6 / parameters (the rule C = 6ND)",
-        "  FLOPs are 6 x parameters x tokens in every other point (the rule C = 6ND)",
-    ]
+    assert lines[3:5] == ["  Tokens of 2 points (not given) are FLOPs / 6 / parameters (the rule C = 6ND)", ""]
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -168,8 +165,8 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
     assert "FLOPs 8.85e6, loss 2.000 to 2.800\n" in done.stdout
     assert "The rule C = 6ND gives 1.10 times these FLOPs" in done.stdout
     assert "The best sizes: inconclusive, because no group of 4 sizes" in " ".join(done.stdout.split())
-    assert "The law: inconclusive, because all points have the same size;" in done.stdout
-    assert "Predicted losses: inconclusive" in done.stdout
+    said = "The law and its predictions: inconclusive, because all points have the same size;"
+    assert said in " ".join(done.stdout.split())
     assert Path(chart).read_bytes().startswith(b"%PDF")
 
 

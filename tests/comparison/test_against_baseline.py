@@ -158,7 +158,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
         if measured == "test":
             run.test_loss(loss)
     found = compare_with("lr-0.001-seed-1", records(*runs))
-    lost = "a loss of lr-0.002 (lr-0.002-seed-3) is not finite"
+    lost = "the loss of lr-0.002-seed-3 is not finite"
     assert f"by {measured} loss on" in found.title
     assert [verdict.reason for verdict in found.verdicts] == [lost, "the loss of lr-0.1-seed-1 is not finite"]
     assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
@@ -180,7 +180,7 @@ def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_
     assert found.notes == [
         f"lr-0.002-seed-3: not compared by test loss: {text}, in bf16",
         f"lr-0.002-seed-4: not compared by test loss: {text}, in fp32, tokenizer abababab",
-        "lr-0.002-seed-5, lr-0.002-seed-6: not compared by test loss: not measured by test_loss.py",
+        "lr-0.002-seed-5, lr-0.002-seed-6: not compared by test loss: no result of test_loss.py",
     ]
 
 

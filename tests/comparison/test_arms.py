@@ -154,10 +154,6 @@ DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
         ({"torch": None, "content": None}, "these were not recorded: dataset, torch"),
         ({"global_batch_size": 32, "left_out": ["microbatch_size"]}, "its microbatch_size was not recorded"),
         ({"initial_weights": "/a/model.safetensors"}, "random_seed changes nothing in it: "),
-        (
-            {"initial_weights": "start.safetensors", **DROPPING},
-            'the initial_weights "start.safetensors" are in its own',
-        ),
     ],
 )
 def test_runs_whose_replicates_are_unknown_stand_alone(changes: dict[str, Any], reason: str) -> None:
@@ -169,6 +165,12 @@ def test_runs_whose_replicates_are_unknown_stand_alone(changes: dict[str, Any], 
 def test_a_seed_of_dropout_makes_replicates_of_given_weights() -> None:
     given = {"initial_weights": "/a/model.safetensors", **DROPPING}
     assert groups_of(a={SEED: 1, **given}, b={SEED: 2, **given}) == [("a", "b")]
+
+
+def test_weights_in_a_runs_own_folder_are_not_those_of_the_same_name_in_another() -> None:
+    """A relative path of initial weights begins at the run's folder. Derived runs name the file of their base."""
+    own, of_a = ({"initial_weights": f"{place}start.safetensors", **DROPPING} for place in ("", "../a/"))
+    assert groups_of(a={SEED: 1, **own}, b={SEED: 2, **of_a}, c={SEED: 3, **own}) == [("a", "b"), ("c",)]
 
 
 def test_two_spellings_of_the_same_settings_are_replicates() -> None:

@@ -169,20 +169,26 @@ def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """An arrow in the title marks losses above the shown range, and an arrow in the legend a reference below it. The
     given note is shown. Labels may begin with "_", which matplotlib would hide, or contain "$", which it would read as
     a formula."""
-    import matplotlib.pyplot as plt  # imported here because every process that runs tests loads this file
+    from matplotlib.figure import Figure  # imported here because every process that runs tests loads this file
 
-    figures: list[Any] = []
-    monkeypatch.setattr(plt, "close", figures.append)
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *given: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *given, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     curve = Curve("_a", [0, 0.02, 0.05], [11.0, 4.0, 3.0])
     chart = Chart("hours", "validation", [curve], [])
     write_png(chart, tmp_path / "c.png", {"far": 1.0, r"A$\frac{$": 3.5}, "a note")
-    monkeypatch.undo()
     [figure] = figures
     axes = figure.axes[0]
     assert axes.get_title(loc="left") == "↑ cut off here: the first losses are as high as 11.00"
-    labels = [each.get_text().strip() for each in axes.get_legend().get_texts()]
+    legend = axes.get_legend()
+    assert legend is not None
+    labels = [each.get_text().strip() for each in legend.get_texts()]
     assert labels == ["_a: 3.000", "↓ far: 1.000", r"A$\frac{$: 3.500"]
     assert (axes.get_ylabel(), figure.get_supxlabel()) == ("validation loss (nats per token)", "a note")
     assert [label.get_text() for label in axes.get_xticklabels()][:3] == ["0", "0.01", "0.02"]
     assert (tmp_path / "c.png").stat().st_size > 1000
-    plt.close(figure)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.noise import (
     ALPHA,
     Estimate,

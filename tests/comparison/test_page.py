@@ -67,7 +67,7 @@ def test_the_table_begins_with_the_losses_and_what_differs(page: str) -> None:
     assert headings[5:7] == ["state", "learning_rate"]
     assert not any("parameters" in heading for heading in headings), "the same in all runs"
     assert '<td class="number">2.400</td>' in page
-    assert '<td title="not measured by test_loss.py">-</td>' in page or '<td title="never trained">-</td>' in page
+    assert '<td title="no result of test_loss.py">-</td>' in page or '<td title="never trained">-</td>' in page
 
 
 def test_it_needs_no_network_and_its_drawings_are_whole(page: str) -> None:

@@ -116,7 +116,7 @@ def test_every_empty_cell_says_why(tmp_path: Path) -> None:
     assert len(empty) > 10
     assert [key for key, cell in empty if not cell.remark] == []
     assert column(table, "dollars").cells[0].remark == "no price_per_hour in its train.json"
-    assert column(table, "test_loss").cells[0].remark == "not measured by test_loss.py"
+    assert column(table, "test_loss").cells[0].remark == "no result of test_loss.py"
     assert {cell.remark for key, cell in empty if cell is column(table, key).cells[2]} >= {"never trained"}
 
 
@@ -131,8 +131,8 @@ def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path
     table = table_of(damaged, half, lost)
     for key in ("test_loss", "bits_per_byte"):
         remarks = [cell.remark for cell in column(table, key).cells]
-        assert remarks[0] == "its file in results/ cannot be read (another line names the file); measure again"
-        assert remarks[1] == f"of checkpoint {LATEST} (latest): a result of the best checkpoint cannot be read"
+        assert remarks[0] == "no result of test_loss.py"
+        assert remarks[1] == f"of checkpoint {LATEST} (latest): the best checkpoint has no comparable result"
         assert remarks[2] == "its test loss is not finite"
     text = " ".join(" ".join(table_lines(table)).split())
     assert text.count("measure again, or move the file away") == 2
@@ -206,7 +206,7 @@ def test_reported_figures_are_marked_and_in_columns_of_their_own(tmp_path: Path)
     assert "r: reported, or computed from reported figures, not measured here: Giles Thomas" in text
     table = table_of(other, theirs)  # an own run says why it has no number
     assert {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")} == {
-        "test_loss": "not measured by test_loss.py",
+        "test_loss": "no result of test_loss.py",
         "mfu": "peak FLOP/s of the device not known",
         "reported_hours": "not reported",
     }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.comparison.noise import Estimate
 from harness.comparison.verdicts import Arm, Difference, Verdict, compare_arms, difference_of, seeds_sentences
 
@@ -110,8 +110,8 @@ def test_single_runs_on_both_sides() -> None:
     ("arm", "reason"),
     [
         (Arm("lr-1", []), "lr-1 has no run with this loss"),
-        (Arm("lr-1", [3.0, math.nan]), "a loss of lr-1 is not finite"),
-        (Arm("lr-1", [math.inf]), "a loss of lr-1 is not finite"),
+        (Arm("lr-1", [3.0, math.nan]), "the loss of lr-1 is not finite"),
+        (Arm("lr-1", [math.inf]), "the loss of lr-1 is not finite"),
     ],
 )
 def test_what_cannot_be_compared(arm: Arm, reason: str) -> None:

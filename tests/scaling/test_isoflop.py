@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.scaling.data import CostLaw, Point, Points
 from harness.scaling.isoflop import IsoFlop, Optimum, Profile, fit_isoflop, group_by_compute
 from tests.scaling.scaling import BUDGETS, LAW, best_size, ladder, points_with_flops

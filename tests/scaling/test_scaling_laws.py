@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.comparison.inconclusive import Inconclusive
+from harness.common.statistics import Inconclusive
 from harness.scaling import laws
 from harness.scaling.data import CostLaw, Points
 from harness.scaling.laws import HUBER_DELTA, LawFit, Plan, best_split, fit_law, predict

@@ -20,7 +20,7 @@ MODULES = {
     "sweep_runs.py": ("harness.sweeps.run",),
     "derive_run.py": ("harness.sweeps.derived_runs",),
 }
-DRAWING = {"compare_runs.py": "matplotlib.pyplot", "fit_scaling.py": "harness.scaling.charts"}
+DRAWING = {"compare_runs.py": "matplotlib.figure", "fit_scaling.py": "harness.scaling.charts"}
 
 
 def run_forked(script: str, *arguments: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:

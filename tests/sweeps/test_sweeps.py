@@ -20,13 +20,15 @@ from safetensors.numpy import save_file
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME
+from harness.comparison.arms import find_arms
+from harness.comparison.records import RunRecord
 from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, derive, load_base, write_runs
 from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Workshop
-from tests.support.sweeping import command
+from tests.support.sweeping import add_summary, command
 
 
 @pytest.fixture
@@ -199,7 +201,8 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
             {"name": "../x", "vary": {"random_seed": [1]}},
             "key \"name\" (by default the file's name): sweep '../x': must be a",
         ),
-        ({"name": "x" * 61, "vary": {"random_seed": [1]}}, "longer than 60 characters"),
+        ({"name": "x" * 201, "vary": {"random_seed": [1]}}, "longer than 200 characters"),
+        ({"name": "x" * 195, "vary": {"random_seed": [1]}}, "makes run 'xxxxxxxxxxxxxxxxxxxx'…: longer than 200"),
         ({"vary": {key: [*range(1000)] for key in ("random_seed", "eps")}}, "make 1,000,000 runs; a sweep can"),
         ({"set": {"train_steps": 1, "target_flops": 1e15}, "vary": {"eps": [1]}}, "each says how much to train; give"),
     ],
@@ -307,7 +310,7 @@ def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
     """Making runs removes the unfinished folder of a process that was killed while it made runs. That process had this
     one's pid, as happens in containers, or another pid."""
     for pid in (os.getpid(), 2**22 + 1):  # the latter is above Linux's largest pid
-        (shop.runs / f".s.partial-{pid}" / "s-seed2").mkdir(parents=True)
+        (shop.runs / f".s-seed2.partial-{pid}").mkdir()
     write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
     assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed1", "s-seed2"]
 
@@ -420,3 +423,14 @@ def test_initial_weights_are_still_found(shop: Workshop) -> None:
     assert named is not None
     assert named.samefile(weights)
     assert run.differs.keys() == {"random_seed"}
+
+
+def test_a_base_with_weights_of_its_own_is_a_replicate_of_its_derived_seeds(shop: Workshop) -> None:
+    shop.add_run("base", model={"drop_rate": 0.1}, initial_weights="weights.safetensors")
+    base = load_base(shop.runs, "base")
+    derived = derive(base, "new", {"random_seed": 1})
+    write_runs([derived])
+    for run in (base, derived):
+        add_summary(run, dataset={"name": "local/letters"}, torch="2.15.0")
+    arms = find_arms([RunRecord.read(run.run) for run in (base, derived)])
+    assert arms.runs == {"base": ("base", "new")}
