@@ -28,7 +28,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile
 from harness.runs.upstream import optimizer_by_name
 from harness.training.loss_meter import LossMeter
-from harness.training.reporter import Reporter, program_and_settings
+from harness.training.reporter import Reporter
 from harness.training.saving import HostCopies, Writer, copy_state
 from harness.training.startup import PreparedRun
 from harness.training.step import OptimizerStep
@@ -126,33 +126,13 @@ class Checkpointer:
                     **copied,
                     scaler=self.step.scaler.state_dict(),
                     train_state={"ranks": ranks},
-                    meta=self._meta(state, planned=planned, during=during),
+                    meta=self.reporter.meta(state, planned=planned, during=during),
                     tokenizer=tokenizer if isinstance(tokenizer, Path) else None,
                 )
                 self.writer.submit(partial(self._write_and_point, checkpoint))
 
             self.world.on_rank0(submit)
         self.saved_step = state.global_step
-
-    def _meta(self, state: TrainState, *, planned: bool, during: str | None) -> CheckpointMeta:
-        tokenizer = self.prepared.dataset.tokenizer
-        return CheckpointMeta(
-            **state.values(),
-            is_best=state.is_best,
-            planned=planned,
-            validation_due=during == "validation",
-            benchmarks_due=during == "benchmarks",
-            **self.prepared.clock.spent(),
-            metrics_bytes=self.reporter.metrics.size(),
-            world_size=self.world.size,
-            microbatch_size=self.prepared.layout.microbatch_size,
-            accumulation_steps=self.prepared.layout.accumulation_steps,
-            device=self.world.device_name,
-            tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
-            torch=torch.__version__,
-            **program_and_settings(self.prepared),
-            **vars(self.prepared.provenance),
-        )
 
     def _write_and_point(self, checkpoint: Checkpoint) -> None:
         """Write the checkpoint and point the link `latest` to it. If it is the best so far, point the link `best` to

@@ -121,7 +121,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
     model = load_model(files.config, files.weights, torch.device("cpu"))
     test = None
     if options["datasets_dir"]:
-        text = HeldOutText.choose(model.config, files.weights, options["datasets_dir"])
+        text = HeldOutText.choose(files, options["datasets_dir"])
         test = text.measure(model.to(only_device()), "auto")
     facts = ModelFacts(name, files, test, options["license_"])
     if options["card"]:

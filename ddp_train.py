@@ -30,7 +30,6 @@ from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
-from harness.planning.intervals import due_after
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
@@ -50,7 +49,7 @@ class Trainer:
         from checkpointing import Checkpointer
         from harness.data.loader import TokenLoader
         from harness.model.weights import check_memory
-        from harness.planning.rates import Rates
+        from harness.planning.rates import build_schedule
         from harness.training.evaluations import Evaluations
         from harness.training.loss_meter import LossMeter
         from harness.training.reporter import Reporter
@@ -69,7 +68,7 @@ class Trainer:
         tokens = prepared.dataset.split("train")
         start_token = experiment.config.start_train_token + position.tokens_seen
         self.loader = TokenLoader(tokens, start_token, layout, prepared.batches)
-        self.rates = Rates.of(experiment.config, position.total_steps, layout.global_tokens)
+        self.schedule = build_schedule(experiment.config, position.total_steps, layout.global_tokens)
         self.evaluations = Evaluations(prepared, world, self.optimizer_step, stop)
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
@@ -89,7 +88,7 @@ class Trainer:
                     done = step - position.first_step
                     microbatches = self.loader.microbatches(done, self.world.rank)
                     batch_tokens = self.loader.batches.at(done).global_tokens
-                    multiplier, decay = self.rates.at(step, batch_tokens)
+                    multiplier, decay = self.schedule.at(step, batch_tokens)
                     result = self.optimizer_step.run(microbatches, multiplier, decay)
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step
@@ -107,10 +106,10 @@ class Trainer:
             raise
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do the work that is due after global step `step`, beginning with `first` (one of the names that `due_after`
-        returns). The checkpoint comes last, because it records the results of the other work."""
+        """Do the work that is due after global step `step`, beginning with `first` (one of the names that
+        `Position.due_after` returns). The checkpoint comes last, because it records the results of the other work."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
-        due = due_after(step, position, config, first=first)
+        due = position.due_after(step, config, first=first)
         if "report" in due:
             self.report(step)
         if "validation" in due:

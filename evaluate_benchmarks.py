@@ -84,13 +84,13 @@ def main(
     from harness.evaluation.benchmarks import run as benchmarks
     from harness.evaluation.likelihood import Scorer
     from harness.model.precision import Precision
-    from harness.runs.trained_model import check_tokenizer_fits, tokenizer_of
+    from harness.runs.trained_model import check_tokenizer_fits
 
     benchmarks.check_installed()
     if output:
         check_writable(output.absolute().parent)
     device = only_device()
-    loaded, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
+    loaded, tokenizer = load_model(named.config, named.weights, device), named.tokenizer()
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
     chosen = Precision.resolve(precision, device)
     scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import RunStopped, UserError
+from harness.common.errors import UserError
 from harness.common.options import Command, FiniteNumber
 from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
@@ -89,11 +89,7 @@ def main(
     settings = JudgeSettings.choose(model, base_url, **options)
     models = read_comparable(responses)
     cache = cache or min(path.absolute() for path in responses).parent / "judgements.jsonl"
-    try:
-        judge_and_report(responses, models, settings, cache, prices=prices, as_json=as_json)
-    except RunStopped:
-        click.echo("stopped by SIGINT; to continue, run the same command again", err=True)
-        raise
+    judge_and_report(responses, models, settings, cache, prices=prices, as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +77,6 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     from harness.runs.trained_model import (
         check_tokenizer_fits,
         model_in_run,
-        tokenizer_file_of,
-        tokenizer_of,
         write_model,
     )
 
@@ -89,7 +88,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
         weights = responses.AnsweringModel(
             checkpoint=checkpoint, sha256=digest, device=device_name(device), torch=torch.__version__
         )
-    tuned, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
+    tuned, tokenizer = load_model(named.config, named.weights, device), named.tokenizer()
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
     rate = options["learning_rate"] or finetune.RATE_TIMES_WIDTH / named.config.emb_dim
     settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
@@ -110,7 +109,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     course = {**asdict(settings), "max_new_tokens": longest, **asdict(tuning)}
     if options["save"]:
         facts = {"fine_tuned_from": name, "data": about_data.model_dump(), "fine_tuning": course}
-        shape, kept_tokenizer = tuned.config.model_dump(mode="json"), tokenizer_file_of(named.weights)
+        shape, kept_tokenizer = tuned.config.model_dump(mode="json"), named.tokenizer_file
         write_model(options["save"], shape, tuned.to_checkpoint_names(), tokenizer=kept_tokenizer, facts=facts)
         click.echo(f"{options['save']}: the fine-tuned model")
     answers = finetune.answer(tuned, tokenizer, splits.test, longest)
@@ -155,9 +154,9 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
         judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")
-    except RunStopped:
+    except KeyboardInterrupt:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
-        raise
+        raise RunStopped(signal.SIGINT) from None
     except (UserError, RunError) as error:  # `again` judges the kept answers without another training
         raise RunError(f"{error}; the answers are kept: {again} scores them") from None
 

@@ -60,12 +60,11 @@ def main(
     from gpt import load_model
     from harness.common.device import only_device
     from harness.evaluation.generation import Sampling, print_samples, prompts_of
-    from harness.runs.trained_model import tokenizer_of
 
     texts = prompts_of(prompts, prompt, DEFAULT_PROMPT)
     loaded = load_model(named.config, named.weights, only_device())
     sampling = Sampling(temperature, top_k, seed)
-    print_samples(loaded, tokenizer_of(named.weights), texts, sampling, samples=samples, count=num_tokens)
+    print_samples(loaded, named.tokenizer(), texts, sampling, samples=samples, count=num_tokens)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ def amount_text(dollars: float) -> str:
     return f"{dollars:,.{max(LEAST_CENTS, digits)}f}"
 
 
+def duration(seconds: float) -> str:
+    """Format seconds as hours, or as seconds if there are fewer than 600."""
+    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
+
+
 def document_count(documents: int) -> str:
     """Return the number of documents that end in a split as text: "1,234 documents", "1 document", or "a part of a
     document" for 0."""

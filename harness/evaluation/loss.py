@@ -27,17 +27,13 @@ from harness.data.dataset import Dataset, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.tokenizers import Tokenizer, load_encoding_offline, load_tokenizer
-from harness.model.config import ModelConfig
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
 from harness.runs.results import LossResult, Text, now, write_loss
 from harness.runs.trained_model import (
     TrainedModel,
-    dataset_of,
     model_in_run,
-    names_tokenizer,
-    tokenizer_file_of,
     warned_if_not_kept,
 )
 
@@ -110,8 +106,7 @@ class HeldOutText:
     @classmethod
     def choose(
         cls,
-        config: ModelConfig,
-        weights: Path,
+        model: TrainedModel,
         datasets_dir: Path,
         *,
         dataset: str | None = None,
@@ -120,7 +115,7 @@ class HeldOutText:
         batches: int | None = None,
         batch_size: int = 6,
     ) -> HeldOutText:
-        """Return the text for testing a model with the shape `config` and the weights in the file `weights`.
+        """Return the text for testing a model.
 
         The default dataset is the one that the model was trained on, or NOTEBOOK_DATASET if that is not known. A
         missing dataset is downloaded. The default split is "test" if there is one, or else "validation". By default the
@@ -131,23 +126,23 @@ class HeldOutText:
         Raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not in the
         model's vocabulary, or if the dataset's tokenizer is not the one that meta.json beside the weights names.
         """
-        own = tokenizer_file_of(weights)
-        name = dataset or dataset_of(weights) or (NOTEBOOK_DATASET if own == "gpt2" else None)
+        own, weights, length = model.tokenizer_file, model.weights, model.config.context_length
+        name = dataset or model.dataset or (NOTEBOOK_DATASET if own == "gpt2" else None)
         if name is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
         opened = Dataset.open(datasets_dir, name)
         split = split or ("test" if opened.has_split("test") else "validation")
         tokens = opened.split(split)
-        check_token_ids(opened, split, config.vocab_size)
-        if names_tokenizer(weights) and not _is_same_tokenizer(own, opened.tokenizer):
+        check_token_ids(opened, split, model.config.vocab_size)
+        if "tokenizer" in model.meta and not _is_same_tokenizer(own, opened.tokenizer):
             raise UserError(
                 f"{name}: made with another tokenizer than that of {weights}, so its token ids stand for other "
                 "tokens in this model; give a dataset made with the model's tokenizer"
             )
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
-        layout = BatchLayout(1, 1, batch_size, config.context_length)
+        layout = BatchLayout(1, 1, batch_size, length)
         there = (len(tokens) - start - 1) // layout.microbatch_tokens
         if batches is None:
             batches = min(there, NOTEBOOK_BATCHES) if is_from_notebook else there
@@ -156,7 +151,7 @@ class HeldOutText:
             wanted = start + least * layout.microbatch_tokens + 1
             raise UserError(
                 f"{tokens.path}: too short: wanted {wanted:,} tokens ({_number_of_batches(least)} of "
-                f"{batch_size} sequences of {config.context_length:,} tokens from {start:,}), but there are "
+                f"{batch_size} sequences of {length:,} tokens from {start:,}), but there are "
                 f"{len(tokens):,}; see --start-token, --batches, --batch-size"
             )
         return cls(weights, opened, split, TokenLoader(tokens, start, layout), batches)
@@ -263,14 +258,12 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
         yield from _table(group)
     if len(groups) > 1:
         yield ""
-        if len({(test.text.sha256, test.text.tokenizer) for _, test in measured}) == 1:
-            reason = "the tables differ in the part of the text, the sequence length or the precision."
-        else:
-            reason = (
-                "the tables differ in the text or in its tokenizer. Where only the tokenizer differs, compare the bits "
-                "per byte. With --dataset, all models are measured on one dataset."
-            )
-        yield from textwrap.wrap(f"Losses are comparable only within a table: {reason}", COLUMNS)
+        remark = (
+            "Losses are comparable only within a table: the tables differ in the text, its tokenizer, the sequence "
+            "length or the precision. Where only the tokenizer differs, compare the bits per byte. With --dataset, all "
+            "models are measured on one dataset."
+        )
+        yield from textwrap.wrap(remark, COLUMNS)
 
 
 def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:

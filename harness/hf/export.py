@@ -30,7 +30,7 @@ from harness.hf.formats import NOTEBOOK_KEYS, OWN_TYPE, peer_config, peer_tensor
 from harness.model.export_formats import check_for_notebook, native_class
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
-from harness.runs.trained_model import TrainedModel, check_tokenizer_fits, new_folder, tokenizer_file_of, write_model
+from harness.runs.trained_model import TrainedModel, check_tokenizer_fits, new_folder, write_model
 
 # Text that different splitting patterns split differently: words of several lengths, digits, contractions, white space.
 SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
@@ -46,7 +46,7 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
     remains.
     """
     shape, kind = model.config, native_class(model.config) or OWN_TYPE
-    tokenizer = tokenizer_file_of(files.weights)
+    tokenizer = files.tokenizer_file
     loaded = load_tokenizer(tokenizer)
     check_tokenizer_fits(loaded, shape.vocab_size, files.weights)
     with new_folder(folder) as draft:
@@ -74,7 +74,7 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     Raises UserError if the notebook's program cannot compute the model, or if the folder exists and is not empty.
     Raises RunError if the folder cannot be written; no partial folder remains.
     """
-    shape, tokenizer, notes = model.config, tokenizer_file_of(files.weights), []
+    shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
     if shape.tie_weights:
         notes.append(

@@ -39,7 +39,7 @@ NORM_BYTES, ADAMW_BYTES, MUON_BYTES = 8, 28, 86
 MEMORY_SHARE = 0.8  # part of the data sheet's memory bandwidth that a fused kernel reaches
 REST = 0.07  # share added to the time of a step, for random numbers, reports, data, gaps between kernels
 # The CPU launches kernels one by one. A launch takes LAUNCH_SECONDS, which depends on Python and the CPU and may well
-# be half or twice as long. Where launches take longer than the kernels' work, no speed is estimated (`too_small`).
+# be half or twice as long. Where launches take longer than the kernels' work, no speed is estimated.
 LAUNCHES_PER_LAYER, OTHER_LAUNCHES = 45, 20  # in a compiled microbatch
 MUON_LAUNCHES = 39  # for each matrix and step; fewer where matrices share a batch
 LAUNCH_SECONDS = 11e-6
@@ -89,42 +89,31 @@ def find_device(name: str) -> GpuSpec | None:
     return next((device for device, own, other in known if own <= words(name) <= own | other), None)
 
 
-def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None = None) -> str | None:
-    """Return the reason why the estimate does not cover train.json, the number of ranks or the model, or None if it
-    covers them."""
-    if model is not None and model.moe is not None:
+def estimated_speed(
+    model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
+) -> float | str:
+    """Return the estimated tokens per second, over all GPUs of one machine together, of compiled training in 16-bit
+    precision, or the reason why there is no estimate. `train` is train.json's content.
+
+    There is none for a model, a key of train.json or a number of ranks that the estimate does not cover. There is also
+    none if the CPU needs longer to launch the kernels of a step than the GPU needs to run them, because the error may
+    then exceed UNCERTAINTY.
+    """
+    if model.moe is not None:
         return 'the estimate does not cover "moe" in model.json'
     for key in KERNEL_KEYS:
         priced = (TrainConfig.model_fields[key].default, *PRICED.get(key, ()))
         if key in train and key != "bucket_mb" and train[key] not in priced:
             return f'the estimate does not cover "{key}": {json.dumps(train[key])}'
-    if world_size > LARGEST_MACHINE:
-        return f"{world_size} ranks do not fit on one machine of {LARGEST_MACHINE} GPUs"
-    return None
-
-
-def too_small(
-    model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
-) -> str | None:
-    """Return the reason why a step is too small for an estimate, or None if it is large enough. A step is too small if
-    the CPU needs longer to launch its kernels than the GPU needs to run them. The error may then exceed UNCERTAINTY."""
+    if layout.world_size > LARGEST_MACHINE:
+        return f"{layout.world_size} ranks do not fit on one machine of {LARGEST_MACHINE} GPUs"
     seconds, kernels = _step(model, device, layout, train)
-    if seconds >= kernels * LAUNCH_SECONDS:
-        return None
-    return (
-        f"launching the kernels of a step (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
-        "longer than running them; only a measurement tells the speed"
-    )
-
-
-def estimated_speed(
-    model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
-) -> float:
-    """Return the estimated tokens per second, over all GPUs of one machine together, of compiled training in 16-bit
-    precision. `train` is train.json's content, which names the optimizer. The estimate is valid only if `why_not` and
-    `too_small` return None."""
-    seconds, kernels = _step(model, device, layout, train)
-    return layout.global_tokens / max(seconds, kernels * LAUNCH_SECONDS)
+    if seconds < kernels * LAUNCH_SECONDS:
+        return (
+            f"launching the kernels of a step (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
+            "longer than running them; only a measurement tells the speed"
+        )
+    return layout.global_tokens / seconds
 
 
 def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any]) -> tuple[float, int]:

@@ -41,6 +41,26 @@ class Position:
         if `interval` is None."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
+    def due_after(self, step: int, config: TrainConfig, *, first: str = "report") -> set[str]:
+        """Return the names of the work that is due after a global step. Work is done in the order "report",
+        "validation", "benchmarks", "sample", "checkpoint", "weights_check", and names before `first` in this order are
+        left out."""
+        intervals = {  # in the order in which it is done
+            "report": config.report_interval,
+            "validation": config.validation_interval,
+            "benchmarks": config.benchmark_interval,
+            "sample": config.sample_interval,
+            "checkpoint": config.checkpoint_every,
+            "weights_check": config.weights_check_interval,
+        }
+        due = {name for name, interval in intervals.items() if self.is_due(step, interval)}
+        # A validation or a checkpoint waits for the device anyway, and records the loss up to this step. So the step is
+        # reported, too.
+        if due & {"validation", "checkpoint"}:
+            due.add("report")
+        names = list(intervals)
+        return due & set(names[names.index(first) :])
+
     @property
     def is_finished(self) -> bool:
         return self.first_step >= self.total_steps
@@ -269,7 +289,7 @@ class Experiment:
                 f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "
                 f'"start_train_token") {error}; lower {keys}'
             ) from None
-        build_schedule(config, done_steps + steps)
+        build_schedule(config, done_steps + steps, layout.global_tokens)
         return Position(done_steps, done_steps + steps, done_tokens)
 
     def provenance(self, dataset: Dataset) -> Provenance:

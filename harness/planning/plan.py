@@ -6,13 +6,12 @@ import json
 import math
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.messages import GIB
+from harness.common.messages import GIB, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.data.dataset import Dataset, check_token_ids, did_you_mean, is_present
@@ -22,18 +21,16 @@ from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
 from harness.planning.experiment import Experiment, Position, check_continuable
-from harness.planning.intervals import times_due
 from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
-from harness.runs.checkpoints import choose_start, offering_another, refuse_unnamed
+from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
+from harness.runs.checkpoints import open_start
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
 
-COLUMNS = 79
 PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products is smaller than that
 WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
@@ -80,7 +77,11 @@ class Plan:
     def times(self, every: int | None) -> int:
         """Return how often work with the interval `every` is still to be done: after every multiple of `every`, and
         after the last global step. Returns 0 if `every` is None."""
-        return times_due(self.steps, every) if every else 0
+        steps = self.steps
+        if not every or not steps:
+            return 0
+        # Computed without iterating over the steps, because there may be too many.
+        return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints still to be written."""
@@ -118,9 +119,8 @@ class Plan:
             raise UserError(f"{folder}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
-        """Return the seconds of each phase: of training, of validation, and of benchmarks if there are any and their
-        time is known. Start-up and the saving of checkpoints are not included. `speed.tokens_per_second` and `position`
-        must not be None."""
+        """Return the seconds of training and of validation. Benchmarks, start-up and the saving of checkpoints are not
+        included. `speed.tokens_per_second` and `position` must not be None."""
         assert speed.tokens_per_second is not None
         # Count the microbatches of the rank that has the most of them, because the other ranks wait for it.
         microbatches = self.config.validation_batches or 0
@@ -134,11 +134,7 @@ class Plan:
         if speed.includes_validation and training:
             share = training / (training + validating) if speed.training_share is None else speed.training_share
             training, validating = training * share, training * (1 - share)
-        parts = {"training": training, "validation": validating}
-        benchmarks = self.times(self.config.benchmark_interval)
-        if benchmarks and speed.benchmark_seconds is not None:
-            parts["benchmarks"] = benchmarks * speed.benchmark_seconds
-        return parts
+        return {"training": training, "validation": validating}
 
     def price(self, speed: PlannedSpeed) -> tuple[float | None, str]:
         """Return the dollars per hour of the plan's GPUs and a text that explains the price. If the price is unknown,
@@ -212,13 +208,11 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
     training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
     keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint."""
-    with offering_another(experiment.run.checkpoints, checkpoint):
-        start = choose_start(experiment.run.checkpoints, checkpoint)
-        if start is None:
-            return None
-        meta = read_meta(start)
+    found = open_start(experiment.run.checkpoints, checkpoint, verify=False)
+    if found is None:
+        return None
+    start, meta = found
     name, folder = experiment.config.dataset, experiment.datasets_dir
-    refuse_unnamed(start, meta, checkpoint)
     is_here = is_present(folder, name, experiment.splits)
     provenance = experiment.provenance(Dataset.open(folder, name)) if is_here else None
     return upgrade_notebook_meta(start, meta, provenance, experiment.batches(experiment.layout(world_size)))
@@ -228,10 +222,10 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
     """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
     screen."""
     config, model = plan.config, plan.experiment.model
-    lines = [*_wrap(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", following=""), ""]
+    lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
         items = [f"{key}={json.dumps(value)}" for key, value in settings.model_dump(exclude_defaults=True).items()]
-        lines += [*_wrap(f"{title}:  {'  '.join(items)}", following=" " * 4), ""]
+        lines += [*paragraph(f"{title}:  {'  '.join(items)}", indent=4), ""]
     rows = [("parameters", f"{model.parameters:,}")]
     if model.moe is not None:
         balancing = f"x {plan.experiment.moe_router_loss_scale:g} (moe_router_loss_scale)"
@@ -278,17 +272,15 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     rows.append(("validations", f"{plan.times(config.validation_interval):,} ({each})"))
     if config.benchmark_tasks is not None:
         each = f"{', '.join(config.benchmark_tasks)}; {config.benchmark_examples:,} examples each"
-        unknown = (
-            "" if speed.benchmark_seconds is not None else "\nthe time of benchmarks is unknown, and not included below"
-        )
-        rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each}){unknown}"))
+        unknown = "the time of benchmarks is unknown, and not included below"
+        rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each})\n{unknown}"))
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     return [*rows, ("checkpoints", f"{plan.checkpoints():,} ({disk})"), *_time_rows(plan, speed)]
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     """Return the table rows for speed, time and cost. The time of validation is estimated, unless
-    `speed.training_share` gives it. The time of saving checkpoints is not included."""
+    `speed.training_share` gives it. The time of benchmarks and of saving checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -296,11 +288,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     over = "training and validation together" if speed.includes_validation else "training alone, without validation"
     said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
     told = "estimated" if speed.training_share is None else "as reported"
-    time = f"{_hours(training)} training + {_hours(validating)} validation ({told})"
+    time = f"{duration(training)} training + {duration(validating)} validation ({told})"
     if speed.includes_validation and training:
-        time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
-    if "benchmarks" in parts:
-        time += f"\n+ {_hours(parts['benchmarks'])} benchmarks (estimated from this run's earlier ones)"
+        time += f"\n= {duration(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
     price, priced = plan.price(speed)
     said_cost = f"unknown: {priced}"
     if price is not None:
@@ -310,14 +300,10 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         said_cost = f"{dollars} = ${sum(cents.values()) / 100:,.2f} at {priced}"
     if speed.uncertainty:
         low, high = (sum(parts.values()) / (1 + sign * speed.uncertainty) for sign in (1, -1))
-        time += f"\nestimated: {_hours(low)} to {_hours(high)} in all"
+        time += f"\nestimated: {duration(low)} to {duration(high)} in all"
         if price is not None:
             said_cost += f"\nestimated: ${cost(low, price):,.2f} to ${cost(high, price):,.2f}"
     return [("speed", said), ("time", time), ("cost", said_cost)]
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
@@ -332,7 +318,7 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
             seconds = sum(plan.seconds(speed).values())
             price, priced = plan.price(speed)
             dollars = "" if price is None else f", ${cost(seconds, price):,.2f} at {priced}"
-            left += f", {_hours(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
+            left += f", {duration(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
         lines.append(f"budget: {plan.budget.describe()}; {left}")
     if plan.config.batch_ramp is not None:
         sizes = [
@@ -340,7 +326,7 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
         ]
         lines.append(f"batch_ramp: {', '.join(sizes)} tokens on")
     lines += [f"scaled: {said}" for said in plan.scaled.explained]
-    return [line for text in lines for line in _wrap(f"  {text}", following=" " * 4)]
+    return [line for text in lines for line in paragraph(f"  {text}", indent=4)]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
@@ -348,12 +334,8 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
     lines = []
     for label, value in rows:
         for index, text in enumerate(value.split("\n")):
-            lines += _wrap(f"{'' if index else label:<{width}}{text}", following=" " * width)
+            lines += paragraph(f"{'' if index else label:<{width}}{text}", indent=width)
     return lines
-
-
-def _wrap(text: str, following: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.common.errors import UserError
@@ -21,18 +21,14 @@ from harness.planning.estimated_speed import (
     GpuSpec,
     estimated_speed,
     find_device,
-    too_small,
-    why_not,
 )
 from harness.planning.experiment import Experiment
-from harness.planning.intervals import times_due
 from harness.runs.reported import read_reported
 from harness.runs.summary import RunSummary, read_summary
-from harness.runs.throughput import KERNEL_KEYS, same_kernels
+from harness.runs.throughput import KERNEL_KEYS, Measured, same_kernels
 from harness.runs.train_config import TrainConfig
 
-# Keys of train.json that decide what is evaluated, and therefore how long that takes.
-BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
+# Keys of train.json that decide how much is validated, and therefore how long that takes.
 VALIDATION_KEYS = ("validation_interval", "validation_batches", "validation_ranks")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for an estimated speed"
@@ -48,7 +44,6 @@ class PlannedSpeed:
     includes_validation: bool = False  # False: over training alone; True: over training and validation together
     # training's share of the time of training and validation together; None: to be estimated
     training_share: float | None = None
-    benchmark_seconds: float | None = None  # for evaluating all of train.json's benchmark tasks once
     uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
     device: GpuSpec | None = None  # the GPU that the speed is for, if it is one of DEVICES
 
@@ -57,8 +52,7 @@ def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
     """Return the speed for this model and batch from the first source that has one, in this order: given by the user,
-    measured by an earlier run, published by somebody else in the run's reported.json, estimated for a GPU. The result
-    also has the seconds of this run's earlier benchmarks.
+    measured by an earlier run, published by somebody else in the run's reported.json, estimated for a GPU.
 
     An estimate is for the GPU of --assume-device, or else for this machine's GPUs, or else for `meant`, the GPU of the
     machine on which the run is meant to train.
@@ -73,15 +67,14 @@ def plan_speed(
     if own is None and len(names) >= layout.world_size and len(set(names)) == 1:  # enough GPUs, all of the same kind
         own = find_device(names[0])
     if options.assume_tps is not None:
-        speed = PlannedSpeed(options.assume_tps, "assumed")
-    elif options.assume_tps_with_validation is not None:
-        speed = PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
-    else:
-        speed = _measured_speed(experiment, layout, device)
-    if speed.tokens_per_second is None:
-        reported = None if device else _reported_speed(experiment, layout, own)
-        speed = reported or estimated(experiment, layout, own or meant) or speed
-    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
+        return PlannedSpeed(options.assume_tps, "assumed")
+    if options.assume_tps_with_validation is not None:
+        return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
+    measured = _measured_speed(experiment, layout, device)
+    if measured.tokens_per_second is not None:
+        return measured
+    reported = None if device else _reported_speed(experiment, layout, own)
+    return reported or estimated(experiment, layout, own or meant) or measured
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
@@ -90,11 +83,10 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")
-    reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
-    if reason is not None:
-        return PlannedSpeed(None, f"no estimated speed for {device.name}: {reason}; {GIVE_A_SPEED}")
-    # three digits are enough for an estimate
-    speed = float(f"{estimated_speed(experiment.model, device, layout, train):.3g}")
+    found = estimated_speed(experiment.model, device, layout, train)
+    if isinstance(found, str):
+        return PlannedSpeed(None, f"no estimated speed for {device.name}: {found}; {GIVE_A_SPEED}")
+    speed = float(f"{found:.3g}")  # three digits are enough for an estimate
     low, high = (f"{float(f'{speed * (1 + sign * UNCERTAINTY):.3g}'):,.0f}" for sign in (-1, 1))
     source = (
         f"estimated for {layout.world_size} x {device.name}: {low} to {high}; not measured; "
@@ -106,13 +98,14 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
     """Return a speed that was measured by this run or by another run in the same folder. Only runs with the same model,
     the same batch and the same settings that affect the time of a step are used, and only those on `device` if it is
-    given. The result has a reason instead of a number if there is no such run, or if none measured for long enough.
+    given. The result has a reason instead of a number if there is no such run, or if none measured for long enough. A
+    summary of an earlier version that does not record over how many steps its speed was measured is skipped.
 
     Of several speeds that were measured for long enough, this run's own is returned if there is one, else the one that
     was measured for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
-    found: list[tuple[tuple[bool, bool, float], Path, RunSummary]] = []
+    found: list[tuple[tuple[bool, bool, float], Path, RunSummary, Measured]] = []
     for path in sorted(folder.parent.glob("*/summary.json")):
         with suppress(UserError):  # not a valid summary.json; a plan can do without it
             summary = read_summary(path)
@@ -122,16 +115,12 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
             is_alike = is_alike and summary.has_shape(experiment.model) is True
             is_known = speed is not None and 0 < speed < math.inf
             is_there = device is None or find_device(summary.device) == device
-            if is_alike and is_known and is_there and same_kernels(summary.train, train):
-                is_believable, seconds = (measured.is_believable, measured.seconds) if measured else (False, 0.0)
-                found.append(((is_believable, path.parent == folder, seconds), path, summary))
+            if measured and is_alike and is_known and is_there and same_kernels(summary.train, train):
+                rank = (measured.is_believable, path.parent == folder, measured.seconds)
+                found.append((rank, path, summary, measured))
     if not found:
         return PlannedSpeed(None, f"no earlier run of this shape; {OR_A_DEVICE}")
-    _, path, summary = max(found, key=lambda each: each[0])
-    measured = summary.measured
-    if measured is None:
-        reason = "was written by an earlier version, and does not say over how many steps its speed was measured"
-        return PlannedSpeed(None, f"{path} {reason}; {GIVE_A_SPEED}")
+    _, path, summary, measured = max(found, key=lambda each: each[0])
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
     if measured.is_believable:
         source = f"measured over {over} of training on {summary.device}, in {path}"
@@ -170,19 +159,3 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
         share = None if training is None else whole / training
         return PlannedSpeed(whole, source, includes_validation=True, training_share=share, device=device)
     return None if training is None else PlannedSpeed(training, source, device=device)
-
-
-def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
-    """Return the seconds that one evaluation of all benchmark tasks takes, from this run's own summary.json. Returns
-    None if the summary has no such time for the same tasks and number of ranks."""
-    try:
-        summary = read_summary(experiment.run.summary)
-    except UserError:
-        return None
-    now = experiment.config.model_dump(mode="json")
-    spent, every = summary.seconds.get("benchmarks", 0.0), experiment.config.benchmark_interval
-    is_alike = all(summary.train.get(key) == now[key] for key in BENCHMARK_KEYS)
-    if every is None or not is_alike or summary.world_size != layout.world_size:
-        return None
-    times = times_due(range(summary.global_steps or 0), every)
-    return spent / times if times and 0 < spent < math.inf else None

@@ -12,13 +12,26 @@ from harness.runs.train_config import TrainConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of the learning rate, with its lengths resolved to global steps."""
+    """A schedule of the learning rates and weight decays, with its lengths resolved to global steps."""
 
     shape: str
     total_steps: int
     warmup_steps: int
     decay_steps: int
     min_ratio: float
+    ramp_tokens: int | None = None  # tokens of the largest global batch; None without `scale_with_batch`
+
+    def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
+        """Return the factors by which train.json's learning rates and weight decays, after scaling, are multiplied in a
+        global step of `batch_tokens` tokens.
+
+        With `scale_with_batch`, train.json's values have been scaled for the largest global batch of the run. If the
+        batch grows during the run (`batch_ramp`), the factors therefore also scale each step for its own batch, by the
+        square-root rule (`batch_factor`). The number of tokens over which a weight's past decays, B/(η·λ), is then
+        the same at each batch size B.
+        """
+        ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
+        return self.multiplier(step) * ramp, ramp
 
     def multiplier(self, step: int) -> float:
         """Return the fraction of the peak learning rate at the 0-based global `step`. It is never 0 before the last
@@ -45,9 +58,9 @@ class Schedule:
         return 1 - (1 - self.min_ratio) * progress
 
 
-def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
-    """Resolve train.json's schedule for a run of `total_steps`. Raises UserError if warm-up and decay are longer than
-    the run.
+def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Schedule:
+    """Resolve train.json's schedule for a run of `total_steps` whose largest global batch has `largest_batch_tokens`
+    tokens. Raises UserError if warm-up and decay are longer than the run.
 
     A warm-up in percent is rounded down to whole steps, as in the training program of Giles Thomas's lab notebook
     (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps.
@@ -66,7 +79,8 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '
             f"longer than the run of {total_steps} global steps; shorten one of them or raise {config.budget}"
         )
-    return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio)
+    ramp_tokens = largest_batch_tokens if config.scale_with_batch else None
+    return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio, ramp_tokens)
 
 
 # Rules that scale learning rates and weight decays for another batch or depth
@@ -137,32 +151,3 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
             raise UserError(f'train.json: key "{key}": {product} overflows; check the key and its scale factors')
         explained.append(f"{key} {product} = {values[key]:.4g}")
     return ScaledSettings(values, tuple(explained))
-
-
-# Schedule and scaling rules together
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The factors by which train.json's learning rates and weight decays, after scaling, are multiplied in each
-    step."""
-
-    schedule: Schedule
-    ramp_tokens: int | None  # tokens of the largest global batch; None without `scale_with_batch`
-
-    @classmethod
-    def of(cls, config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Rates:
-        """Return the Rates of a run of `total_steps` steps with the settings `config` (train.json). Raises UserError if
-        warm-up and decay are longer than the run."""
-        return cls(build_schedule(config, total_steps), largest_batch_tokens if config.scale_with_batch else None)
-
-    def at(self, step: int, batch_tokens: int) -> tuple[float, float]:
-        """Return the factors of the learning rates and of the weight decays in a global step of `batch_tokens` tokens.
-
-        With `scale_with_batch`, train.json's values have been scaled for the largest global batch of the run. If the
-        batch grows during the run (`batch_ramp`), the factors therefore also scale each step for its own batch, by the
-        square-root rule (`batch_factor`). The number of tokens over which a weight's past decays, B/(η·λ), is then
-        the same at each batch size B.
-        """
-        ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
-        return self.schedule.multiplier(step) * ramp, ramp

@@ -1,9 +1,12 @@
-"""Charts of one run, drawn from its metrics.jsonl. Charts over several runs are in harness/comparison/charts.py."""
+"""Charts of one run, drawn from its metrics.jsonl. Charts over several runs are in harness/comparison/charts.py.
+
+python -m harness.runs.chart METRICS PICTURE TITLE draws one; training starts this command."""
 
 from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,3 +116,12 @@ def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
         axes.set_ylim(top=max(settled) * HEADROOM)
     if points:
         axes.legend(frameon=False)
+
+
+def main() -> None:
+    metrics, picture, title = sys.argv[1:]
+    draw_training_chart(Path(metrics), Path(picture), title)
+
+
+if __name__ == "__main__":
+    main()

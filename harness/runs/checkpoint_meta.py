@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
-from harness.data.loader import BatchLayout, BatchSchedule
+from harness.data.loader import BatchSchedule
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
@@ -164,7 +164,24 @@ def validation_text(
     return ValidationText(digest, start, batches * microbatch, context)
 
 
-class CheckpointMeta(Progress):
+class ProgramAndSettings(BaseModel):
+    """The program and the resolved settings that trained a run, as meta.json and summary.json record them. Files of
+    earlier versions lack some keys."""
+
+    model_config = ConfigDict(strict=True)
+
+    precision: PrecisionName | None = None  # the precision that training used; earlier versions did not record it
+    versions: dict[str, str] = {}  # of the libraries, by name
+    commit: str | None = None  # Git commit of this program's sources; null if unknown
+    # Resolved from train.json: a budget that is not given in tokens, and the keys that its scaling rules changed.
+    budget: Budget | None = None
+    scaled: dict[str, float] | None = None
+    active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
+    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
+    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
+
+
+class CheckpointMeta(ProgramAndSettings, Progress):
     """The contents of a meta.json. Only `global_step` is required, and unknown keys are kept, because earlier versions
     wrote fewer keys and the lab notebook's training program (upstream.py) writes others. Whether the checkpoint fits
     the run that resumes from it is not checked here, but in harness/planning/experiment.py."""
@@ -185,17 +202,8 @@ class CheckpointMeta(Progress):
     microbatch_size: Count | None = None
     accumulation_steps: Count | None = None
     device: str | None = None
-    precision: PrecisionName | None = None  # the precision that training used; earlier versions did not record it
     tokenizer: str | None = None  # "gpt2", or the name of a file in the same folder
     torch: str | None = None
-    versions: dict[str, str] = {}  # of the libraries, by name
-    commit: str | None = None  # Git commit of this program's sources; null if unknown
-    # Resolved from train.json: a budget that is not given in tokens, and the keys that its scaling rules changed.
-    budget: Budget | None = None
-    scaled: dict[str, float] | None = None
-    active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
-    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
-    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
     # The fields of Provenance. `model` and `dataset` may hold any value here, because the code that resumes from the
     # checkpoint compares them with the run's own and reports the difference.
     model: Any = None
@@ -300,10 +308,3 @@ def upgrade_notebook_meta(
     unmeasured = {"seconds": {}, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
     position = {"tokens_seen": seen, "foreign_tokens": seen, "measured_from_step": meta.global_step}
     return meta.model_copy(update={**belongs, **position, **unmeasured})
-
-
-def recorded_layout(today: BatchLayout, meta: CheckpointMeta) -> BatchLayout:
-    """Return the batch layout recorded in a checkpoint's meta.json, with values of the current layout `today` for keys
-    that meta.json lacks."""
-    recorded = {each.name: getattr(meta, each.name, None) for each in fields(today)}
-    return replace(today, **{name: found for name, found in recorded.items() if found})

@@ -12,9 +12,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from harness.common.files import SAFE_NAME, check_name, draft_folder, move, rena
 from harness.common.messages import GIB, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
-from harness.runs.directory import CHECKPOINT_NAME
+from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, unused_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 LATEST, BEST = "latest", "best"
 FOREIGN = "not written by this program; to continue from it, give its name as CHECKPOINT"
 TEMPORARY_PREFIX = ".saving-"
-NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
 SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
@@ -84,13 +83,6 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for match, path in found if match)
 
 
-def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
-    """Raise UserError if the training program of Giles Thomas's lab notebook (upstream.py) wrote the checkpoint
-    `start` and the user did not name the checkpoint (`name` is None)."""
-    if name is None and meta.is_from_notebook:
-        raise UserError(f"{start}: {FOREIGN}, or use --restart")
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """Everything that a run needs to continue as if it had not stopped."""
@@ -114,7 +106,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         _remove_leftovers(folder)
         with draft_folder(folder / f"{TEMPORARY_PREFIX}{os.getpid()}") as draft:
             _write_files(draft, checkpoint)
-            final = rename_whole(draft, partial(_free_name, folder, checkpoint.meta.global_step))
+            final = rename_whole(draft, partial(unused_name, folder, f"-iteration-{checkpoint.meta.global_step}"))
         point(folder, LATEST, final)
         if checkpoint.meta.is_best:
             point(folder, BEST, final)
@@ -132,19 +124,17 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
     while link is not None and not isinstance(link, OSError):
         link = link.__context__
     reason = next(iter(str(link or error).splitlines()), type(error).__name__)
-    again = "run the command again, without --restart, to continue"
     if is_out_of_memory(error) or says_out_of_memory(reason):
-        remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
-        return (
-            f"out of memory while writing the checkpoint of step {step}: {reason}; older checkpoints are whole; "
-            f"{remedy}, and {again}"
-        )
-    # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
-    # names the free space.
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
+        failed = "out of memory while writing"
+        remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory,"
+    else:
+        # safetensors reports a full disk by an exception of its own instead of an OSError. The message therefore always
+        # names the free space.
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / GIB
+        failed, remedy, reason = "cannot write", "fix the cause", f"{reason} ({free:.2f} GiB free)"
     return (
-        f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole; "
-        f"fix the cause and {again}"
+        f"{failed} the checkpoint of step {step}: {reason}; older checkpoints are whole; {remedy} and run the command "
+        "again, without --restart, to continue"
     )
 
 
@@ -175,17 +165,6 @@ def check_tokenizer(tokenizer: str | Path) -> None:
         raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
 
 
-def _free_name(folder: Path, step: int) -> Path:
-    """Return an unused path for a new checkpoint. It contains the current second, or a later one if the clock was set
-    back or a step was repeated within a second."""
-    moment = time.time()
-    while True:
-        path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}-iteration-{step}"
-        if not path.exists():
-            return path
-        moment += 1
-
-
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
         if path.is_dir() and not path.is_symlink():
@@ -209,35 +188,26 @@ def point(folder: Path, link: str, target: Path) -> None:
     sync(folder)
 
 
-def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | None:
+def open_start(folder: Path, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
     """Verify the checkpoint to resume from, and return its path and its meta.json, or None if there is nothing to
     resume from. Only one process of the run may call this, because it removes files that killed processes left
-    half-written.
+    half-written. With `verify` false, only read meta.json, and change no file.
 
     Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
     checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
     For such a checkpoint, raises UserError unless the user named it.
     """
-    _remove_leftovers(folder)
-    with offering_another(folder, name):
+    if verify:
+        _remove_leftovers(folder)
+    try:
         start = choose_start(folder, name)
         if start is None:
             return None
         meta = read_meta(start)
-        if not meta.is_from_notebook:
+        if verify and not meta.is_from_notebook:
             verify_checkpoint(start)
-    refuse_unnamed(start, meta, name)
-    return start, meta
-
-
-@contextmanager
-def offering_another(folder: Path, name: str | None) -> Iterator[None]:
-    """If the body raises UserError about the checkpoint `name` (None: the latest), add the newest complete checkpoint
-    in `folder` to its message. If `folder` has no checkpoint `name`, the message is unchanged, because it already says
-    what a name is, or lists the checkpoints that exist."""
-    try:
-        yield
     except UserError as error:
+        # If there is no checkpoint `name`, the message already says what a name is, or lists the checkpoints.
         if name is not None and not (SAFE_NAME.fullmatch(name) and os.path.lexists(folder / name)):
             raise
         whole = newest_whole(folder)
@@ -245,6 +215,9 @@ def offering_another(folder: Path, name: str | None) -> Iterator[None]:
         if whole:
             offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
         raise UserError(f"{error}; {offer}, or use --restart") from None
+    if name is None and meta.is_from_notebook:
+        raise UserError(f"{start}: {FOREIGN}, or use --restart")
+    return start, meta
 
 
 def newest_whole(folder: Path) -> Path | None:

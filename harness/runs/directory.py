@@ -17,6 +17,7 @@ from harness.common.lock import RunLock
 from harness.common.messages import quoted
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
+NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
@@ -43,6 +44,17 @@ def _plain_name(runs_dir: Path, text: str) -> str:
         hint = f"; for that run, give {name} and --runs-dir {shlex.quote(folder)}"
     where = f"{os.path.abspath(runs_dir)} (--runs-dir)"
     raise UserError(f"run {quoted(text)}: must be a plain name, or the path of a run in {where}{hint}")
+
+
+def unused_name(folder: Path, ending: str = "") -> Path:
+    """Return an unused path in `folder`. Its name is the current second, or a later one if the clock was set back or
+    the second is used already, followed by `ending`."""
+    moment = time.time()
+    while True:
+        path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}{ending}"
+        if not path.exists():
+            return path
+        moment += 1
 
 
 class RunDirectory:
@@ -106,15 +118,9 @@ class RunDirectory:
     def new_aside(self) -> Path:
         """Create a new folder below `aside/` and return its path. Old results are moved into such folders to make room
         for new ones; they are never deleted."""
-        stamp = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-        for attempt in range(1000):
-            folder = self.aside / (stamp if not attempt else f"{stamp}-{attempt}")
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return folder
-        raise UserError(f"{self.aside}: cannot make a folder for the old results")
+        folder = unused_name(self.aside)
+        folder.mkdir(parents=True)
+        return folder
 
     def set_results_aside(self) -> Path | None:
         """Move everything that the run wrote, and all measurements of the run, to a new folder below `aside/`. Return

@@ -21,7 +21,6 @@ from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
-Number = Annotated[int | float, BeforeValidator(finite)]
 # None if the number is not finite, which JSON cannot express, or if an earlier version did not write it.
 MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 

@@ -17,7 +17,7 @@ from harness.runs.directory import RunDirectory
 POSITIVE = ("microbatch_size", "global_batch_size", "train_seconds", "tokens_seen", "tokens_per_second")
 LOOKED_FOR = (
     *POSITIVE,
-    *("validation_runs", "validation_seconds_each", "seconds_without_validation"),
+    "seconds_without_validation",
     *("final_train_loss", "final_validation_loss", "test_loss", "instruction_score"),
     *("price_per_hour", "train_dollars", "validation_dollars", "dollars_without_validation"),
 )
@@ -85,21 +85,10 @@ class Reported(BaseModel):
         If the tokens of a whole run and its seconds without validation are known, this is their quotient. Otherwise it
         is the reported speed. But if the reported speed includes validation (`whole_run_speed`), this is None.
         """
-        tokens, seconds = self.value("tokens_seen"), self.seconds_without_validation
+        tokens, seconds = self.value("tokens_seen"), self.value("seconds_without_validation")
         if tokens and seconds:
             return tokens / seconds
         return None if self.whole_run_speed is not None else self.value("tokens_per_second") or None
-
-    @property
-    def seconds_without_validation(self) -> float | None:
-        """Seconds of a whole run without its validation, as reported or computed from other reported figures, or None
-        if the source does not give them."""
-        said = self.value("seconds_without_validation")
-        parts = (self.value("train_seconds"), self.value("validation_runs"), self.value("validation_seconds_each"))
-        if said is not None or None in parts:
-            return said
-        whole, runs, each = (part or 0.0 for part in parts)
-        return max(0.0, whole - runs * each) or None
 
     @property
     def layout(self) -> BatchLayout | None:

@@ -5,7 +5,6 @@ reads the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.common.json_files import finite, parse_config, read_json_object
-from harness.data.loader import BatchLayout
+from harness.common.json_files import parse_config, read_json_object
 from harness.model.config import ModelConfig
-from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import PrecisionName, Provenance, TrainState
+from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings
 from harness.runs.directory import RunDirectory
-from harness.runs.throughput import Measured, Throughput, unknown_peak
+from harness.runs.metrics import PHASES
+from harness.runs.throughput import Measured, mfu, unknown_peak
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -27,14 +25,8 @@ Amount = Annotated[float, Field(ge=0)]
 Dollars = Annotated[int | float, Field(ge=0)]
 
 
-class RunSummary(BaseModel):
-    """The contents of a summary.json. Unknown keys are kept. Keys with a default may be missing, because earlier
-    versions wrote fewer keys.
-
-    The order of the fields is that of the keys in the file.
-    """
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class Outcome(BaseModel):
+    """The outcome of a run, and the machine and batch with which it was measured: the first keys of a summary.json."""
 
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total
@@ -56,18 +48,21 @@ class RunSummary(BaseModel):
     peak_memory_gib: Amount | None = None
     dollars: dict[str, Dollars] | None = None  # by phase, and in total
     device: str
-    precision: PrecisionName | None = None  # the precision that training used; earlier versions did not record it
     world_size: Positive
     microbatch_size: Positive | None = None
     accumulation_steps: Positive | None = None
     torch: str | None = None
-    versions: dict[str, str] = {}  # of the libraries, by name
-    commit: str | None = None  # Git commit of this program's sources; null if unknown
-    budget: Budget | None = None  # resolved to tokens, if train.json's budget is not in tokens
-    scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
-    active_parameters: Count | None = None  # only for a mixture of experts: the parameters that each token uses
-    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, even if train.json does not give it
-    changed: list[str] = []  # changes that affect the result, made when the run was resumed; not written if empty
+
+
+class RunSummary(ProgramAndSettings, Outcome):
+    """The contents of a summary.json. Unknown keys are kept. Keys with a default may be missing, because earlier
+    versions wrote fewer keys.
+
+    The keys in the file have the order of the fields: those of Outcome, of ProgramAndSettings, and of this class.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
     # The fields of Provenance
     model: dict[str, Any] | None = None
     parameters: Count | None = None
@@ -99,54 +94,51 @@ def read_summary(path: Path) -> RunSummary:
 
 
 def summarise(
-    run: str,
-    state: TrainState,
-    provenance: Provenance,
-    *,
-    seconds: Mapping[str, float],
-    dollars: Mapping[str, float] | None,
-    throughput: Throughput,
-    device: str,
-    peak_memory_gib: float | None,
-    layout: BatchLayout,
-    recorded: Mapping[str, Any],
+    run: str, meta: CheckpointMeta, model: ModelConfig, *, peak_memory_gib: float | None = None
 ) -> RunSummary:
-    """Return the summary of a run that ended in `state`. `seconds` and `dollars` are those of each phase; `dollars` is
-    None without a price. `device` is the name of each of the `layout.world_size` devices. `recorded` holds the keys
-    that a summary shares with the meta.json of checkpoints."""
-    import torch
-
+    """Return the summary of the run `run` that ended in the state that `meta` records. `meta` must have the machine and
+    the batch layout, which files of earlier versions may lack. `model` is the run's model."""
+    assert meta.device is not None
+    assert meta.world_size is not None
+    state = meta.state()
     # A run without benchmarks has no seconds of benchmarks in its summary.
-    seconds = {phase: took for phase, took in seconds.items() if took or phase != "benchmarks"}
-    spent = None if dollars is None else {phase: round(dollars.get(phase, 0.0), 6) for phase in seconds}
-    total = sum(seconds.values())
+    phases = dict.fromkeys(PHASES, 0.0) | meta.seconds
+    seconds = {phase: took for phase, took in phases.items() if took or phase != "benchmarks"}
+    costs = meta.costs
+    dollars = {phase: round(costs.get(phase, 0.0), 6) for phase in seconds} if costs else None
     measured = state.measured(seconds["training"])
     rate = measured.tokens_per_second
-    mfu = None if rate is None else throughput.mfu(rate / layout.world_size)
+    used = None if rate is None else mfu(rate / meta.world_size, model.flops_per_token, meta.device)
     return RunSummary(
         run=run,
-        seconds={**{phase: round(took, 3) for phase, took in seconds.items()}, "total": round(total, 3)},
+        seconds={
+            **{phase: round(took, 3) for phase, took in seconds.items()},
+            "total": round(sum(seconds.values()), 3),
+        },
         tokens_seen=state.tokens_seen,
         trained_tokens=state.trained_tokens,
         tokens_per_second=None if rate is None else round(rate, 1),
         measured=measured.model_copy(update={"seconds": round(measured.seconds, 3)}),
         global_steps=state.global_step + 1,
-        final_train_loss=finite(state.train_loss),
-        final_validation_loss=finite(state.val_loss),
-        best_loss=finite(state.best_loss),
+        final_train_loss=state.train_loss,
+        final_validation_loss=state.val_loss,
+        best_loss=state.best_loss,
         best_step=state.best_step,
         skipped_steps=state.skipped_steps,
-        flops_per_token=throughput.flops_per_token,
-        mfu=None if mfu is None else round(mfu, 4),
+        flops_per_token=model.flops_per_token,
+        mfu=None if used is None else round(used, 4),
         peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),
-        dollars=spent and {**spent, "total": round(sum(spent.values()), 6)},
-        device=device,
-        world_size=layout.world_size,
-        microbatch_size=layout.microbatch_size,
-        accumulation_steps=layout.accumulation_steps,
-        torch=str(torch.__version__),
-        **recorded,
-        **vars(provenance),
+        dollars=dollars and {**dollars, "total": round(sum(dollars.values()), 6)},
+        device=meta.device,
+        world_size=meta.world_size,
+        microbatch_size=meta.microbatch_size,
+        accumulation_steps=meta.accumulation_steps,
+        torch=meta.torch,
+        **meta.model_dump(include={*ProgramAndSettings.model_fields}, exclude_unset=True),
+        model=meta.model or {},
+        parameters=model.parameters,
+        train=meta.train,
+        dataset=meta.dataset or {},
     )
 
 

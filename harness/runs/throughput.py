@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -103,17 +102,11 @@ def unknown_peak(device_name: str) -> str | None:
     return None if is_known else f"MFU unknown: the peak of {device_name} is in no table of this program"
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Conversion of speed into MFU."""
-
-    flops_per_token: int
-    peak_flops: float | None
-
-    def mfu(self, tokens_per_second: float) -> float | None:
-        """Return the model FLOPs utilization (PaLM, arXiv:2204.02311), given the tokens per second of one device: the
-        FLOP/s that the model needs at this speed, over the device's peak. Returns None if the peak is unknown."""
-        return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+def mfu(tokens_per_second: float, flops_per_token: int, device_name: str) -> float | None:
+    """Return the model FLOPs utilization (PaLM, arXiv:2204.02311), given the tokens per second of one device: the
+    FLOP/s that the model needs at this speed, over the device's peak. Returns None if the peak is unknown."""
+    peak = peak_flops(device_name)
+    return None if peak is None else tokens_per_second * flops_per_token / peak
 
 
 def cost(seconds: float, price_per_hour: float) -> float:

@@ -86,8 +86,8 @@ class TrainedModel:
     def run(self) -> RunDirectory | None:
         """The run directory that contains the weights, or None if they are not in one. A folder with weights and a
         model.json counts as one."""
-        folder = Path(self.weights.parent.resolve())
-        run = RunDirectory(folder.parent.parent if folder.parent.name == "checkpoints" else folder)
+        found = _place_in_run(self.weights)
+        run = RunDirectory((found.run.path if found else self.weights.parent).resolve())
         return run if run.model_json.is_file() else None
 
     @property
@@ -101,6 +101,26 @@ class TrainedModel:
         """The model's configuration as JSON, and the path of its weights with links resolved. Two models with the same
         identity are the same."""
         return self.config.model_dump_json(), os.path.realpath(self.weights)
+
+    @property
+    def tokenizer_file(self) -> str | Path:
+        """The argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
+        name, folder = self.meta.get("tokenizer", "gpt2"), self.weights.parent
+        return "gpt2" if name == "gpt2" else folder / check_name(str(name), f"{folder / META}: tokenizer")
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the model's tokenizer: the one beside the weights, or else GPT-2's."""
+        return load_tokenizer(self.tokenizer_file)
+
+    @property
+    def dataset(self) -> str | None:
+        """Name of the dataset that the model was trained on: that of the meta.json beside the weights or, as the lab
+        notebook's has none, that of their run's train.json. None if neither gives it."""
+        dataset = self.meta.get("dataset")
+        if isinstance(dataset, dict) and "name" in dataset:
+            return str(dataset["name"])
+        found = _place_in_run(self.weights)
+        return load_train_config(found.run.train_json).dataset if found and found.run.train_json.is_file() else None
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
@@ -186,32 +206,6 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -
         )
 
 
-def tokenizer_of(weights: Path) -> Tokenizer:
-    """Return the tokenizer of the model whose weights are in this file: the one beside the file, or else GPT-2's."""
-    return load_tokenizer(tokenizer_file_of(weights))
-
-
-def tokenizer_file_of(weights: Path) -> str | Path:
-    """Return the argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
-    name = _meta_beside(weights).get("tokenizer", "gpt2")
-    return "gpt2" if name == "gpt2" else weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer")
-
-
-def names_tokenizer(weights: Path) -> bool:
-    """Return True if the meta.json beside the weights names their tokenizer, and False if there is no such file."""
-    return "tokenizer" in _meta_beside(weights)
-
-
-def dataset_of(weights: Path) -> str | None:
-    """Return the name of the dataset that the weights were trained on: that of the meta.json beside them or, as the lab
-    notebook's has none, that of their run's train.json. Return None if neither gives it."""
-    dataset = _meta_beside(weights).get("dataset")
-    if isinstance(dataset, dict) and "name" in dataset:
-        return str(dataset["name"])
-    found = model_in_run(weights)
-    return load_train_config(found.run.train_json).dataset if found and found.run.train_json.is_file() else None
-
-
 def _meta_beside(weights: Path) -> dict[str, Any]:
     meta = weights.parent / META
     return read_json_object(meta) if meta.is_file() else {}
@@ -228,25 +222,36 @@ class ModelInRun(NamedTuple):
 
 
 def model_in_run(weights: Path) -> ModelInRun | None:
-    """Return the run and the checkpoint that this weights file belongs to, or None if it is not in any run's
-    `checkpoints/`.
+    """Return the run and the checkpoint that this weights file belongs to, or None if it is not the weights of a
+    checkpoint in any run's `checkpoints/`. Raises OSError if the file cannot be read."""
+    found = _place_in_run(weights)
+    if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
+        return None
+    run, folder = found
+    facts: dict[str, Any] = {"checkpoint": folder.name, "sha256": sha256(weights)}
+    with suppress(UserError):  # if there is no meta.json of a checkpoint, only the hash is recorded
+        meta = read_meta(folder)
+        facts |= {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
+    for link in (BEST, LATEST):
+        facts[f"is_{link}"] = os.path.realpath(folder.parent / link) == str(folder)
+    return ModelInRun(run, MeasuredWeights(**facts))
 
-    The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a link. Raises
-    OSError if the file cannot be read.
-    """
+
+class _PlaceInRun(NamedTuple):
+    run: RunDirectory
+    folder: Path  # of the checkpoint, with links resolved
+
+
+def _place_in_run(weights: Path) -> _PlaceInRun | None:
+    """Return the run, and the checkpoint's folder, that contain this weights file, or None if it is not in any run's
+    `checkpoints/`. The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a
+    link."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)
         is_there = run.checkpoints == checkpoints and folder.parent == Path(os.path.realpath(checkpoints))
-        if not is_there or path.name != WEIGHTS or not run.model_json.is_file():
-            continue
-        facts: dict[str, Any] = {"checkpoint": folder.name, "sha256": sha256(path)}
-        with suppress(UserError):  # if there is no meta.json of a checkpoint, only the hash is recorded
-            meta = read_meta(folder)
-            facts |= {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
-        for link in (BEST, LATEST):
-            facts[f"is_{link}"] = os.path.realpath(folder.parent / link) == str(folder)
-        return ModelInRun(run, MeasuredWeights(**facts))
+        if is_there and run.model_json.is_file():
+            return _PlaceInRun(run, folder)
     return None
 
 

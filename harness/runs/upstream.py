@@ -12,29 +12,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
-    "minibatch_size": {
-        "type": "integer",
-        "deprecated": True,
-        "description": "The key for microbatch_size in Giles Thomas's lab notebook.",
-    },
-    "schedule_learning_rate": {
-        "type": "boolean",
-        "deprecated": True,
-        "description": "The key for lr_schedule in Giles Thomas's lab notebook; true: cosine, false: constant.",
-    },
-    "use_amp": {
-        "type": "boolean",
-        "deprecated": True,
-        "description": "The key for precision in Giles Thomas's lab notebook; true: fp16, false: fp32.",
-    },
-}
 # Each entry is upstream's key, our key, and our values for upstream's false and true (None if the value is unchanged).
 SPELLINGS = (
     ("minibatch_size", "microbatch_size", None),
-    ("use_amp", "precision", ("fp32", "fp16")),
     ("schedule_learning_rate", "lr_schedule", ("constant", "cosine")),
+    ("use_amp", "precision", ("fp32", "fp16")),
 )
+NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
+    theirs: {
+        "type": "boolean" if values else "integer",
+        "deprecated": True,
+        "description": f"The key for {ours} in Giles Thomas's lab notebook"
+        + (f"; true: {values[1]}, false: {values[0]}." if values else "."),
+    }
+    for theirs, ours, values in SPELLINGS
+}
 # The order of parameters in upstream's optimizer.pt. Parameters are sorted by module (MODULES), by block, by layer of
 # the block (OF_BLOCK), and by PARTS, as in the classes of the book that upstream follows (Raschka, Build a Large
 # Language Model (From Scratch)). Within a feed-forward layer (or the router and then each expert) modules have the

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import GIB, WIDTH, aligned, amount_text, paragraph
+from harness.common.messages import GIB, WIDTH, aligned, amount_text, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
 from harness.comparison.table import cut_names
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
-from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
+from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
 from harness.runs.metrics import describe_progress
 from harness.runs.throughput import KERNEL_KEYS
@@ -120,8 +120,8 @@ class RunPlan:
 
 class Planner:
     """Planner of single runs. `groups` runs are trained at the same time, each with `processes` ranks on devices that
-    no other run uses. Runs with the same model, batch layout, and keys for kernels and benchmarks have the same speed,
-    which is determined once."""
+    no other run uses. Runs with the same model, batch layout, and keys for kernels have the same speed, which is
+    determined once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
@@ -143,7 +143,7 @@ class Planner:
         with explained(f"{run.name}: "):
             experiment.check_together()
             plan = make_plan(experiment, self.processes, planned_start(experiment, self.processes, None))
-        train = {key: run.settings[key] for key in (*KERNEL_KEYS, *BENCHMARK_KEYS)}
+        train = {key: run.settings[key] for key in KERNEL_KEYS}
         shape = json.dumps([run.model_config.model_dump(mode="json"), vars(plan.layout), train])
         if shape not in self.speeds:
             self.speeds[shape] = plan_speed(experiment, plan.layout, self.options)
@@ -228,16 +228,12 @@ def _table(plan: SweepPlan) -> list[str]:
     divided by the number of groups, because the groups share the machine."""
     rows = []
     for name, each in zip(cut_names([each.run.name for each in plan.left]), plan.left, strict=True):
-        time = "unknown" if each.seconds is None else _duration(each.seconds)
+        time = "unknown" if each.seconds is None else duration(each.seconds)
         dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars / plan.planner.groups)}"
         is_known = each.plan.position is not None
         disk = f"{each.plan.disk_bytes() / GIB:.2f}" if is_known else "unknown"
         rows.append((name, f"{each.plan.tokens():,}" if is_known else "unknown", time, dollars, disk))
     return [*aligned(("run", "tokens", "time", "dollars", "disk GiB"), rows, left=("run",))]
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
@@ -266,7 +262,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     cost = sum(each.dollars or 0.0 for each in left) * (plan.seconds() / seconds if seconds else 1.0)
     said = []
     for what, known, key in (
-        ("time", _duration(plan.seconds()), "seconds"),
+        ("time", duration(plan.seconds()), "seconds"),
         ("cost", f"${amount_text(cost)}", "dollars"),
     ):
         unknown = [each.run.name for each in left if getattr(each, key) is None]

@@ -14,7 +14,8 @@ from pathlib import Path
 from harness.runs.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = [sys.executable, "-m", "harness.runs.chart_worker"]
+# Training has precedence over drawing, but at the lowest priority a busy machine would never finish the last chart.
+WORKER = ["nice", "-n", "5", sys.executable, "-m", "harness.runs.chart"]
 
 
 class ChartProcess:
@@ -38,7 +39,8 @@ class ChartProcess:
             self._process = subprocess.Popen(
                 [*WORKER, str(self._run.metrics), str(self._run.chart), self._run.path.name],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C must reach only the training process
@@ -63,11 +65,13 @@ class ChartProcess:
                 self.draw()
 
     def _close(self) -> None:
-        """Wait for the process to end, and warn if it has failed."""
+        """Wait for the process to end. If it has failed, warn with the last line of its traceback."""
         if self._process is not None:
-            reason, _ = self._process.communicate()
-            if status := self._process.returncode:
-                self._warn(" ".join(reason.split()) or f"the process that draws has ended with status {status}")
+            _, printed = self._process.communicate()
+            status, lines = self._process.returncode, printed.strip().splitlines()
+            if status:
+                killed = f"the process that draws has ended with status {status}"
+                self._warn(lines[-1] if lines and status > 0 else killed)
             self._process = None
 
     def _warn(self, reason: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from harness.common.errors import UserError, described, say_last
@@ -23,10 +24,9 @@ from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
 from harness.model.precision import Precision
 from harness.planning.experiment import changed_settings
-from harness.runs.checkpoint_meta import Provenance, TrainState, recorded_layout
+from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.metrics import (
-    PHASES,
     BenchmarkEvent,
     CheckpointEvent,
     Event,
@@ -36,7 +36,7 @@ from harness.runs.metrics import (
     ValidationEvent,
 )
 from harness.runs.summary import read_summary, summarise, write_summary
-from harness.runs.throughput import Throughput, cost, peak_flops
+from harness.runs.throughput import cost, mfu
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.startup import PreparedRun
@@ -99,7 +99,6 @@ class Reporter:
         self.metrics = MetricsFile(self.run.metrics)
         self.chart = ChartProcess(self.run)
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
-        self.throughput = throughput_on(prepared, world.device_name)
         self._seconds_at_start = dict(self.clock.seconds)
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
@@ -148,10 +147,11 @@ class Reporter:
         tokens, clock = state.tokens_seen, self.clock.now()
         tokens_per_second = (tokens - self._last_report[0]) / max(clock["training"] - self._last_report[1], 1e-9)
         self._last_report = (tokens, clock["training"])
-        mfu = self.throughput.mfu(tokens_per_second / self.world.size)
+        flops_per_token = self.prepared.experiment.model.flops_per_token
+        used = mfu(tokens_per_second / self.world.size, flops_per_token, self.world.device_name)
         keys = vars(metrics).keys() & TrainEvent.model_fields.keys()
         given = {key: value for key, value in vars(metrics).items() if key in keys and value is not None}
-        rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
+        rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": used}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
         # Estimate the time left from the time per token since this process started, without its setup.
@@ -163,8 +163,8 @@ class Reporter:
             so_far = sum(self.clock.spent()["dollars"].values())
             shown["$"] = f"{so_far:,.2f} of {so_far + cost(left, self.clock.price_per_hour):,.2f}"
         shown["norm"] = f"{metrics.gradient_norm:.2f}"
-        if mfu is not None:
-            shown["mfu"] = f"{mfu:.1%}"
+        if used is not None:
+            shown["mfu"] = f"{used:.1%}"
         if metrics.expert_load is not None:
             shown["experts"] = f"{metrics.expert_load_min:.2f}-{metrics.expert_load_max:.2f}"
         self.console.show(state.global_step, shown)
@@ -218,23 +218,46 @@ class Reporter:
         peak = max(self.world.gather(peak_bytes(self.world.device))) / GIB
         if not self.world.is_main:
             return
-        spent = self.clock.spent()
-        summary = summarise(
-            *(self.run.path.name, state, self.prepared.provenance),
-            seconds=spent["seconds"],
-            dollars=spent.get("dollars"),
-            throughput=self.throughput,
-            device=self.world.device_name,
-            peak_memory_gib=peak,
-            layout=self.prepared.layout,
-            recorded=program_and_settings(self.prepared),
-        )
+        meta, model = self.meta(state), self.prepared.experiment.model
+        summary = summarise(self.run.path.name, meta, model, peak_memory_gib=peak)
         self.metrics.make_durable()
         write_summary(self.run, summary)
         self.chart.finish(LAST_CHART_SECONDS)
         run, data = self.run.path, shlex.quote(str(self.prepared.experiment.datasets_dir))
         where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
         print(f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}")
+
+    def meta(self, state: TrainState, *, planned: bool = False, during: str | None = None) -> CheckpointMeta:
+        """Return the meta.json of a checkpoint that is saved now. `planned` and `during` are those of
+        `Checkpointer.save`.
+
+        The keys of ProgramAndSettings are included if they mean anything for the run: `budget` and `scaled` if
+        train.json has a budget that is not in tokens or scaling rules, the keys of experts if the model has experts,
+        and `changed` if settings were changed when the run was resumed.
+        """
+        prepared, experiment = self.prepared, self.prepared.experiment
+        resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values}
+        resolved["changed"] = prepared.changed
+        if experiment.model.moe:
+            resolved["active_parameters"] = experiment.model.active_parameters
+            resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
+        tokenizer = prepared.dataset.tokenizer
+        return CheckpointMeta(
+            **state.values(),
+            is_best=state.is_best,
+            planned=planned,
+            validation_due=during == "validation",
+            benchmarks_due=during == "benchmarks",
+            **self.clock.spent(),
+            metrics_bytes=self.metrics.size(),
+            **machine_and_batch(prepared, self.world),
+            tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
+            precision=prepared.step_config.precision,
+            versions=program_versions(),
+            commit=program_commit(),
+            **{key: value for key, value in resolved.items() if value not in (None, {}, [])},
+            **vars(prepared.provenance),
+        )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
         """Write a line to metrics.jsonl, on rank 0 only."""
@@ -244,36 +267,15 @@ class Reporter:
         self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
 
-# Keys that `program_and_settings` records in checkpoints, and that `restore_summary` reads from meta.json.
-RECORDED = (
-    "precision",
-    "versions",
-    "commit",
-    "budget",
-    "scaled",
-    "active_parameters",
-    "moe_router_loss_scale",
-    "changed",
-)
-
-
-def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
-    """Return values that checkpoints and the summary record: the precision, and the program's versions and commit. If
-    train.json has a budget or scaling rules, or the model has experts, the values that these settings resolve to are
-    included, and so are changes that were made when the run was resumed."""
-    experiment = prepared.experiment
-    resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
-    resolved["changed"] = prepared.changed or None
-    if experiment.model.moe:
-        resolved["active_parameters"] = experiment.model.active_parameters
-        resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
-    known = {"precision": prepared.step_config.precision, "versions": program_versions(), "commit": program_commit()}
-    return known | {key: value for key, value in resolved.items() if value is not None}
-
-
-def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
-    experiment = prepared.experiment
-    return Throughput(experiment.model.flops_per_token, peak_flops(device_name))
+def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
+    """Return the keys of meta.json that say where this process trains and with which batch."""
+    return {
+        "world_size": world.size,
+        "microbatch_size": prepared.layout.microbatch_size,
+        "accumulation_steps": prepared.layout.accumulation_steps,
+        "device": world.device_name,
+        "torch": str(torch.__version__),
+    }
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
@@ -295,16 +297,7 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
             return
         if seen is None or seen >= meta.tokens_seen:
             return
-    provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
-    device = meta.device or world.device_name  # device and layout are the training's, not this process's
-    summary = summarise(
-        *(run.path.name, meta.state(), provenance),
-        seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
-        dollars=meta.costs or None,
-        throughput=throughput_on(prepared, device),
-        device=device,
-        peak_memory_gib=None,  # the peak of the process that trained was lost with it
-        layout=recorded_layout(prepared.layout, meta),
-        recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {}, [])},
-    )
-    write_summary(run, summary)
+    # Use this process's values only for keys that a checkpoint of an earlier version lacks.
+    missing = {key: value for key, value in machine_and_batch(prepared, world).items() if not getattr(meta, key)}
+    # Without the peak memory, which was lost with the process that trained
+    write_summary(run, summarise(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))

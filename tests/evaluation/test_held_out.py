@@ -29,6 +29,7 @@ from harness.model.config import load_model_config
 from harness.runs import directory
 from harness.runs.directory import RunDirectory
 from harness.runs.results import LossResult, MeasuredWeights, read_results, read_window_losses
+from harness.runs.trained_model import TrainedModel
 from tests.support.in_process import call
 from tests.support.launch import DATASET, Result, Workshop
 
@@ -112,7 +113,7 @@ def test_a_bar_on_a_terminal(shop: Workshop, monkeypatch: pytest.MonkeyPatch) ->
     shown = b""
     with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
         monkeypatch.setattr(sys, "stderr", terminal)
-        HeldOutText.choose(model.config, Path(files_of(run)[1]), shop.datasets).measure(model, "fp32")
+        HeldOutText.choose(TrainedModel.read(Path(files_of(run)[1])), shop.datasets).measure(model, "fp32")
         monkeypatch.undo()
         terminal.flush()
         while b"5/5 [" not in shown:
@@ -335,6 +336,9 @@ def test_every_way_to_the_weights_leads_to_the_same_file(shop: Workshop, tmp_pat
     (run / "checkpoints").symlink_to(tmp_path / "larger-disk")
     for weights in (files_of(run), files_of(run, own), files_of(tmp_path / "mine")):
         assert measure(shop, *weights, "--batches", 1).stderr == ""
+        found = TrainedModel.read(Path(weights[1]))
+        assert found.run is not None
+        assert (found.run.path, found.dataset) == (run.resolve(), DATASET)
     (run / "checkpoints").unlink()
     (tmp_path / "larger-disk").rename(run / "checkpoints")
     measure(shop, files_of(run)[0], tmp_path / "favourite" / "model.safetensors", "--batches", 1)

@@ -412,7 +412,7 @@ def test_schedule_learning_rate(train: WriteTrain) -> None:
     config = train(schedule_learning_rate=True)
     assert (config.lr_schedule, config.min_lr_ratio) == ("cosine", 0.1)
     assert (config.warmup_period_percent, config.warmup_steps) == (None, None)
-    schedule = build_schedule(config, 30_614)
+    schedule = build_schedule(config, 30_614, 1)
     assert (schedule.warmup_steps, schedule.multiplier(0)) == (0, 1.0)
     config = train(schedule_learning_rate=True, warmup_period_percent=2.5)
     assert (config.lr_schedule, config.warmup_period_percent) == ("cosine", 2.5)

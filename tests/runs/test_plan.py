@@ -227,42 +227,17 @@ BENCHMARKS: dict[str, Any] = {
     "benchmark_examples": 50,
     "price_per_hour": 36.0,
 }
-EARLIER: dict[str, Any] = {"global_steps": 9, "seconds": {"training": 20.0, "benchmarks": 30.0, "total": 50.0}}
-COUNTED = "6 (piqa, arc_easy; 50 examples each)"  # after steps 0, 4, 8, 12, 16 and the last
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        None,
-        {"train": BENCHMARKS | {"benchmark_examples": 51}},
-        {"seconds": {"training": 20.0}},
-        {"world_size": 2},
-        {"global_steps": None},
-    ],
-    ids=str,
-)
-def test_benchmarks_whose_time_is_not_known(shop: Workshop, values: dict[str, Any] | None) -> None:
+def test_the_time_of_benchmarks_is_not_included(shop: Workshop) -> None:
+    """A plan counts the benchmarks, but not their time, even if an earlier training of this run has recorded it."""
     shop.add_run(**BENCHMARKS)
-    if values is not None:
-        add_summary(shop, **EARLIER | values)
+    add_summary(shop, global_steps=9, seconds={"training": 20.0, "benchmarks": 30.0, "total": 50.0})
     found = rows(shop, assume_tps=64.0)
-    assert found["benchmarks"] == f"{COUNTED} the time of benchmarks is unknown, and not included below"
+    times = "6 (piqa, arc_easy; 50 examples each)"  # after steps 0, 4, 8, 12, 16 and the last
+    assert found["benchmarks"] == f"{times} the time of benchmarks is unknown, and not included below"
     assert "benchmarks" not in found["time"] + found["cost"]
     assert list(found).index("benchmarks") == list(found).index("validations") + 1
-
-
-@pytest.mark.parametrize("options", [{}, {"assume_tps": 96.0}, {"assume_tps_with_validation": 96.0}], ids=str)
-def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop, options: dict[str, Any]) -> None:
-    """The time of benchmarks comes from the run's own summary: three evaluations in 9 steps took 30 s, so six take 60
-    s."""
-    shop.add_run(**BENCHMARKS)
-    add_summary(shop, **EARLIER)
-    found = rows(shop, **options)
-    assert found["benchmarks"] == COUNTED
-    assert "+ 60 s benchmarks (estimated from this run's earlier ones)" in found["time"]
-    assert " + $0.60 benchmarks = $" in found["cost"]
-    assert dollars(found)[3] == pytest.approx(sum(dollars(found)[:3]), abs=0.011)
 
 
 def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
-from harness.planning.rates import Rates, Schedule, build_schedule, scale_settings
+from harness.planning.rates import Schedule, build_schedule, scale_settings
 from harness.runs.train_config import TrainConfig
 
 
@@ -19,7 +19,7 @@ def config(**keys: Any) -> TrainConfig:
 
 
 def schedule(total_steps: int, **keys: Any) -> Schedule:
-    return build_schedule(config(**keys), total_steps)
+    return build_schedule(config(**keys), total_steps, 4096)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
     ramped = config(scale_with_batch={"reference_tokens": 1024})
     largest = scale_settings(ramped, **SETUP).values
     for batch, by_hand in ((1024, 1.0), (2048, math.sqrt(2)), (4096, 2.0)):
-        rate_factor, decay_factor = Rates.of(ramped, 10, 4096).at(0, batch)
+        rate_factor, decay_factor = build_schedule(ramped, 10, 4096).at(0, batch)
         rate, decay = largest["learning_rate"] * rate_factor, largest["weight_decay"] * decay_factor
         assert (rate, decay) == pytest.approx((0.0004 * by_hand, 0.1 * by_hand), rel=1e-12)
         assert batch / (rate * decay) == pytest.approx(1024 / (0.0004 * 0.1), rel=1e-12)
-    assert Rates.of(config(), 10, 4096).at(0, 1024) == (1.0, 1.0)
-    assert Rates.of(config(warmup_steps=4), 10, 4096).at(0, 1024) == (0.25, 1.0)
+    assert schedule(10).at(0, 1024) == (1.0, 1.0)
+    assert schedule(10, warmup_steps=4).at(0, 1024) == (0.25, 1.0)

@@ -64,7 +64,7 @@ def test_the_figures_of_the_source(name: str) -> None:
     assert round(seconds * price / 3600, 2) == dollars
     assert round(runs * each * price / 3600, 2) == validation
     assert round(dollars - validation, 2) == without
-    assert seconds - runs * each == seconds_without == reported.seconds_without_validation
+    assert seconds - runs * each == seconds_without
     exact = reported.value("train_seconds")
     assert exact is not None
     assert int(exact) == seconds
@@ -132,13 +132,10 @@ def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
     assert [figures().training_speed, figures().whole_run_speed, figures().layout] == [None, None, None]
     whole = {"tokens_seen": 1000.0, "train_seconds": 100.0, "tokens_per_second": 10.0}
     assert figures(**whole).training_speed is None, "the time of validation is not reported"
-    assert figures(**whole, validation_runs=10.0, validation_seconds_each=5.0).training_speed == 20.0
-    assert figures(**whole, validation_runs=10.0, validation_seconds_each=50.0).training_speed is None
+    assert figures(**whole, seconds_without_validation=50.0).training_speed == 20.0
     assert figures(microbatch_size=13.0, global_batch_size=100.0).layout is None
     assert figures(microbatch_size=0.5, global_batch_size=4.0).layout is None
-    nothing = figures(
-        **dict.fromkeys(["validation_runs", "validation_seconds_each", "seconds_without_validation"], 0.0)
-    )
+    nothing = figures(seconds_without_validation=0.0)
     assert [nothing.training_speed, nothing.whole_run_speed] == [None, None]
     others = {"test_loss_latest": 0.0, "validation_dollars": 0.0}
     assert figures(**others).value("test_loss_latest") == 0.0, "figures of other names are kept"

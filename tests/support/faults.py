@@ -211,7 +211,7 @@ def slow_charts(seconds: float) -> None:
     """Turn charts on, which this module turns off. The process that draws them only sleeps for `seconds` at each
     chart."""
     slow = f"chart.draw_training_chart = lambda *_, **__: time.sleep({seconds})"
-    source = f"import time, harness.runs.chart as chart\n{slow}\nfrom harness.runs.chart_worker import main\nmain()"
+    source = f"import time, harness.runs.chart as chart\n{slow}\nchart.main()"
     harness.training.chart_process.WORKER[:] = [sys.executable, "-c", source]
     ChartProcess.draw = _draw  # type: ignore[method-assign]
 

@@ -37,7 +37,7 @@ from gpt import GPTModel
 from harness.data.loader import BatchLayout, Microbatch
 from harness.model.precision import DTYPES, Precision
 from harness.planning.experiment import SWITCH_LOSS_SCALE
-from harness.planning.rates import Rates, scale_settings
+from harness.planning.rates import build_schedule, scale_settings
 from harness.runs.budget import batch_schedule
 from harness.runs.train_config import TrainConfig
 from harness.training.step import OptimizerStep
@@ -179,7 +179,7 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **RUNS[name][1], **(FP64 if fp64 else {})})
     model = built(name, config) if fp64 else built(name, config).float()
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
-    batches, rates = batch_schedule(config, layout), Rates.of(config, STEPS, layout.global_tokens)
+    batches, rates = batch_schedule(config, layout), build_schedule(config, STEPS, layout.global_tokens)
     work = {"batch_tokens": layout.global_tokens, "train_tokens": batches.tokens_before(STEPS)}
     step = OptimizerStep(model, scale_settings(config, **work, layers=model.config.n_layers).apply(config))
     tokens = [1]

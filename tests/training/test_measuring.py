@@ -25,7 +25,7 @@ from harness.evaluation.loss import bits_per_byte, mean, microbatch_losses
 from harness.model.precision import Precision
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.runs.summary import RunSummary, describe_summary
-from harness.runs.throughput import Throughput, cost, peak_flops, unknown_peak
+from harness.runs.throughput import cost, mfu, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 from harness.training.loss_meter import LossMeter
@@ -145,11 +145,10 @@ def test_choices_are_the_softmax_of_the_top_k_and_follow_the_seed() -> None:
 
 def test_bits_per_byte_dollars_and_mfu() -> None:
     assert bits_per_byte(math.log(2) * 8, 4.0) == pytest.approx(2.0)  # 8 bits per token of 4 bytes
-    speed = Throughput(flops_per_token=10**9, peak_flops=312e12)
     # The notebook's first run took 13,904 seconds at 10.32 dollars an hour.
     assert cost(13_904, 10.32) == pytest.approx(39.86, abs=0.005)
-    assert speed.mfu(31_200) == pytest.approx(0.1)
-    assert Throughput(1, None).mfu(1) is None
+    assert mfu(31_200, 10**9, "NVIDIA A100-SXM4-40GB") == pytest.approx(0.1)
+    assert mfu(1, 1, "x86_64 CPU") is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from harness.common.errors import RunError, RunStopped, UserError, printable
+from harness.common.errors import RunError, UserError, printable
 from harness.common.messages import is_unicode, quoted
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.cache import JudgeCache, Record
@@ -308,8 +307,8 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
     already has `kept` valid answers to other prompts.
 
     Returns a dict from the key of each prompt without a valid answer to a text that says what was wrong with the last
-    answer. Raises UserError if the judge cannot be asked with these settings, RunError if it does not answer or gives
-    no valid answers, and RunStopped after Ctrl-C.
+    answer. Raises UserError if the judge cannot be asked with these settings, or RunError if it does not answer or
+    gives no valid answers.
     """
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
@@ -347,8 +346,6 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
                     f"{settings.name}: no valid answer to any of the first {len(reasons)} prompts (the last answer: "
                     f"{reason}); try another judge"
                 )
-    except KeyboardInterrupt:
-        raise RunStopped(signal.SIGINT) from None
     except Exception as error:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
