@@ -59,6 +59,9 @@ class Checkpointer:
         is_kept = self.config.async_checkpoint or world.device.type == "cuda"
         self.copies = HostCopies(world.device, keep=is_kept)
         self.saved_step = prepared.position.first_step - 1
+        # Read once, because the dataset may be replaced during training.
+        tokenizer = prepared.dataset.tokenizer
+        self.tokenizer = (tokenizer.name, tokenizer.read_bytes()) if isinstance(tokenizer, Path) else None
         # The checkpoint that this process resumed from: `keep_checkpoints` does not remove it.
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
@@ -111,7 +114,6 @@ class Checkpointer:
         """
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
-        tokenizer = self.prepared.dataset.tokenizer
         with self.prepared.clock.phase("checkpointing"):
             self.check_weights(state)
             random = {"cpu": torch.get_rng_state()}
@@ -127,7 +129,7 @@ class Checkpointer:
                     scaler=self.step.scaler.state_dict(),
                     train_state={"ranks": ranks},
                     meta=self.reporter.meta(state, planned=planned, during=during),
-                    tokenizer=tokenizer if isinstance(tokenizer, Path) else None,
+                    tokenizer=self.tokenizer,
                 )
                 self.writer.submit(partial(self._write_and_point, checkpoint))
 

@@ -3,6 +3,8 @@
 # script can be run again: it changes nothing that is already installed, and downloads nothing twice.
 set -euo pipefail
 
+# Boot scripts (cloud-init) and services start without HOME.
+[ -n "${HOME:-}" ] || export HOME=~
 FONT_URL="https://github.com/ipython/xkcd-font/raw/master/xkcd-script/font/xkcd-script.ttf"
 FONT_FILE="$HOME/.local/share/fonts/xkcd-script.ttf"
 UV_INSTALLER_URL="https://astral.sh/uv/install.sh"

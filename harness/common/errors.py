@@ -88,6 +88,9 @@ def one_line_errors() -> Iterator[None]:
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
     is_first = _launched("LOCAL_WORLD_SIZE", 1) < 2 or _launched("LOCAL_RANK", 0) == 0
     end: UserError | RunError
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None if it was closed before Python started
+            stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         yield
         if _launched("WORLD_SIZE", 1) > 1:

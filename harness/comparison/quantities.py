@@ -14,7 +14,7 @@ from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import validation_text
 from harness.runs.reported import Reported
-from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, LossResult, Result
+from harness.runs.results import MEASURED_BATCH, AnyResult, BenchmarkResult, InstructionResult, LossResult, Result
 from harness.runs.throughput import peak_flops
 
 NATS = "nats/token"
@@ -254,8 +254,8 @@ def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
 
     Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
     text under three conditions: the precision is the same; both were measured from the first token of a split of the
-    same name; and the measured numbers of bytes differ by at most one window. The numbers of bytes may differ because
-    the last tokens of a split are not measured if they do not fill a window.
+    same name; and the measured numbers of bytes differ by at most a batch. The numbers of bytes may differ, because
+    the last tokens of a split are not measured if they do not fill a batch.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
@@ -269,7 +269,8 @@ def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
                 break
             is_retokenized = first.text.tokenizer != text.tokenizer and first.text.split == text.split
             is_alike = is_retokenized and first.precision == result.precision
-            if is_alike and size and other_size and abs(size - other_size) <= max(window, other_window):
+            batch = MEASURED_BATCH * max(window, other_window)
+            if is_alike and size and other_size and abs(size - other_size) <= batch:
                 break
         else:
             first = result

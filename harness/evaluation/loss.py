@@ -30,7 +30,7 @@ from harness.data.tokenizers import Tokenizer, load_encoding_offline, load_token
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
-from harness.runs.results import LossResult, Text, now, write_loss
+from harness.runs.results import MEASURED_BATCH, LossResult, Text, now, write_loss
 from harness.runs.trained_model import (
     TrainedModel,
     model_in_run,
@@ -113,7 +113,7 @@ class HeldOutText:
         split: str | None = None,
         start_token: int | None = None,
         batches: int | None = None,
-        batch_size: int = 6,
+        batch_size: int = MEASURED_BATCH,
     ) -> HeldOutText:
         """Return the text for testing a model.
 

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.messages import GIB, duration, paragraph
@@ -27,6 +26,7 @@ from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
 from harness.runs.checkpoints import open_start
+from harness.runs.directory import RunDirectory
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
@@ -100,10 +100,11 @@ class Plan:
             kept = min(kept, self.config.keep_checkpoints + 3)
         return kept * self.checkpoint_bytes()
 
-    def disk_shortage(self, folder: Path) -> str | None:
-        """Return a message with a remedy if the disk under `folder` cannot hold the checkpoints. Return None if it can,
-        or if the number of checkpoints is unknown because the plan's `position` is None."""
-        free = shutil.disk_usage(folder).free
+    def disk_shortage(self, run: RunDirectory) -> str | None:
+        """Return a message with a remedy if the disk of the run's checkpoints cannot hold them. Return None if it can,
+        or if their number is unknown because the plan's `position` is None."""
+        # `checkpoints` may be a link to another disk
+        free = shutil.disk_usage(run.checkpoints if run.checkpoints.exists() else run.path).free
         if self.position is None or self.disk_bytes() <= free:
             return None
         return (
@@ -112,11 +113,11 @@ class Plan:
             "use another disk (--runs-dir)"
         )
 
-    def check_disk(self, folder: Path) -> None:
-        """Raise UserError if the disk under `folder` cannot hold the checkpoints. Otherwise training would fail after
+    def check_disk(self, run: RunDirectory) -> None:
+        """Raise UserError if the disk of the run's checkpoints cannot hold them. Otherwise training would fail after
         hours."""
-        if shortage := self.disk_shortage(folder):
-            raise UserError(f"{folder}: {shortage}")
+        if shortage := self.disk_shortage(run):
+            raise UserError(f"{run.path}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
         """Return the seconds of training and of validation. Benchmarks, start-up and the saving of checkpoints are not
@@ -357,6 +358,6 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
     plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # The disk of this machine does not matter on an assumed machine.
-    shortage = None if assumed else plan.disk_shortage(experiment.run.path)
+    shortage = None if assumed else plan.disk_shortage(experiment.run)
     notes = [note for note in (plan.dataset_remark, shortage) if note]
     print(describe_plan(plan, speed, machine=said, notes=notes), flush=True)

@@ -46,9 +46,9 @@ def find_checkpoint(folder: Path, name: str) -> Path:
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
-        known = [*links, *(known.name for _, known in list_checkpoints(folder))]
-        meant = nearest(name, known)
-        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(known[-4:]) or 'none'}"
+        names = [known.name for _, known in list_checkpoints(folder)]
+        meant = nearest(name, [*links, *names])
+        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join([*links, *names[-3:]]) or 'none'}"
         raise UserError(f"{path}: no such checkpoint; {hint}")
     target = path.resolve()
     if target.parent != folder.resolve():
@@ -92,7 +92,7 @@ class Checkpoint:
     scaler: dict[str, Any]  # empty without fp16
     train_state: dict[str, Any]  # of each rank: its random state, and the losses that it has not reported yet
     meta: CheckpointMeta
-    tokenizer: Path | None = None  # file to copy into the checkpoint; None for GPT-2's tokenizer
+    tokenizer: tuple[str, bytes] | None = None  # name and contents of a file to write; None for GPT-2's tokenizer
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -151,7 +151,8 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
         with (draft / name).open("wb") as file:
             torch.save(part, file)
     if checkpoint.tokenizer is not None:
-        shutil.copyfile(checkpoint.tokenizer, draft / checkpoint.tokenizer.name)
+        name, contents = checkpoint.tokenizer
+        (draft / name).write_bytes(contents)
     names = sorted(path.name for path in draft.iterdir())
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(names, pool.map(lambda name: sha256(draft / name), names), strict=True))

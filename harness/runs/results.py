@@ -49,6 +49,9 @@ class MeasuredWeights(Recorded):
     is_latest: bool = False  # the same for the link `latest`
 
 
+MEASURED_BATCH = 6  # sequences per batch of test_loss.py, if --batch-size is not given
+
+
 class Text(Recorded):
     """The text that a loss was measured on: `windows` consecutive sequences of `context_length` tokens of a dataset."""
 

@@ -58,7 +58,11 @@ class TrainedModel:
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
             raise UserError(f"{path}: no {WEIGHTS} in this folder" if path.is_dir() else f"{path}: no such file")
-        folder = weights.parent
+        named = folder = weights.parent
+        if folder.is_symlink() and folder.resolve().parent == folder.parent.resolve():
+            # `best` or `latest`, which training may point to another checkpoint while this one is measured
+            folder = folder.parent / folder.resolve().name
+            weights = folder / weights.name
         meta = _meta_beside(weights)
         # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
@@ -69,13 +73,14 @@ class TrainedModel:
                 raw = meta["model"] if candidate.name == META else read_json_object(candidate)
                 config = parse_config(ModelConfig, raw, candidate)
                 if label is None:  # RUN:CHECKPOINT if the path is that of a run's checkpoint, else the path
-                    place = Path(os.path.abspath(folder))
+                    place = Path(os.path.abspath(named))
                     is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
                     label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(weights))
                 return cls(label, weights, config, candidate, meta)
         if (folder / "config.json").is_file():
             raise UserError(
-                f"{folder}: a model in transformers' format; convert_hf.py import {folder} RUN makes a run of it"
+                f"{folder}: a model in transformers' format; give the run that it was exported from, or make a run of "
+                f"it, if it is a GPT-2: convert_hf.py import {folder} RUN"
             )
         raise UserError(
             f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS, or "

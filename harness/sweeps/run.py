@@ -329,7 +329,8 @@ class SweepRunner:
         seconds = attempt.seconds()
         _note(attempt.run, "", f"# took {seconds:.1f} s")
         is_stopped = attempt.is_stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
+        # A run may finish before the signal to stop reaches it.
+        is_finished = status.state == "finished" and (code == 0 or is_stopped)
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:

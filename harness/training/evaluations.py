@@ -33,6 +33,8 @@ class Evaluations:
         self.world = world
         self.config = prepared.experiment.config
         self.dataset = prepared.dataset
+        # Opened once, because the dataset's files may be replaced during training.
+        self.validation_split = self.dataset.split("validation") if self.config.validates else None
         self.layout = prepared.layout
         self.model = step.bare_model
         self.precision = step.precision
@@ -62,7 +64,8 @@ class Evaluations:
         count, start_token = self.config.validation_batches, self.config.start_val_token
         assert count is not None
         assert start_token is not None
-        loader = TokenLoader(self.dataset.split("validation"), start_token, self.layout)
+        assert self.validation_split is not None
+        loader = TokenLoader(self.validation_split, start_token, self.layout)
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
 
         def losses(indexes: Iterator[int]) -> list[float]:

@@ -39,6 +39,7 @@ class PreparedRun:
 
     experiment: Experiment
     dataset: Dataset
+    provenance: Provenance  # recorded by checkpoints; taken once, because the dataset's files may be replaced meanwhile
     layout: BatchLayout
     position: Position
     clock: Clock  # its seconds include those before the run was resumed
@@ -50,11 +51,6 @@ class PreparedRun:
     budget: Budget | None  # train.json's budget in tokens, computed when the run began; None if given in tokens
     scaled: ScaledSettings  # settings changed by train.json's scaling rules
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
-
-    @property
-    def provenance(self) -> Provenance:
-        """The model, settings and dataset that this run's checkpoints record."""
-        return self.experiment.provenance(self.dataset)
 
     @property
     def batches(self) -> BatchSchedule:
@@ -97,7 +93,8 @@ def prepare(
     remark_on_machine(experiment, world)
     lock = world.on_rank0(run.lock)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
-    check_same_everywhere(experiment, world, dataset)
+    provenance = experiment.provenance(dataset)
+    check_same_everywhere(experiment, world, provenance)
 
     def choose() -> tuple[Path, CheckpointMeta] | None:
         if lock.began_before:  # torchrun restarted this process; its first start has applied --restart or CHECKPOINT
@@ -109,12 +106,12 @@ def prepare(
         refuse_wrong_machine(world, run)
     is_from_notebook = meta is not None and meta.is_from_notebook
     if path and meta:
-        meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
+        meta = upgrade_notebook_meta(path, meta, provenance, experiment.batches(layout))
         clock.add(meta.seconds, meta.costs)
     # make_plan and check_disk also check the run: they raise for short data, unknown tokens, a long warm-up or a full
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
-    world.on_rank0(lambda: plan.check_disk(run.path))
+    world.on_rank0(lambda: plan.check_disk(run))
     world.on_rank0(lambda: say_plan(experiment, plan, options))
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
@@ -123,10 +120,11 @@ def prepare(
     here["accumulation_steps"] = layout.accumulation_steps
     changed = [*meta.changed] if meta else []
     if meta and not plan.position.is_finished:
-        changed += changes_of_result(meta, experiment.provenance(dataset).train, here)
+        changed += changes_of_result(meta, provenance.train, here)
     return PreparedRun(
         experiment,
         dataset,
+        provenance,
         layout,
         plan.position,
         clock,
@@ -177,15 +175,15 @@ def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]
     return Dataset.open(datasets_dir, name)
 
 
-def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset) -> None:
+def check_same_everywhere(experiment: Experiment, world: World, provenance: Provenance) -> None:
     """Raise UserError on every rank if the run files or the dataset on any rank's machine differ from those on rank
     0's. Collective."""
-    machines = world.gather((socket.gethostname(), experiment.provenance(dataset)))
+    machines = world.gather((socket.gethostname(), provenance))
     (first_host, expected), *others = machines
     files = (("model", experiment.run.model_json), ("train", experiment.run.train_json), ("dataset", "dataset"))
-    for rank, (host, provenance) in enumerate(others, start=1):
+    for rank, (host, found) in enumerate(others, start=1):
         for part, file in files:
-            difference = first_difference(getattr(expected, part), getattr(provenance, part))
+            difference = first_difference(getattr(expected, part), getattr(found, part))
             if difference:
                 raise UserError(
                     f"{file}: not the same on {first_host} (rank 0) and {host} (rank {rank}): {difference}; "

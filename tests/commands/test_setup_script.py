@@ -4,6 +4,7 @@ system."""
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 from pathlib import Path
@@ -230,6 +231,14 @@ def test_a_home_with_a_space_in_its_name(ready_machine: Machine) -> None:
     result = ready_machine.run(HOME=str(home))
     assert (result.returncode, result.stderr) == (0, "")
     assert (home / FONT).exists()
+
+
+def test_an_environment_without_home() -> None:
+    """Without HOME, as in a boot script, the home folder is that of the system's list of users."""
+    beginning = SCRIPT.read_text().partition("FONT_URL=")[0]
+    command = ["env", "-u", "HOME", "bash", "-c", f'{beginning}echo "$HOME"']
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == pwd.getpwuid(os.getuid()).pw_dir
 
 
 def test_the_script_is_executable_and_parses() -> None:

@@ -80,6 +80,17 @@ def test_a_stream_that_is_closed_from_the_beginning(shop: Workshop, stream: str)
     assert (run / "summary.json").exists()
 
 
+def test_a_stream_that_lacks_a_character(tmp_path: Path) -> None:
+    """A character that standard output cannot encode is written as an escape sequence."""
+    shop = Workshop(tmp_path / "données")
+    shop.add_dataset()
+    shop.add_run()
+    said = finish(
+        shop.start(ranks=1, prelude="import sys\nsys.stdout.reconfigure(encoding='ascii')\n"), expect=0, timeout=60
+    )
+    assert "donn\\xe9es" in said.stdout
+
+
 @pytest.mark.parametrize("when", ["starting 2 processes", "global step 5: validation"])
 def test_ctrl_c_ends_with_how_to_continue(tmp_path: Path, terminal: tuple[int, str], when: str) -> None:
     """Ctrl-C pressed twice under --processes ends with the line that says how to continue."""

@@ -130,3 +130,11 @@ def test_a_file_that_cannot_take_its_name_leaves_the_old_one(tmp_path: Path) -> 
     with pytest.raises(IsADirectoryError), atomic_file(tmp_path / "x") as draft:
         draft.write_text("ours")
     assert names(tmp_path) == ["x"]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    path.write_text("{}")
+    path.chmod(0o640)
+    replace_text(path, "[]")
+    assert path.stat().st_mode & 0o777 == 0o640

@@ -70,16 +70,18 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
-    """Bits per byte of two tokenizers are compared if the measured parts of a split have equally many bytes. Here these
-    are 40 x 16 tokens of 2 / ln 2 bytes each, and 20 x 16 tokens of 4 / ln 2 bytes each."""
-    a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
+    """Bits per byte of two tokenizers are compared if the measured parts of a split have equally many bytes, to within
+    the last batch of 6 windows. Here these are 40 x 16 tokens of 2 / ln 2 bytes each, and 20 x 16 tokens of 4 / ln 2
+    bytes each, or 17 x 16 such tokens."""
+    a, b, c, d, e = finished(tmp_path, "a", "b", "c", "d", "e")
     other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20, "bits_per_byte": 1.1}
     a.test_loss(2.4), b.test_loss(4.4, **other)
     c.test_loss(4.4, **(other | {"sha256": "ff" * 32, "windows": 30}))
     d.test_loss(4.4, **(other | {"sha256": "99" * 32, "bits_are_exact": False}))
-    table = table_of(a, b, c, d)
-    assert values(table, "test_loss") == [2.4, None, None, None]
-    assert values(table, "bits_per_byte") == [1.2, 1.1, None, None], "c covers more bytes; d is approximate"
+    e.test_loss(4.4, **(other | {"sha256": "88" * 32, "windows": 17}))
+    table = table_of(a, b, c, d, e)
+    assert values(table, "test_loss") == [2.4, None, None, None, None]
+    assert values(table, "bits_per_byte") == [1.2, 1.1, None, None, 1.1], "c covers more bytes; d is approximate"
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,15 @@ def test_a_finished_run_that_continues_shows_its_last_lines_and_is_in_no_arm(tmp
         assert record.tokens_seen == (31 if 30 in steps else 21) * 128
 
 
+def test_a_run_of_the_whole_split_is_finished_for_a_smaller_budget(tmp_path: Path) -> None:
+    """With `min_train_tokens` -1 a run has read all tokens that there are, so that a budget up to these is reached."""
+    run = RunFolder(tmp_path, "a", {"min_train_tokens": -1}).finish(tokens_seen=21 * 128)
+    train = json.loads(run.directory.train_json.read_text())
+    for tokens, state in ((64, "finished"), (21 * 128, "finished"), (10**6, "stopped")):
+        run.directory.train_json.write_text(json.dumps(train | {"min_train_tokens": tokens}))
+        assert RunRecord.read(run.directory).state.word == state
+
+
 def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").train_to(0, 10, 20)
     later = RunFolder(tmp_path, "b").train_to(0)

@@ -29,7 +29,7 @@ from harness.model.config import load_model_config
 from harness.runs import directory
 from harness.runs.directory import RunDirectory
 from harness.runs.results import LossResult, MeasuredWeights, read_results, read_window_losses
-from harness.runs.trained_model import TrainedModel
+from harness.runs.trained_model import TrainedModel, find_model
 from tests.support.in_process import call
 from tests.support.launch import DATASET, Result, Workshop
 
@@ -119,6 +119,21 @@ def test_a_bar_on_a_terminal(shop: Workshop, monkeypatch: pytest.MonkeyPatch) ->
         while b"5/5 [" not in shown:
             shown += screen.read(4096)
     assert b"0/5 [" in shown
+
+
+@pytest.mark.parametrize("is_path", [False, True])
+def test_a_model_stays_the_same_when_best_moves(shop: Workshop, is_path: bool) -> None:
+    """Training may point `best` to another checkpoint while the one that was named is measured."""
+    best = shop.runs / "r" / "checkpoints" / "best"
+    before = best.resolve()
+    model = find_model([str(best) if is_path else "r"], shop.runs)
+    best.unlink()
+    best.symlink_to(checkpoint_of_step(shop.runs / "r", 0))
+    try:
+        assert model.weights.parent.resolve() == before != best.resolve()
+    finally:
+        best.unlink()
+        best.symlink_to(before.name)
 
 
 def test_a_best_checkpoint_of_step_0_is_named_in_a_warning(shop: Workshop) -> None:

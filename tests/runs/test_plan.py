@@ -17,6 +17,7 @@ from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.model.config import load_model_config
 from harness.planning.plan import make_plan
+from harness.runs.directory import RunDirectory
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import MODEL, Workshop, rank_variables
@@ -152,17 +153,23 @@ def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
     assert number(found["checkpoints"]) == sum(step % 2 == 0 or step == 9 for step in range(4, 10))
 
 
-def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk that counts is that of the checkpoints, which may be a link."""
     run = shop.add_run(model={"emb_dim": 512}, checkpoint_interval=1)
     planned = make_plan(experiment_of(shop), 2, None)
     free = planned.disk_bytes()
     assert planned.checkpoints() == 10
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    planned.check_disk(run)
+    planned.check_disk(RunDirectory(run))
     free -= 1
     words = rf"^{re.escape(str(run))}: the run's 10 checkpoints need 0\.\d\d GiB.*keep_checkpoints"
     with pytest.raises(UserError, match=words):
-        planned.check_disk(run)
+        planned.check_disk(RunDirectory(run))
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    spaces = {run / "checkpoints": free + 1, run: 0}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=spaces[path]))
+    planned.check_disk(RunDirectory(run))
     shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
     smaller = make_plan(experiment_of(shop, "kept"), 2, None)
     assert smaller.disk_bytes() == 5 * planned.checkpoint_bytes()  # two kept, best, latest, and one being written

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from harness.comparison.records import RunRecord
+from harness.data.tokenizers import train_bpe
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_result
 from tests.runs.test_results import SEARCH
 from tests.support.in_process import InProcess
-from tests.support.launch import metrics
+from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
 
 # Dropout of 0.1 and two accumulation steps are the defaults of tests/support/launch.py.
@@ -80,6 +81,41 @@ def test_each_second_costs_the_price_of_its_time(shop: InProcess) -> None:
     (run / "summary.json").unlink()
     record = RunRecord.read(RunDirectory(run))
     assert record.dollars["total"] == pytest.approx(summary["dollars"]["total"], abs=0.1)
+
+
+REPLACING = """
+import shutil
+from tests.support.faults import BETWEEN_STEPS, before
+
+def replace():
+    shutil.rmtree({data!r})
+    shutil.copytree({other!r}, {data!r})
+
+before(BETWEEN_STEPS, replace, call=4)
+"""
+
+
+def test_a_dataset_that_is_replaced_during_training(tmp_path: Path) -> None:
+    """If another dataset takes the place of a run's during training, the process reads and records the one that it
+    began with. The other one is refused when the run is continued."""
+    shop = Workshop(tmp_path)
+    folders = [shop.add_dataset(f"local/{name}", seed=seed) for seed, name in enumerate(("letters", "other"))]
+    for size, folder in zip((300, 280), folders, strict=True):
+        train_bpe(iter(["a text of some words"] * 9), size, folder / "tokenizer.json")
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer.json"}))
+    tokenizer = (folders[0] / "tokenizer.json").read_bytes()
+    settings: dict[str, Any] = {"model": {"vocab_size": 320}, "validation_interval": 3, "checkpoint_interval": 3}
+    runs = [shop.add_run(name, **settings) for name in ("undisturbed", "disturbed")]
+    shop.train("undisturbed", ranks=1)
+    shop.train("disturbed", ranks=1, prelude=REPLACING.format(data=str(folders[0]), other=str(folders[1])))
+    losses = [[line["loss"] for line in metrics(run) if line["event"] == "validation"] for run in runs]
+    assert losses[0] == losses[1]
+    metas = [json.loads((run / "checkpoints" / "latest" / "meta.json").read_text()) for run in runs]
+    assert metas[0]["dataset"] == metas[1]["dataset"]
+    assert (runs[1] / "checkpoints" / "latest" / "tokenizer.json").read_bytes() == tokenizer
+    shop.add_run("disturbed", **settings, min_train_tokens=2560)
+    assert "dataset" in shop.train("disturbed", ranks=1, expect=2).stderr
 
 
 def copy_of(run: Path, name: str) -> Path:
