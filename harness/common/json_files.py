@@ -17,6 +17,7 @@ from harness.common.other_names import advice
 
 Config = TypeVar("Config", bound=BaseModel)
 SHOWN_FAULTS = 8  # the most faults of a file that an error lists
+LARGEST_DIGITS = 4000  # Python itself refuses to convert numbers with many more digits
 
 # A number of tokens, steps or sequences. Larger numbers make no sense, and their products could exceed what a float can
 # hold and what Python prints.
@@ -138,10 +139,15 @@ def strict_json(text: str) -> Any:
             raise ValueError(f"key {quoted(max(keys, key=keys.count))}: given twice")
         return dict(pairs)
 
+    def whole_number(digits: str) -> int:
+        if len(digits) > LARGEST_DIGITS:
+            raise ValueError(f"a whole number of {len(digits):,} digits is too large")
+        return int(digits)
+
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a JSON number")
 
-    return json.loads(text, object_pairs_hook=as_object, parse_constant=refuse_constant)
+    return json.loads(text, object_pairs_hook=as_object, parse_constant=refuse_constant, parse_int=whole_number)
 
 
 def finite(value: Any) -> Any:
