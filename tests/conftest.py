@@ -24,8 +24,8 @@ FILES_FOR_SEVERAL_PROCESSES = 4
 # The slowest files, the slowest first. They start first, so that the other processes do not wait for one of them at the
 # end.
 LONGEST = (
-    *("nullcuda/steps", "faults/nodes", "training/microbatch_search", "faults/signals", "faults/launcher"),
-    *("model/kernels", "commands/quickstart", "faults/saving_in_background", "faults/kills", "faults/ranks"),
+    *("nullcuda/compiled_steps", "nullcuda/steps", "training/microbatch_search", "faults/nodes", "faults/signals"),
+    *("faults/launcher", "commands/quickstart", "faults/saving_in_background", "faults/kills", "faults/ranks"),
     *("faults/full_disks", "evaluation/benchmarks", "training/compilation", "bench/on_gpu", "data/builtin_dataset"),
     *("faults/continuation", "sweeps/sweep_run"),
 )
