@@ -90,7 +90,8 @@ def one_line_errors() -> Iterator[None]:
     end: UserError | RunError
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it was closed before Python started
-            stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
+            with suppress(OSError):  # the file behind the stream was exchanged
+                stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         yield
         if _launched("WORLD_SIZE", 1) > 1:

@@ -55,7 +55,9 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
     tokenizer = tmp_path / "letters.json"
     tokenizer.write_text('{"a": 1}')
-    saved = Checkpoint(**{**a_checkpoint(7, is_best=True).__dict__, "tokenizer": tokenizer})
+    saved = Checkpoint(
+        **{**a_checkpoint(7, is_best=True).__dict__, "tokenizer": (tokenizer.name, tokenizer.read_bytes())}
+    )
     path = save_checkpoint(folder, saved)
     assert re.fullmatch(r"\d{8}Z\d{6}-iteration-7", path.name)
     assert {file.name for file in path.iterdir()} == {*STATE_FILES, "meta.json", "letters.json"}
@@ -169,7 +171,9 @@ def _made(path: Path) -> Path:
 def test_verify_names_the_damaged_file(folder: Path, tmp_path: Path) -> None:
     tokenizer = tmp_path / "letters.json"
     tokenizer.write_text("{}")
-    path = save_checkpoint(folder, Checkpoint(**{**a_checkpoint().__dict__, "tokenizer": tokenizer}))
+    path = save_checkpoint(
+        folder, Checkpoint(**{**a_checkpoint().__dict__, "tokenizer": (tokenizer.name, tokenizer.read_bytes())})
+    )
     for file in (path / name for name in (*STATE_FILES, "letters.json")):
         content = file.read_bytes()
         middle = len(content) // 2
@@ -315,9 +319,9 @@ def test_a_save_without_memory_does_not_blame_the_disk(shop: Workshop) -> None:
     assert list((run / "checkpoints").iterdir()) == []
 
 
-def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path) -> None:
     kept = save_checkpoint(folder, a_checkpoint(1, is_best=True))
-    broken = Checkpoint(**{**a_checkpoint(2, is_best=True).__dict__, "tokenizer": tmp_path / "not there.json"})
+    broken = Checkpoint(**{**a_checkpoint(2, is_best=True).__dict__, "tokenizer": ("no/folder.json", b"")})
     with pytest.raises(RunError):
         save_checkpoint(folder, broken)
     assert {entry.name for entry in folder.iterdir()} == {kept.name, "latest", "best"}
