@@ -156,8 +156,8 @@ class Checkpointer:
         difference = describe_divergence(self.world.gather(own), self.model)
         if difference:
             raise self.world.collective_error(
-                f"{difference} after global step {state.global_step}: a device or its memory is faulty; exclude "
-                "the faulty device, and run the command again to continue from the latest checkpoint, whose weights "
+                f"after global step {state.global_step}, {difference}: a device or its memory is faulty; find it and "
+                "exclude it, then run the same command again: it continues from the latest checkpoint, whose weights "
                 "were equal on all ranks"
             )
 
@@ -178,8 +178,9 @@ def weight_checksums(model: nn.Module) -> list[int]:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Return a text that names the ranks whose weights differ from the majority's, and the first tensor that differs,
-    or None if the weights of all ranks are equal. `checksums` has the `weight_checksums` of each rank."""
+    """Return a text on how the ranks' weights differ, or None if all are equal. It names the ranks that differ from the
+    largest group of equal ranks (all ranks if no group is the largest), and the first tensor that differs. `checksums`
+    has the `weight_checksums` of each rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)

@@ -291,7 +291,7 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     told = "estimated" if speed.training_share is None else "as reported"
     time = f"{duration(training)} training + {duration(validating)} validation ({told})"
     if speed.includes_validation and training:
-        time += f"\n= {duration(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
+        time += f"\n= {duration(training + validating)}; training alone: {plan.tokens() / training:,.0f} tokens/s"
     price, priced = plan.price(speed)
     said_cost = f"unknown: {priced}"
     if price is not None:
