@@ -34,7 +34,7 @@ FORMATS = (".png", ".pdf", ".svg")
     type=FiniteNumber(0, 1),
     default=0.05,
     show_default=True,
-    help="Largest relative deviation of a point's FLOPs from the middle of its profile.",
+    help="Runs share an isoFLOP profile if their FLOPs differ from its middle by at most this fraction.",
 )
 @click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Minimum sizes per profile.")
 @click.option(

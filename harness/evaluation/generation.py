@@ -94,8 +94,8 @@ def continue_prompts(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, one by one and without end. They begin with the tokens that
-    `continue_prompts` would return if `prompt` were its first prompt."""
+    """Yield tokens that continue `prompt`, one by one and without end, also after an end-of-text token. They are drawn
+    as `continue_prompts` draws those of its first prompt."""
     rows = GrowingRows(model, [prompt], sampling, vocab_size)
     while True:
         yield from rows.grow()

@@ -1,5 +1,6 @@
-"""The events of a run, which are its measurements at global steps, and metrics.jsonl, the file that holds them. Each
-kind of event has one class, which writes and reads it. The end of the file gives a run's progress.
+"""The events of a run (reports, validations, benchmarks, checkpoints and samples, each at a global step), and
+metrics.jsonl, the file that holds them. Each kind of event has a class with its fields, for writing and for reading.
+The end of the file gives a run's progress.
 """
 
 from __future__ import annotations
@@ -266,8 +267,7 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
-    earlier trainings. Reading backward, the first event with a later global step than the event after it belongs to an
-    earlier training, and the iteration stops there. Yields nothing if the file does not exist, or if the bytes
+    earlier trainings. Where the global step falls from one line to the next, a new training began. Yields nothing if the file does not exist, or if the bytes
     `with_bytes` occur nowhere in it. Skips lines that are not events, such as a line that a crash cut off. Raises
     UserError if the file cannot be read."""
     try:

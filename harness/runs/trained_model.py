@@ -119,8 +119,8 @@ class TrainedModel:
 
     @property
     def dataset(self) -> str | None:
-        """Name of the dataset that the model was trained on: that of the meta.json beside the weights or, as the lab
-        notebook's has none, that of their run's train.json. None if neither gives it."""
+        """Name of the dataset that the model was trained on, from the meta.json beside the weights. If that has none
+        (as in the lab notebook's checkpoints), from train.json of the weights' run. None if neither gives it."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])

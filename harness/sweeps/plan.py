@@ -179,7 +179,7 @@ class SweepPlan:
         if self.disk_bytes <= free:
             return None
         return (
-            f"the checkpoints of the sweep's {len(self.left):,} runs need {self.disk_bytes / GIB:.2f} "
+            f"the checkpoints of the sweep's {len(self.left):,} runs to train need {self.disk_bytes / GIB:.2f} "
             f'GiB, but {free / GIB:.2f} GiB are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
             "another disk (--runs-dir)"
         )

@@ -241,8 +241,9 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str:
-        """Return a message if `max_dollars` cannot pay for the machine until `run` and the runs under way have ended.
-        Return an empty string if they can, or if there is no such limit. A run of unknown cost counts as free."""
+        """Return a message if the machine costs more than `max_dollars` up to the end of `run` and of the runs under
+        way. Return an empty string if it does not, or if there is no such limit. A run of unknown cost counts as free.
+        """
         if self.max_dollars is None:
             return ""
         wanted = (planned.dollars if planned else None) or 0.0

@@ -132,7 +132,8 @@ class MicrobatchSearcher:
         self._step: OptimizerStep | None = None
 
     def find(self, ceiling: int) -> int:
-        """Return the largest microbatch of at most `ceiling` sequences that fits. Collective.
+        """Return the largest microbatch found to fit, of at most `ceiling` sequences. A larger one may fit: by up to
+        1/64 if the model is compiled, and on a CPU if SEARCH_SECONDS ended the search. Collective.
 
         Raises RunError if not even one sequence fits.
         """

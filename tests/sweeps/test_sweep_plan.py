@@ -110,7 +110,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     planned = sweep_command(shop, "plan", str(shop.datasets))
     assert (planned.status, planned.stderr) == (0, "")
     assert "note: " in planned.stdout
-    said = "the checkpoints of the sweep's 2 runs need"
+    said = "the checkpoints of the sweep's 2 runs to train need"
     assert said in " ".join(planned.stdout.split())
     started = sweep_command(shop, "run", str(shop.datasets))
     assert started.status == 2

@@ -121,7 +121,9 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
             raise UserError(f"{path}: the name contains no split; rename it like x_train_000001.bin (or _val_, _test_)")
         shards.setdefault(split, []).append(open_shard(path, stated_dtype))
     if "train" not in shards:
-        raise UserError(f"{abbreviated(patterns)}: no shard for training (train.bin, something_train_000001.npy)")
+        raise UserError(
+            f"{abbreviated(patterns)}: no shard for training; name one like train.bin or x_train_000001.npy"
+        )
     return shards
 
 
