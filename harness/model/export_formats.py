@@ -1,7 +1,8 @@
 """Check which formats of other programs can represent a model, given its model.json. Does not import torch.
 
 Three formats are those of model classes in the library transformers, named by their `model_type`. The fourth,
-"notebook", is the format of the training program of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch).
+"notebook", is the format of the training program of Giles Thomas's lab notebook
+(github.com/gpjt/ddp-base-model-from-scratch).
 """
 
 from __future__ import annotations

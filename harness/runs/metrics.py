@@ -267,9 +267,9 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
-    earlier trainings. Where the global step falls from one line to the next, a new training began. Yields nothing if the file does not exist, or if the bytes
-    `with_bytes` occur nowhere in it. Skips lines that are not events, such as a line that a crash cut off. Raises
-    UserError if the file cannot be read."""
+    earlier trainings. Where the global step falls from one line to the next, a new training began. Yields nothing if
+    the file does not exist, or if the bytes `with_bytes` occur nowhere in it. Skips lines that are not events, such as
+    a line that a crash cut off. Raises UserError if the file cannot be read."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:

@@ -82,7 +82,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
         """Return the prompt's tokens and the settings for generating new tokens. The prompt is cut from the left to
-        leave room for the new tokens in the context, or to half of the context if they alone fill it. Raises UserError for an unsupported sampling option."""
+        leave room for the new tokens in the context, or to half of the context if they alone fill it. Raises UserError
+        for an unsupported sampling option."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
