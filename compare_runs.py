@@ -97,7 +97,7 @@ def main(
 
     if as_json:
         verdicts = comparison.as_json() if comparison else None
-        text = json.dumps(table_json(table) | {"comparison": verdicts}, indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(table_json(table) | {"comparison": verdicts}, indent=2, allow_nan=False)
         click.echo(text)
     else:
         texts = [*fits(table), *(["", *comparison.lines()] if comparison else [])]

@@ -78,7 +78,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
         draw_scaling_chart(analysis, chart)
     if options["json"]:
-        click.echo(json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
+        click.echo(json.dumps(as_json(analysis), indent=2, allow_nan=False))
     else:
         click.echo(describe(analysis))
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 # Boot scripts (cloud-init) and services start without HOME.
-[ -n "${HOME:-}" ] || export HOME=~
+if [ -z "${HOME:-}" ]; then unset HOME; export HOME=~; fi
 FONT_URL="https://github.com/ipython/xkcd-font/raw/master/xkcd-script/font/xkcd-script.ttf"
 FONT_FILE="$HOME/.local/share/fonts/xkcd-script.ttf"
 UV_INSTALLER_URL="https://astral.sh/uv/install.sh"

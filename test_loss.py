@@ -61,7 +61,7 @@ def main(
         raise UserError("no model: give RUN[:CHECKPOINT], or MODEL_JSON WEIGHTS")
     from gpt import load_model
     from harness.common.device import only_device
-    from harness.evaluation.loss import HeldOutText, loss_lines
+    from harness.evaluation.loss import HeldOutText, TestLoss, loss_lines
     from harness.model.precision import Precision
     from harness.model.tensor_names import check_weights_file
 
@@ -70,11 +70,11 @@ def main(
     for model in named:
         check_weights_file(model.weights, model.config)
     texts = [HeldOutText.choose(model, datasets_dir, **options) for model in named]
-    measured = [
-        (model, text.measure(load_model(model.config, model.weights, device), precision))
-        for model, text in zip(named, texts, strict=True)
-    ]
-    for line in loss_lines(measured):
+    measured: dict[tuple[str, str], TestLoss] = {}  # a model that was named in two ways is measured once
+    for model, text in zip(named, texts, strict=True):
+        if model.identity not in measured:
+            measured[model.identity] = text.measure(load_model(model.config, model.weights, device), precision)
+    for line in loss_lines([(model, measured[model.identity]) for model in named]):
         click.echo(line)
 
 

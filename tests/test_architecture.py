@@ -54,7 +54,7 @@ ROOMS = {
         *("harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"),
         "harness.comparison",
     ],
-    "harness.scaling": ["harness.common", "harness.runs", "harness.planning", "harness.comparison"],
+    "harness.scaling": ["harness.common", "harness.runs"],
     "harness.training": [
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
         *("harness.planning", "harness.evaluation", "gpt"),

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,8 +68,7 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
 
     If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
     this process's pid in its name, so that no two processes share a draft. `draft` sets another path. A
-    file that is replaced keeps its permissions. Raises OSError if
-    `final` is a device, a pipe or a socket.
+    file that is replaced keeps its permissions. Raises OSError if `final` is a device, a pipe or a socket.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
@@ -79,7 +78,8 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
         yield draft
         sync(draft)
         if final.is_file() and not final.is_symlink():
-            draft.chmod(final.stat().st_mode & 0o777)
+            with suppress(OSError):  # some file systems have no permissions
+                draft.chmod(final.stat().st_mode & 0o777)
         draft.replace(final)
     finally:
         draft.unlink(missing_ok=True)

@@ -127,5 +127,8 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 def paragraph(text: str, indent: int = 2) -> list[str]:
     """Return the text wrapped to lines of at most 80 characters, with control characters escaped. Lines after the first
     are indented by `indent` spaces."""
-    following = " " * indent
-    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
+    words = text.lstrip(" ")
+    first, following = text[: len(text) - len(words)], " " * indent
+    return textwrap.wrap(
+        printable(words), WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False
+    )

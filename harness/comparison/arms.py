@@ -130,7 +130,10 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         if not (any(rate.values()) if isinstance(rate, dict) else rate):
             return Inconclusive("random_seed changes nothing in it: initial_weights are given, and drop_rate is 0")
         # A relative path begins at the run's folder, so that runs with equal paths may have different files.
-        train["initial_weights"] = os.path.realpath(record.directory.path / str(weights))
+        try:
+            train["initial_weights"] = os.path.realpath(record.directory.path / str(weights))
+        except ValueError:  # a NUL or half of a surrogate pair, in an edited file
+            return Inconclusive("its initial_weights are not a path")
     sequences = train.pop("global_batch_size")
     if sequences is not None:  # another way to give gradient_accumulation_steps
         microbatch = train.get("microbatch_size")

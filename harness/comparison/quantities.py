@@ -399,7 +399,8 @@ def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Valu
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")
     examples = f"{event.examples:,}" if event.examples else "an unknown number of"
-    precision = record.recorded("precision")
+    asked = record.train.get("precision")
+    precision = record.recorded("precision") or (None if asked == "auto" else asked)
     words = f"{examples} examples, in {precision or 'a precision not recorded'}, lm-eval's version not recorded"
     basis = Basis(("benchmarks while training", event.examples or record.name, precision or record.name), words)
     remark = f"measured while training, after global step {event.global_step:,}"

@@ -266,8 +266,10 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
                     text = json.dumps(values, indent=4, allow_nan=False)
                     (draft / name).write_text(f"{text}\n", encoding="utf-8")
             made.append(run.run.path)
-    except OSError as error:
+    except BaseException as error:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         place = error.filename or run.run.path.parent
         raise RunError(f"{place}: the runs cannot be written: {error.strerror}") from None

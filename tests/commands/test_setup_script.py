@@ -233,10 +233,11 @@ def test_a_home_with_a_space_in_its_name(ready_machine: Machine) -> None:
     assert (home / FONT).exists()
 
 
-def test_an_environment_without_home() -> None:
+@pytest.mark.parametrize("home", [["-u", "HOME"], ["HOME="]])
+def test_an_environment_without_home(home: list[str]) -> None:
     """Without HOME, as in a boot script, the home folder is that of the system's list of users."""
     beginning = SCRIPT.read_text().partition("FONT_URL=")[0]
-    command = ["env", "-u", "HOME", "bash", "-c", f'{beginning}echo "$HOME"']
+    command = ["env", *home, "bash", "-c", f'{beginning}echo "$HOME"']
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == pwd.getpwuid(os.getuid()).pw_dir
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -130,6 +131,18 @@ def test_a_file_that_cannot_take_its_name_leaves_the_old_one(tmp_path: Path) -> 
     with pytest.raises(IsADirectoryError), atomic_file(tmp_path / "x") as draft:
         draft.write_text("ours")
     assert names(tmp_path) == ["x"]
+
+
+def test_permissions_that_cannot_be_set_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is replaced also where the file system refuses to change permissions."""
+
+    def refuse(self: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    for text in ("old", "new"):
+        replace_text(tmp_path / "file", text)
+    assert (tmp_path / "file").read_text() == "new"
 
 
 def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:

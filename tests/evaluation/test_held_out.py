@@ -28,7 +28,7 @@ from harness.evaluation.loss import HeldOutText
 from harness.model.config import load_model_config
 from harness.runs import directory
 from harness.runs.directory import RunDirectory
-from harness.runs.results import LossResult, MeasuredWeights, read_results, read_window_losses
+from harness.runs.results import MEASURED_BATCH, LossResult, MeasuredWeights, read_results, read_window_losses
 from harness.runs.trained_model import TrainedModel, find_model
 from tests.support.in_process import call
 from tests.support.launch import DATASET, Result, Workshop
@@ -91,7 +91,7 @@ def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
             losses = F.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none").mean(dim=1)
         done = measure(shop, *files_of(run), "--split", split, "--start-token", start)
         assert (done.status, done.stderr) == (0, "")
-        size = f"{batches} batch{'es' * (batches > 1)} of 6 x 16"
+        size = f"{batches} batch{'es' * (batches > 1)} of {MEASURED_BATCH} x 16"
         place = f"{DATASET}, {split} split, tokens {start} to {end} of 500 ({size}), in fp32"
         assert unwrapped(done) == f"Loss on the {split} split: {losses.mean():.3f} Measured on {place}"
         [result] = [each for each in losses_in(run) if (each.text.split, each.text.start_token) == (split, start)]

@@ -120,9 +120,9 @@ def local_instructions(file_or_url: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as draft:
             with urllib.request.urlopen(file_or_url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer:
-                draft.write_bytes(answer.read(MOST_DOWNLOADED_BYTES))
-                if answer.length:  # announced, but not read: the connection broke, or the file is too large
-                    raise OSError(f"{answer.length:,} bytes are missing")
+                if (answer.length or 0) > MOST_DOWNLOADED_BYTES:
+                    raise OSError(f"{answer.length:,} bytes, more than {MOST_DOWNLOADED_BYTES:,}")
+                draft.write_bytes(answer.read())  # raises IncompleteRead if the connection breaks
             try:
                 InstructionSplits.load(draft)
             except UserError as error:
