@@ -121,12 +121,13 @@ class Checkpointer:
                 random["cuda"] = torch.cuda.get_rng_state(self.world.device)
             ranks = self.world.gather({"random": random, "window": self.meter.state()})
             self.world.on_rank0(self.writer.wait)  # it may still read the copy of the previous save
+            scaler = self.step.scaler.state_dict()  # waits for the device, so before the copies
             copied = copy_state(self.step, self.world, self.copies)
 
             def submit() -> None:
                 checkpoint = Checkpoint(
                     **copied,
-                    scaler=self.step.scaler.state_dict(),
+                    scaler=scaler,
                     train_state={"ranks": ranks},
                     meta=self.reporter.meta(state, planned=planned, during=during),
                     tokenizer=self.tokenizer,

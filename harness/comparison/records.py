@@ -20,7 +20,7 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import BenchmarkEvent, RunProgress, duration, read_last_benchmarks, read_progress
+from harness.runs.metrics import BenchmarkEvent, RunProgress, read_last_benchmarks, read_progress, rough_duration
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary
@@ -266,7 +266,7 @@ def _unfinished_state(
     if progress is None and meta is None:
         return State(word, "no report yet") if held else State("never trained")
     silent = progress.silent_seconds if progress else 0.0
-    said = f"last line {duration(silent)} ago" if progress else ""
+    said = f"last line {rough_duration(silent)} ago" if progress else ""
     if held is None:  # the lock's owner is on another machine, where its process cannot be seen
         return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
     return State(word, said)

@@ -119,7 +119,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
                 rank = (measured.is_believable, path.parent == folder, measured.seconds)
                 found.append((rank, path, summary, measured))
     if not found:
-        return PlannedSpeed(None, f"no earlier run of this shape; {OR_A_DEVICE}")
+        return PlannedSpeed(None, f"no earlier run of this shape with a measured speed; {OR_A_DEVICE}")
     _, path, summary, measured = max(found, key=lambda each: each[0])
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
     if measured.is_believable:

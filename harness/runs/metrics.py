@@ -215,11 +215,11 @@ def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_
         parts.append(f"loss {progress.train_loss:.3f}")
     if goes_on and wanted and progress.tokens_per_second:
         seconds = max(0, wanted - progress.tokens_seen) / progress.tokens_per_second
-        parts.append(f"{duration(seconds)} left")
+        parts.append(f"{rough_duration(seconds)} left")
     return ", ".join(parts)
 
 
-def duration(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """Format seconds in the largest unit that fits at least once: 90 -> "2 min"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

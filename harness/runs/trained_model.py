@@ -75,7 +75,8 @@ class TrainedModel:
                 if label is None:  # RUN:CHECKPOINT if the path is that of a run's checkpoint, else the path
                     place = Path(os.path.abspath(named))
                     is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
-                    label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(weights))
+                    own = f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name)
+                    label = as_unicode(own)
                 return cls(label, weights, config, candidate, meta)
         if (folder / "config.json").is_file():
             raise UserError(

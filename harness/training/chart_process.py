@@ -46,7 +46,7 @@ class ChartProcess:
                 start_new_session=True,  # Ctrl-C must reach only the training process
             )
         except (OSError, ValueError) as error:
-            self._warn(getattr(error, "strerror", None) or str(error))
+            self._warn(f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
 
     def finish(self, seconds: float) -> None:
         """Wait at most `seconds`, until the chart shows the newest metrics or drawing has failed."""

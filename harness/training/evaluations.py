@@ -39,6 +39,7 @@ class Evaluations:
         self.model = step.bare_model
         self.precision = step.precision
         self.stop = stop
+        self.tokenizer: Tokenizer | None = None  # loaded when it is first needed
         if (tasks := self.config.benchmark_tasks) is None:
             return
         self.tokenizer, shape = load_tokenizer(self.dataset.tokenizer), self.model.config
@@ -79,6 +80,7 @@ class Evaluations:
         Raises RunStopped on every rank if any rank was asked to stop meanwhile.
         """
         work = SharedWork(self.world, True, self.stop, Place(step, "benchmarks"))
+        assert self.tokenizer is not None
         try:
             return scores_over_ranks(
                 self.benchmarks, self.scorer, self.tokenizer, limit=self.config.benchmark_examples, work=work
@@ -96,8 +98,10 @@ class Evaluations:
 
         def sample() -> str | UserError | RunError:
             try:
-                tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
-                return continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling)
+                if self.tokenizer is None:
+                    self.tokenizer = load_tokenizer(self.dataset.tokenizer)
+                sampling = Sampling(seed=self.config.random_seed)
+                return continue_text(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, sampling)
             except (UserError, RunError) as error:  # a failed sample must not end the run
                 return error
 

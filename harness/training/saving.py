@@ -153,5 +153,6 @@ def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[st
     world.on_rank0(copy_own)
     if is_sharded:
         copied["optimizer"] = optimizer.named_state(world, into=copied.get("optimizer", {}))
-    copies.record()
+    if world.is_main:
+        copies.record()
     return copied

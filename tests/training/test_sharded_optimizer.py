@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 # saved.
 WORKER = """
 import copy
+import io
 import json
 import math
 import sys
@@ -62,9 +63,12 @@ import torch
 from gpt import GPTModel, ModelConfig
 from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
+from harness.training import zero1
+from harness.training.saving import HostCopies, copy_state
 from harness.training.step import OptimizerStep
 from harness.training.zero1 import StatePartition
 
+zero1.MESSAGE = 1000  # so that a shard is sent in several messages
 cases, model_config, out, earlier = (json.loads(argument) for argument in sys.argv[1:])
 world = World.join()
 
@@ -102,7 +106,8 @@ def train(keys, saved, sharded):
         step.config = settings.model_copy(update={"clipping_max_norm": 1.0 if number % 2 else None})
         skips.append(int(step.run(number, 1 / (number + 1)).skipped))
     assert skips == [0, 0, 1, 0], skips
-    found = {"weights": model.state_dict(), "state": step.optimizer.named_state(world)}
+    copied = copy_state(step, world, HostCopies(torch.device("cpu"), keep=True))
+    found = {"weights": model.state_dict(), "state": copied["optimizer"] if world.is_main else {}}
     return {**found, "scale": step.scaler.state_dict(), "bytes": bytes_of_state(step.optimizer)}
 
 
@@ -120,6 +125,10 @@ for name, keys in cases.items():
         assert same(sharded[part], whole[part]), (name, part)
     assert not sharded["state"] or world.is_main
     assert same(sharded["state"], whole["state"]), (name, "state")
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, state in zip(files, (sharded["state"], whole["state"])):
+        torch.save(state, file)
+    assert files[0].getvalue() == files[1].getvalue(), (name, "bytes of optimizer.pt")
     ends[name] = {**sharded, "held": world.gather((sharded["bytes"], whole["bytes"]))}
 if world.is_main:
     torch.save(ends, out)
