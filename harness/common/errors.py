@@ -79,7 +79,7 @@ EXIT = Exit()
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Exit with one line on standard error, instead of a traceback, if the body fails in a way that the user can act
-    on.
+    on. RunStopped exits without a line, because the body has printed it.
 
     Under torchrun, a wrong file makes all processes of a node fail. The node's first process prints the error, and the
     others wait until torchrun ends them. Those that are still alive after SPEAKER_PATIENCE_SECONDS print the error

@@ -34,7 +34,7 @@ class Variance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LossEstimate:
     """A loss or a difference of losses in nats per token, with its standard error. The standard error has `df` degrees
     of freedom."""
 
@@ -60,7 +60,7 @@ class Estimate:
         return low <= 0 <= high
 
 
-def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
+def text_noise(values: np.ndarray) -> LossEstimate | Inconclusive:
     """Return the mean of `values` as an estimate for all text of the same kind, with its standard error. `values` has a
     loss, or a difference of losses, for each window in the order of the text, [windows]. Returns Inconclusive if a
     value is not finite or there are too few windows.
@@ -75,7 +75,7 @@ def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
     if len(values) < FEWEST_WINDOWS:
         return Inconclusive(f"an interval needs {FEWEST_WINDOWS} windows of text or more, but there are {len(values)}")
     means = [batch.mean() for batch in np.array_split(values, BATCHES)]
-    return Estimate(float(values.mean()), float(np.std(means, ddof=1)) / math.sqrt(BATCHES), BATCHES - 1)
+    return LossEstimate(float(values.mean()), float(np.std(means, ddof=1)) / math.sqrt(BATCHES), BATCHES - 1)
 
 
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
@@ -87,14 +87,14 @@ def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
     return Variance(squares / df, df) if df > 0 else None
 
 
-def satterthwaite(value: float, parts: Sequence[Variance]) -> Estimate:
+def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
     """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
     freedom are by Satterthwaite (1946, Biometrics Bulletin 2: 110). If the parts are the variances of the mean losses
     of two configurations, this is Welch's t test (1947, Biometrika 34: 28)."""
     variance = sum(part.value for part in parts)
     if variance == 0:
-        return Estimate(value, 0.0, min(part.df for part in parts))
-    return Estimate(value, math.sqrt(variance), variance**2 / sum(part.value**2 / part.df for part in parts))
+        return LossEstimate(value, 0.0, min(part.df for part in parts))
+    return LossEstimate(value, math.sqrt(variance), variance**2 / sum(part.value**2 / part.df for part in parts))
 
 
 def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:

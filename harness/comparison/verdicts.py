@@ -17,7 +17,7 @@ from harness.comparison.noise import (
     ALPHA,
     DIFFERENCE_TO_DETECT,
     MOST_SEEDS,
-    Estimate,
+    LossEstimate,
     Variance,
     holm,
     pooled_variance,
@@ -69,7 +69,7 @@ class Arm:
         if self.windows is None or self.runs < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
-        found = [each.error**2 for each in estimates if isinstance(each, Estimate)]
+        found = [each.error**2 for each in estimates if isinstance(each, LossEstimate)]
         return sum(found) / (self.runs - 1) if len(found) == self.runs else None
 
 
@@ -79,11 +79,11 @@ class Difference:
     Negative if the arm is better."""
 
     value: float
-    training: Estimate | None  # with training noise alone; None if it is not known
-    text: Estimate | Inconclusive  # with text noise alone: the same trained models on other text
+    training: LossEstimate | None  # with training noise alone; None if it is not known
+    text: LossEstimate | Inconclusive  # with text noise alone: the same trained models on other text
     # With both kinds of noise, or with training noise alone if text noise is not known. None if training noise is not
     # known, or is estimated as 0: replicates that are equal to the last digit do not prove that training has no noise.
-    both: Estimate | None
+    both: LossEstimate | None
     is_pooled: bool = False  # the spread over seeds is estimated from all arms together
     is_limited_by_text: bool = False  # text noise that more runs would not reduce could alone explain the difference
 
@@ -152,7 +152,7 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         return Inconclusive(flaw)
     pair = (baseline, arm)
     value = float(np.mean(arm.losses) - np.mean(baseline.losses))
-    text: Estimate | Inconclusive = Inconclusive("the losses of the windows were not kept")
+    text: LossEstimate | Inconclusive = Inconclusive("the losses of the windows were not kept")
     if baseline.windows is not None and arm.windows is not None:
         sizes = sorted({windows.size for windows in (*baseline.windows, *arm.windows)})
         text = Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in sizes)} windows")
@@ -172,7 +172,7 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         known = [(each.variance_by_text, each.runs - 1) for each in usable if each.variance_by_text is not None]
         by_text = share * sum(variance * df for variance, df in known) / max(1, sum(df for _, df in known))
     training, is_limited = satterthwaite(value, parts), False
-    if isinstance(text, Estimate):
+    if isinstance(text, LossEstimate):
         # The spread over seeds already includes text noise that differs from run to run.
         common = Variance(max(0.0, text.error**2 - by_text), text.df)
         is_limited = satterthwaite(value, [common]).may_be_zero()
@@ -192,7 +192,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
     if difference.training is not None:
         reason = "the runs of an arm have exactly the same loss, as if the seed had no effect"
     models = f"these models differ by {difference.value:+.3f} nats on this text"
-    if isinstance(difference.text, Estimate):
+    if isinstance(difference.text, LossEstimate):
         low, high = interval = difference.text.interval()
         within = "is within text noise, too" if difference.text.may_be_zero() else "is beyond text noise"
         digits = _digits(interval)
@@ -203,7 +203,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
 
 
 def _tested(
-    baseline: Arm, arm: Arm, difference: Difference, both: Estimate, tests: int, adjusted_p: float, alpha: float
+    baseline: Arm, arm: Arm, difference: Difference, both: LossEstimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
     """Return the verdict on an arm, a group of runs that differ only in the seed. `both` estimates its difference from
     the baseline, with an error that combines training noise and, if that is known, text noise. The verdict is
@@ -216,14 +216,16 @@ def _tested(
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.runs == 1)
         facts += f", pooled spread, assuming that seeds spread {single} as much as the others"
-    if not is_unclear and not isinstance(difference.text, Estimate):
+    if not is_unclear and not isinstance(difference.text, LossEstimate):
         facts += ", this text only"
     if tests > 1:
         facts += f", Holm for {tests} arms"
     word: Word = "inconclusive" if is_unclear else "better" if difference.value < 0 else "worse"
     if is_unclear:
         kinds = {"training noise": (difference.training, alpha), "text noise": (difference.text, ALPHA)}
-        alone = [kind for kind, (noise, own) in kinds.items() if isinstance(noise, Estimate) and noise.may_be_zero(own)]
+        alone = [
+            kind for kind, (noise, own) in kinds.items() if isinstance(noise, LossEstimate) and noise.may_be_zero(own)
+        ]
         which = alone[0] if len(alone) == 1 else "either kind of noise" if alone else "both kinds of noise"
         reason = f"{difference.value:+.{digits}f} nats is within {which}"
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"

@@ -54,7 +54,8 @@ class StopSignal:
         """Yield the steps, calling `between()` before each. Collective.
 
         Raises RunStopped before the same step on all ranks if any rank was asked to stop. The ranks exchange their
-        signals while the previous step computes, so that no rank waits for the exchange.
+        signals while the previous step computes, so that no rank waits for the exchange. A signal during the last step
+        changes nothing, because the run ends anyway.
         """
         agreed, seconds = world.async_max(self.signal, 0), 0.0
         for step in steps:

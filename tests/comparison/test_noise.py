@@ -13,7 +13,7 @@ import scipy
 from harness.common.statistics import Inconclusive
 from harness.comparison.noise import (
     ALPHA,
-    Estimate,
+    LossEstimate,
     Variance,
     holm,
     pooled_variance,
@@ -61,7 +61,7 @@ def test_intervals_cover_their_share_of_simulated_texts(name: str, windows: int,
     generator, hits = np.random.default_rng(windows), 0
     for _ in range(experiments):
         found = text_noise(SIMULATED[name](generator, windows))
-        assert isinstance(found, Estimate)
+        assert isinstance(found, LossEstimate)
         hits += found.may_be_zero()
     covered = 100 * hits / experiments
     print(f"{name}, {windows:,} windows: {covered:.2f} %")
@@ -75,7 +75,7 @@ def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
     chain has the variance 1 / (1 − by)² / windows."""
     generator, windows = np.random.default_rng(5), 4000
     found = [text_noise(correlated(by)(generator, windows)) for _ in range(400)]
-    variances = [each.error**2 for each in found if isinstance(each, Estimate)]
+    variances = [each.error**2 for each in found if isinstance(each, LossEstimate)]
     # The mean of 400 variances, each with 7 degrees of freedom, has a relative error of √(2 / 7 / 400), 2.7 %.
     assert np.mean(variances) == pytest.approx(1 / (1 - by) ** 2 / windows, rel=0.1)
 
@@ -85,10 +85,10 @@ def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
     [
         (np.zeros(49), Inconclusive("an interval needs 50 windows of text or more, but there are 49")),
         (np.array([1.0, np.nan] * 50), Inconclusive("the loss of a window is not finite")),
-        (np.zeros(100, np.float32), Estimate(0, 0, 7)),
+        (np.zeros(100, np.float32), LossEstimate(0, 0, 7)),
     ],
 )
-def test_texts_without_noise_or_without_an_interval(values: np.ndarray, found: Estimate | Inconclusive) -> None:
+def test_texts_without_noise_or_without_an_interval(values: np.ndarray, found: LossEstimate | Inconclusive) -> None:
     assert text_noise(values) == found
 
 

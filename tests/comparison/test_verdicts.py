@@ -11,7 +11,7 @@ import pytest
 import scipy
 
 from harness.common.statistics import Inconclusive
-from harness.comparison.noise import Estimate
+from harness.comparison.noise import LossEstimate
 from harness.comparison.verdicts import Arm, Difference, Verdict, compare_arms, difference_of, seeds_sentences
 
 BASELINE = Arm("lr-0.0015", [3.50, 3.51, 3.49])
@@ -162,7 +162,7 @@ def test_what_the_text_does_to_replicates_is_in_their_spread_already() -> None:
     assert isinstance(difference, Difference)
     assert difference.training is not None
     assert difference.both is not None
-    assert isinstance(difference.text, Estimate)
+    assert isinstance(difference.text, LossEstimate)
     assert difference.both.error < math.hypot(difference.training.error, difference.text.error)
 
 
