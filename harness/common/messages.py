@@ -16,6 +16,7 @@ from harness.common.errors import printable
 WIDTH = 80  # of a terminal
 GAP = "  "  # between two columns of a table
 SHOWN_CHARACTERS = 60
+REASON_CHARACTERS = 200  # of another library's error, which may quote a damaged file
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
 GIB = 2**30
 LEAST_CENTS = 2  # least number of decimal places of an amount of money

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
-from harness.common.messages import nearest, quoted
+from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
@@ -69,8 +69,9 @@ class TokenFile:
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
         except SafetensorError as error:
+            reason = str(error)[:REASON_CHARACTERS]
             remedy = "move its folder away, and make or download the dataset again"
-            raise UserError(f"{path}: not a readable token file: {error}; {remedy}") from None
+            raise UserError(f"{path}: not a readable token file: {reason}; {remedy}") from None
         except OSError as error:
             raise UserError(f"{path}: not a readable token file: {error}") from None
         shape, dtype = self._tokens.get_shape(), self._tokens.get_dtype()

@@ -11,7 +11,7 @@ from typing import TypeVar
 from safetensors import SafetensorError, safe_open
 
 from harness.common.errors import UserError
-from harness.common.messages import abbreviated
+from harness.common.messages import REASON_CHARACTERS, abbreviated
 from harness.model.config import EMBEDDING as EMBEDDING
 from harness.model.config import HEAD as HEAD
 from harness.model.config import ModelConfig
@@ -81,5 +81,5 @@ def check_weights_file(path: Path, config: ModelConfig) -> None:
     except (SafetensorError, OSError) as error:
         if not path.is_file():
             raise UserError(f"{path}: no such file") from None
-        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+        raise UserError(f"{path}: not a readable safetensors file: {str(error)[:REASON_CHARACTERS]}") from None
     check_tensors(public_names(kinds, tied=config.tie_weights), config.tensor_shapes(), path)

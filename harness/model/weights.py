@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.common.errors import UserError
 from harness.common.files import umask
 from harness.common.memory import free_memory
-from harness.common.messages import GIB
+from harness.common.messages import GIB, REASON_CHARACTERS
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
 
@@ -81,7 +81,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         if not path.is_file():
             raise UserError(f"{path}: no such file") from None
-        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+        raise UserError(f"{path}: not a readable safetensors file: {str(error)[:REASON_CHARACTERS]}") from None
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:

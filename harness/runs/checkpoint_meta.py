@@ -226,8 +226,9 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     def costs(self) -> dict[str, float]:
         """Dollars by phase, as recorded or, in a checkpoint of an earlier version, at the price of its train.json.
         Empty without a price."""
-        price = self.train.get("price_per_hour")
-        return self.dollars or cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
+        price = self.train.get("price_per_hour")  # unchecked, as all of `train`
+        is_price = isinstance(price, int | float) and price > 0
+        return self.dollars or cost_by_phase(self.seconds, price if is_price else None) or {}
 
     @property
     def due(self) -> str | None:

@@ -364,3 +364,11 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     best = checkpoints.find_checkpoint(folder, "best")
     others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}
     assert len(others) == 2
+
+
+@pytest.mark.parametrize("price", [-1, "x", None])
+def test_a_damaged_price_costs_nothing(price: Any) -> None:
+    """The train.json that a damaged meta.json records may have any price."""
+    meta = a_checkpoint(1).meta.model_copy(update={"dollars": {}, "seconds": {"training": 9.0}})
+    meta.train["price_per_hour"] = price
+    assert meta.costs == {}
