@@ -11,7 +11,7 @@ from harness.distributed.world import World
 from harness.model.tensor_names import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
-from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state, empty_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -113,16 +113,16 @@ class AdamW(torch.optim.AdamW):
         """Return the optimizer state by parameter name, in fp32, on rank 0, or an empty dict before the first step.
         Other ranks return an empty dict.
 
-        A sharded state is gathered into the tensors `into` of rank 0 (None: into new ones), which are in host memory.
-        Collective then; on a GPU, the copies may still be running when this method returns. A state that is not sharded
-        is returned as the optimizer's own tensors. The next step may overwrite them, so copy them to keep them.
+        A sharded state is gathered into the tensors `into` of rank 0, which are in host memory; other ranks give an
+        empty dict. Collective then; on a GPU, the copies may still be running when this method returns. A state that is
+        not sharded is returned as the optimizer's own tensors. The next step may overwrite them, so copy them to keep
+        them.
         """
         if not self._has_state:
             return {}
         if self.partition.size > 1:
+            assert into is not None
             shapes, own = self.state_shapes(), {shard: self.state[tensor] for shard, tensor in self._own.items()}
-            if into is None:
-                into = empty_state(shapes) if self.partition.rank == 0 else {}
             self.partition.gather(self.shards, own, shapes, next(iter(self.parameters.values())).device, into)
             return into
         if not world.is_main:  # every rank has the whole state

@@ -13,7 +13,7 @@ from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
 from harness.training.adamw import AdamW, trained_parameters
-from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state, empty_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
 # and torch.optim.Muon: the quintic a·x + b·x³ + c·x⁵ whose slope at zero is largest among those that keep singular
@@ -199,16 +199,14 @@ class Muon:
     def named_state(self, world: World, into: NamedState | None = None) -> NamedState:
         if self._steps is None:
             return {}
-        shapes = self.state_shapes()
-        if into is None and self.partition.size > 1:
-            into = empty_state(shapes) if self.partition.rank == 0 else {}
         found = self._adamw.named_state(world, into)
-        if into is not None:
+        if self.partition.size > 1:
+            assert into is not None
             own = {
                 each.shard(self.partition.rank): {"step": self._steps, BUFFER: momentum}
                 for each, momentum in self._momenta.items()
             }
-            self.partition.gather(self._shards, own, shapes, self._steps.device, into)
+            self.partition.gather(self._shards, own, self.state_shapes(), self._steps.device, into)
         elif world.is_main:  # every rank has the whole state
             found |= {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()}
         return {name: found[name] for name in self.parameters if name in found}

@@ -13,7 +13,7 @@ from gpt import GPTModel, ModelConfig
 from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.step import OptimizerStep
-from harness.training.zero1 import GRAIN, StatePartition
+from harness.training.zero1 import GRAIN, StatePartition, empty_state
 from tests.support.launch import Workshop, finish, rank_variables
 from tests.training.test_optimizer import update
 
@@ -193,7 +193,9 @@ def test_a_rank_that_exchanges_nothing_keeps_its_part_and_returns_full_shapes(op
     for parameter in step.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     update(step)
-    state = step.optimizer.named_state(World(0, 0, 1, 1, torch.device("cpu")))
+    state = step.optimizer.named_state(
+        World(0, 0, 1, 1, torch.device("cpu")), empty_state(step.optimizer.state_shapes())
+    )
     shapes = {name: {key: value.shape for key, value in each.items()} for name, each in state.items()}
     assert shapes == step.optimizer.state_shapes()
     moments = torch.cat([each.flatten() for one in state.values() for key, each in one.items() if key != "step"])
