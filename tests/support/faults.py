@@ -295,9 +295,12 @@ around("harness.distributed.watchdog:Watchdog.guard", _guarding)
 def record_handler(folder: str) -> None:
     """Record how often this rank's signal handler runs, and which functions it calls."""
     known: dict[str, Any] = {"runs": 0, "called": []}
+    profiled = False
     place = "harness.distributed.signals:StopSignal._note"
 
     def noting(original: Callable[..., Any], *arguments: Any) -> None:
+        nonlocal profiled
+
         def profile(frame: Any, event: str, argument: Any) -> None:
             # The next signal may interrupt the handler, and then the handler and its wrapper here run again. Neither is
             # a call that the handler makes.
@@ -306,11 +309,16 @@ def record_handler(folder: str) -> None:
                 known["called"].append(f"{frame.f_code.co_name} {argument}")
 
         known["runs"] += 1
-        sys.setprofile(profile)
+        # A signal may arrive within sys.setprofile (audit hooks run there), where Python refuses another call of it.
+        first, profiled = not profiled, True
+        if first:
+            sys.setprofile(profile)
         try:
             original(*arguments)
         finally:
-            sys.setprofile(None)
+            if first:
+                sys.setprofile(None)
+                profiled = False
 
     handler = {pkgutil.resolve_name(place).__code__, noting.__code__}
     around(place, noting)
