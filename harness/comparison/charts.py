@@ -60,7 +60,7 @@ class Curve:
     y: list[float]
     low: list[float] = field(default_factory=list)  # empty for a single run
     high: list[float] = field(default_factory=list)
-    runs: int = 1
+    run_count: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
             reason = "in no chart: trained without validation, while the charts show validation losses"
         reasons.setdefault(reason, []).append(record.name)
     arms = find_arms(records, baseline)
-    groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
+    run_names = {**arms.run_names, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
     charts = []
     for axis in axes:
         places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
@@ -129,8 +129,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
                 places[name] = {
                     each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in of_run
                 }
-        members = {label: [places[name] for name in names if name in places] for label, names in groups.items()}
-        curves = [curve for label, runs in members.items() if (curve := _mean_curve(label, runs)).x]
+        runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
+        curves = [curve for label, those in runs.items() if (curve := _mean_curve(label, those)).x]
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
             problems.append("the text that losses were measured on is not recorded")
@@ -204,7 +204,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     axes.set_ylim(low, high)
     for number, curve in enumerate(chart.curves):
         colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
-        label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+        label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (
+            f" ({curve.run_count} runs)" if curve.run_count > 1 else ""
+        )
         every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
         marked = sorted({*range(0, last, every), last})
         axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)

@@ -72,17 +72,17 @@ class Measurement:
 
 Number = float | Inconclusive | None  # None: not recorded
 Values = Sequence[Measurement] | Inconclusive  # measurements of one run, one per basis, or why there are none
-Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by the index of the run
 
 
-def comparable_groups(values: Sequence[Values]) -> list[Group]:
-    """Group the measurements of several runs by basis (the text or task that was measured). `values` has one entry per
-    run. The largest group comes first; groups of the same size are in the order of the runs."""
-    groups: dict[Basis, dict[int, Measurement]] = {}
-    for position, of_run in enumerate(values):
+def by_basis(values: Sequence[Values]) -> dict[Basis, dict[int, Measurement]]:
+    """Return the measurements of several runs by their basis (the text or task that was measured), and for each basis
+    by the index of the run in `values`. The basis with the most runs comes first; of several with the same number of
+    runs, the one that an earlier run has."""
+    found: dict[Basis, dict[int, Measurement]] = {}
+    for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
-            groups.setdefault(measurement.basis, {}).setdefault(position, measurement)
-    return sorted(groups.items(), key=lambda group: -len(group[1]))
+            found.setdefault(measurement.basis, {}).setdefault(index, measurement)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 @dataclass(frozen=True)

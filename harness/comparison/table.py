@@ -19,9 +19,10 @@ from harness.comparison.quantities import (
     NATS,
     SPENT,
     TRAINED,
-    Group,
+    Basis,
+    Measurement,
     Quantity,
-    comparable_groups,
+    by_basis,
     quantities,
 )
 from harness.comparison.records import RunRecord
@@ -227,25 +228,25 @@ def _as_text(value: object) -> str:
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """Return the columns of a quantity. There is one for the largest group of runs whose numbers can be compared, and
-    one for each other group of two or more such runs. Figures that others reported have columns of their own, and are
-    never mixed with numbers that were measured here."""
+    """Return the columns of a quantity, or an empty list if no run has it. There is one column for the basis (text or
+    task) on which the most runs were measured, and one for each other basis of two or more runs. Figures that others
+    reported have columns of their own, and are never mixed with numbers that were measured here."""
     values = [quantity.values(record) for record in records]
-    groups = comparable_groups(values)
-    shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
+    found = by_basis(values)
+    shown = {basis: runs for number, (basis, runs) in enumerate(found.items()) if number == 0 or len(runs) > 1}
     reasons = []
     for of_run in values:
         if isinstance(of_run, Inconclusive):
             reasons.append(of_run.reason)
-        elif any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
+        elif any(each.basis in shown for each in of_run):
             reasons.append(
                 f"its {quantity.title} is in another column: measured on another text or task, or in another way"
             )
         else:
-            found = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
-            reasons.append(f"its {quantity.title} cannot be compared: {'; '.join(found)}")
+            alone = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
+            reasons.append(f"its {quantity.title} cannot be compared: {'; '.join(alone)}")
     columns = _columns(quantity, shown, reasons)
-    reported = comparable_groups([quantity.reported(record) for record in records])
+    reported = by_basis([quantity.reported(record) for record in records])
     if columns:
         theirs = _columns(quantity, reported, ["not reported"] * len(records), is_reported=True)
         theirs = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in theirs]
@@ -256,21 +257,26 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 
 
 def _columns(
-    quantity: Quantity, groups: Sequence[Group], reasons: Sequence[str], *, is_reported: bool = False
+    quantity: Quantity,
+    found: Mapping[Basis, Mapping[int, Measurement]],
+    reasons: Sequence[str],
+    *,
+    is_reported: bool = False,
 ) -> list[Column]:
-    """Return a column for each group of runs whose numbers can be compared. The columns have distinct keys and titles.
-    `reasons[row]` becomes the remark of the row's cell in each column where this cell is empty."""
+    """Return a column for each basis (text or task that was measured) in `found`, which has the numbers on this basis
+    by the runs' rows. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the row's cell in
+    each column where this cell is empty."""
     columns = []
-    for number, (basis, members) in enumerate(groups, 1):
+    for number, (basis, measured) in enumerate(found.items(), 1):
         cells = []
         for row, reason in enumerate(reasons):
-            if found := members.get(row):
-                text = f"{number_text(found.value, quantity.style)} {found.error}".rstrip()
-                cells.append(Cell(found.value, text, found.remark, is_reported))
+            if own := measured.get(row):
+                text = f"{number_text(own.value, quantity.style)} {own.error}".rstrip()
+                cells.append(Cell(own.value, text, own.remark, is_reported))
             else:
                 cells.append(Cell(None, "", reason))
         key = f"{quantity.key}:{number}" if number > 1 else quantity.key
-        title = f"{quantity.title} ({number})" if len(groups) > 1 else quantity.title
+        title = f"{quantity.title} ({number})" if len(found) > 1 else quantity.title
         about = "" if is_reported else basis.words
         columns.append(Column(key, title, quantity.unit, tuple(cells), about, quantity.lower_is_better))
     return columns

@@ -48,7 +48,7 @@ def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
         run = RunFolder(tmp_path, name, {"min_train_tokens": None, "random_seed": seed, key: value})
         budget = None if name == "tokens" else {"key": key, "value": value, "tokens": tokens}
         runs.append(RunRecord.read(run.finish(tokens_seen=tokens, budget=budget).directory))
-    groups = {frozenset(members) for members in find_arms(runs).runs.values()}
+    groups = {frozenset(members) for members in find_arms(runs).run_names.values()}
     assert groups == {frozenset({"steps", "tokens"}), frozenset({"longer"})}
     settings = {column.key for column in RunsTable.of(runs).columns if column.is_setting}
     assert settings == {"random_seed", "train_steps", "min_train_tokens"}
