@@ -1,5 +1,5 @@
-"""Comparison of the arms of an experiment with one of them, the baseline: choice of the loss to compare, and verdicts as
-text. The runs of an arm differ only in the seed."""
+"""Comparison of the arms of an experiment (runs that differ only in the seed) with one of them, the baseline: choice of
+the loss to compare, and verdicts as text."""
 
 from __future__ import annotations
 
@@ -140,5 +140,6 @@ def _compare(
                 reason = f"measured on {' and '.join(each.basis.words for each in of_run)}"
             left_out.setdefault(reason, []).append(record.name)
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
-    title = f"Against {own} ({baseline.run_count} {'run' if baseline.run_count == 1 else 'runs'}), by {loss} on {basis.words}:"
+    count = "1 run" if baseline.run_count == 1 else f"{baseline.run_count} runs"
+    title = f"Against {own} ({count}), by {loss} on {basis.words}:"
     return BaselineComparison(title, verdicts, seeds_sentences(verdicts, [*built.values()]), notes + arms.notes, loss)

@@ -33,8 +33,8 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms of an experiment; the runs of an arm differ only in the seed. `run_names` has the names of each arm's runs, by
-    the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might expect
+    """Arms of an experiment; the runs of an arm differ only in the seed. `run_names` has the names of each arm's runs,
+    by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might expect
     them."""
 
     run_names: dict[str, tuple[str, ...]]

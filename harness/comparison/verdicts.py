@@ -107,9 +107,9 @@ class Verdict:
 
 
 def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
-    """Return a verdict on each arm against the baseline, in the order of `arms`. An arm is one run, or several runs that
-    differ only in the seed; the baseline is an arm, too. The verdicts have Holm's correction for the number of arms
-    that can be tested.
+    """Return a verdict on each arm against the baseline, in the order of `arms`. An arm is one run, or several runs
+    that differ only in the seed; the baseline is an arm, too. The verdicts have Holm's correction for the number of
+    arms that can be tested.
 
     The caller ensures that all losses are of one kind, such as test losses, and of the same text, and that the runs of
     an arm differ only in the seed (harness/comparison/arms.py). Training noise comes from the seed, text noise from the

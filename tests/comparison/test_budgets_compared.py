@@ -25,7 +25,7 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     budget = {"key": "train_steps", "value": 8, "tokens": 8 * 128}
     trained.add_checkpoint("20260102Z030405-iteration-3", "latest", budget=budget).train_to(0, 3)
     for path in (trained.directory.checkpoints, trained.directory.metrics):
-        path.rename(derived.run.path / path.name)
+        path.rename(derived.directory.path / path.name)
     standing = status_of(derived)
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
@@ -33,7 +33,7 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     trained.finish(budget=budget).directory.summary.rename(derived.run.summary)
     assert status_of(derived).state == "finished"
     longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
-    longer.run.train_json.write_text(json.dumps(longer.train))
+    longer.directory.train_json.write_text(json.dumps(longer.train))
     assert status_of(longer).state == "stopped"
     assert RunRecord.read(longer.run).state.word == "stopped", "compare_runs says the same as the sweep"
 
