@@ -47,9 +47,9 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """Yield lines of 80 columns with a table of one run's time and cost on each machine, computed from the speeds in
-    the folders of `run` and of `others`. Rows with measured speeds come before rows with reported speeds; within both,
-    the cheapest machine comes first.
+    """Yield lines of at most 80 characters with a table of one run's time and cost on each machine, computed from the
+    speeds in the folders of `run` and of `others`, and the reasons for machines that are not in the table. Rows with
+    measured speeds come before rows with reported speeds; within both, the cheapest machine comes first.
 
     Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
     """

@@ -89,7 +89,7 @@ def by_basis(values: Sequence[Values]) -> dict[Basis, dict[int, Measurement]]:
 class Quantity:
     """Heading of a column and source of its numbers. `measure` returns a run's own number, or the reason why it has
     none. `report` selects the number that others reported: it is the name of a figure in reported.json, the name of a
-    property of `Reported`, or a function that computes the number."""
+    property of `Reported`, or a function that computes the number. It is "" if others report no such number."""
 
     key: str  # in --sort and --json
     title: str

@@ -19,6 +19,7 @@ from harness.comparison.quantities import (
     NATS,
     SPENT,
     TRAINED,
+    UNKNOWN,
     Basis,
     Measurement,
     Quantity,
@@ -108,7 +109,8 @@ class Column:
         return " ".join(filter(None, [HEADINGS[self.quantity], reported, further]))
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
-        """Return a key that sorts rows: the best or lowest value first, and rows without a value last."""
+        """Return the key by which this column sorts a row: the best value first, or the lowest if neither direction is
+        better. Text is sorted alphabetically, and rows without a value are last."""
         value = self.cells[row].value
         if value is None:
             return True, 0
@@ -213,7 +215,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     columns = []
     for key in dict.fromkeys(key for each in settings for key in each):
         if len({_as_text(each[key]) for each in settings if key in each}) > 1:
-            cells = [Cell(None, "", "not recorded")] * len(records)
+            cells = [Cell(None, "", UNKNOWN)] * len(records)
             for row, each in enumerate(settings):
                 if key in each:
                     text = _cut(printable(_as_text(each[key])), LONGEST_SETTING)
@@ -223,7 +225,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
 
 
 def _as_text(value: object) -> str:
-    """Return a setting as JSON, but a string without its quotes."""
+    """Return a setting as JSON text, or a string as it is."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -288,7 +290,7 @@ def _columns(
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the table in lines of at most 80 characters: one block of the most important columns, the settings that
     differ, what the numbers were measured on, and the reasons for empty cells."""
-    remarks: dict[str, int] = {}
+    remarks: dict[str, int] = {}  # the numbers of the remarks in the cells
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
     texts = [_texts(column, remarks) for column in shown]
@@ -364,7 +366,8 @@ def _fitting(table: RunsTable, room: int) -> list[Column]:
 
 def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
     """Return the text of each cell and its marks: "r" for a reported figure, and the number of its remark. A new remark
-    is added to `remarks` with the next number. The texts are padded so that the numbers end in the same column."""
+    is added to `remarks` with the next number. An empty cell is "-". The marks are padded to the same width, so that
+    numbers without marks end where numbers with marks do."""
     marks = []
     for cell in column.cells:
         number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
@@ -374,8 +377,8 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
-    """Return the names, long ones cut in the middle. If two names would then look the same, all names are returned
-    whole."""
+    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle. If
+    two names would then look the same, no name is cut."""
     whole = [printable(name) for name in names]
     cut = [_cut(name, most) for name in whole]
     return cut if len(set(cut)) == len(set(names)) else whole

@@ -114,9 +114,9 @@ class DerivedRun:
         return True
 
     def check_startable(self, train_tokens: int | None = None) -> int:
-        """Raise UserError if training would refuse the run, however many processes it has. `train_tokens` is the number
+        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` is the number
         of tokens in the train split. If it is None, only problems that do not depend on the data are found. Return the
-        number of global steps with one process, or 0 if it depends on the data.
+        number of global steps with one process, or 0 if this number depends on the data and `train_tokens` is None.
 
         The check assumes one process, because a run that can start with several processes can also start with one. One
         process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most

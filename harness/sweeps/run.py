@@ -258,7 +258,7 @@ class SweepRunner:
             return None
         wanted = (planned.dollars if planned else None) or 0.0
         to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
-        # The largest, not the sum: the runs share the machine, which costs its whole price until the last run has ended.
+        # The largest, not the sum: the runs share the machine, which costs its whole price until the last of them ends.
         total = self.spent + max([wanted, *to_come])
         if total <= self.max_dollars and self.spent < self.max_dollars:
             return None
