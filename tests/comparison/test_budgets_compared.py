@@ -30,12 +30,12 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
     assert "stopped, 50 %" in run_forked("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
-    trained.finish(budget=budget).directory.summary.rename(derived.run.summary)
+    trained.finish(budget=budget).directory.summary.rename(derived.directory.summary)
     assert status_of(derived).state == "finished"
     longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
     longer.directory.train_json.write_text(json.dumps(longer.train))
     assert status_of(longer).state == "stopped"
-    assert RunRecord.read(longer.run).state.word == "stopped", "compare_runs says the same as the sweep"
+    assert RunRecord.read(longer.directory).state.word == "stopped", "compare_runs says the same as the sweep"
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
