@@ -3,7 +3,7 @@ the loss to compare, and verdicts as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from harness.comparison.arms import Arms, find_arms
 from harness.comparison.quantities import (
     MEASURED_TOO,
     Basis,
-    Measurement,
     Values,
     all_test_losses,
     by_basis,
@@ -90,25 +89,19 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
             for basis, measured in by_basis(values).items():
                 compared = {arms.arm_of(records[row].name) for row in measured} - {None}
                 if own in compared and len(compared) > 1:
-                    return _compare(own, arms, loss, basis, measured, values, records)
+                    return _compare(own, arms, loss, basis, values, records)
         reason = "no other run has a test loss or validation loss on the same text"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 
 def _compare(
-    own: str,
-    arms: Arms,
-    loss: str,
-    basis: Basis,
-    measured: Mapping[int, Measurement],
-    values: Sequence[Values],
-    records: Sequence[RunRecord],
+    own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the arms by their losses on one text, `basis`. `measured` has these losses by the index of the run in
-    `records`. `own` is the name of the baseline's arm, and `loss` the name of the loss. `values[i]` has the losses of
-    the run `records[i]` on all texts. If a run of an arm is not in `measured`, a note says what its loss was measured
-    on, or why it has none. If the losses of windows of an arm cannot be read, a note says so, and the verdicts do
-    without them."""
+    """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
+    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts. If a run of an arm has no loss on
+    this text, a note says what its loss was measured on, or why it has none. If the losses of windows of an arm cannot
+    be read, a note says so, and the verdicts do without them."""
+    measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}
     built = {}
@@ -124,8 +117,8 @@ def _compare(
         windows: list[np.ndarray] | None = None
         if losses and len(results) == len(losses) and np.isfinite(losses).all():
             try:
-                directories = [record.directory for record, _ in those]
-                windows = [read_window_losses(*each) for each in zip(directories, results, strict=True)]
+                folders = (record.directory for record, _ in those)
+                windows = [*map(read_window_losses, folders, results)]
             except UserError as error:
                 notes.append(str(error))
         built[name] = Arm(name, losses, windows, [record.name for record, _ in those])

@@ -72,13 +72,14 @@ class Measurement:
 
 Number = float | Inconclusive | None  # None: not recorded
 Values = Sequence[Measurement] | Inconclusive  # measurements of one run, one per basis, or why there are none
+ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, by basis and by the index of the run
 
 
-def by_basis(values: Sequence[Values]) -> dict[Basis, dict[int, Measurement]]:
+def by_basis(values: Sequence[Values]) -> ByBasis:
     """Return the measurements of several runs by their basis (the text or task that was measured), and for each basis
     by the index of the run in `values`. The basis with the most runs comes first; of several with the same number of
     runs, the one that an earlier run has."""
-    found: dict[Basis, dict[int, Measurement]] = {}
+    found: ByBasis = {}
     for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
             found.setdefault(measurement.basis, {}).setdefault(index, measurement)

@@ -20,8 +20,7 @@ from harness.comparison.quantities import (
     SPENT,
     TRAINED,
     UNKNOWN,
-    Basis,
-    Measurement,
+    ByBasis,
     Quantity,
     by_basis,
     quantities,
@@ -258,13 +257,7 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
     return _columns(quantity, reported, reasons, is_reported=True)
 
 
-def _columns(
-    quantity: Quantity,
-    found: Mapping[Basis, Mapping[int, Measurement]],
-    reasons: Sequence[str],
-    *,
-    is_reported: bool = False,
-) -> list[Column]:
+def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_reported: bool = False) -> list[Column]:
     """Return a column for each basis (text or task that was measured) in `found`, which has the numbers on this basis
     by the runs' rows. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the row's cell in
     each column where this cell is empty."""
