@@ -133,6 +133,6 @@ def _compare(
                 reason = f"measured on {' and '.join(each.basis.words for each in of_run)}"
             left_out.setdefault(reason, []).append(record.name)
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
-    count = "1 run" if baseline.run_count == 1 else f"{baseline.run_count} runs"
-    title = f"Against {own} ({count}), by {loss} on {basis.words}:"
+    plural = "" if baseline.run_count == 1 else "s"
+    title = f"Against {own} ({baseline.run_count} run{plural}), by {loss} on {basis.words}:"
     return BaselineComparison(title, verdicts, seeds_sentences(verdicts, [*built.values()]), notes + arms.notes, loss)

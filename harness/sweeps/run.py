@@ -183,9 +183,7 @@ class SweepRunner:
             self._stop_if_due()
             while self.free_groups and self.stop_reason is None and (run := self._next_run()):
                 planned = None
-                with suppress(
-                    UserError
-                ):  # training refuses the run; its process will fail with this error and print it
+                with suppress(UserError):  # raised if training refuses the run, whose process will print the error
                     planned = self.planner.plan(run)
                 self.stop_reason = self._why_unaffordable(run, planned)
                 if self.stop_reason is None:
@@ -234,7 +232,7 @@ class SweepRunner:
         run is downloading the same dataset. For each run that another process trains, print a line the first time.
 
         A run that a process on another machine may be training counts as one that can be started, because that process
-        cannot be seen. If that process is alive, the run's own process fails with an error that names it.
+        cannot be seen. The run's own process then takes the lock, or fails with an error that names the owner.
         """
         fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
         for run in self.waiting:
