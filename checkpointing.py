@@ -103,11 +103,11 @@ class Checkpointer:
         self.reporter.starting(self.step.precision, saved)
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
-    def save(self, state: TrainState, *, planned: bool, during: str | None = None) -> None:
+    def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
         """Save a checkpoint of the last completed step. `planned` is true if the checkpoint was due by train.json, and
-        false if it is saved because of a signal. `during` names the evaluation that the signal interrupted
-        ("validation" or "benchmarks"), or is None. meta.json records `during`, so that the resumed run repeats that
-        evaluation and does the work that follows it.
+        false if it is saved because of a signal. meta.json records `interrupted_evaluation`
+        ("validation", "benchmarks" or None), so that the resumed run repeats the evaluation that the signal interrupted
+        and does the work that follows it.
 
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
         running when this method returns. They run before the next step's work, and the writer waits for them.
@@ -129,7 +129,7 @@ class Checkpointer:
                     **copied,
                     scaler=scaler,
                     train_state={"ranks": ranks},
-                    meta=self.reporter.meta(state, planned=planned, during=during),
+                    meta=self.reporter.meta(state, planned=planned, interrupted_evaluation=interrupted_evaluation),
                     tokenizer=self.tokenizer,
                 )
                 self.writer.submit(partial(self._write_and_point, checkpoint))

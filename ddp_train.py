@@ -80,8 +80,8 @@ class Trainer:
         self.reporter.console.start()
         state, position = self.state, self.prepared.position
         try:
-            if self.prepared.interrupted_in:  # a signal interrupted the work after the last step
-                self.after_step(state.global_step, first=self.prepared.interrupted_in)
+            if evaluation := self.prepared.interrupted_evaluation:
+                self.after_step(state.global_step, interrupted_evaluation=evaluation)
             steps = range(position.first_step, position.total_steps)
             for step in self.stop.steps(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
@@ -98,18 +98,19 @@ class Trainer:
             self.checkpointer.finish()
         except RunStopped as request:
             # metrics.jsonl gets no line for this checkpoint, so that the file equals that of a run that never stopped.
-            if request.during or state.global_step != self.checkpointer.saved_step:
-                self.checkpointer.save(state, planned=False, during=request.during)
+            if request.interrupted_evaluation or state.global_step != self.checkpointer.saved_step:
+                self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
             self.reporter.stopped(request.signal, state)
             self.world.barrier()
             raise
 
-    def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do the work that is due after global step `step`, beginning with `first` (one of the names that
-        `Position.due_after` returns). The checkpoint comes last, because it records the results of the other work."""
+    def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
+        """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
+        of the other work. If a signal interrupted the evaluation "validation" or "benchmarks" of this step in an
+        earlier process, only that evaluation and the work after it are done."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
-        due = position.due_after(step, config, first=first)
+        due = position.due_after(step, config, interrupted_evaluation)
         if "report" in due:
             self.report(step)
         if "validation" in due:

@@ -53,11 +53,12 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """Orderly end of a run after a signal. The message for the user has already been printed. The exit status is 128 +
     the signal's number, as in shells."""
 
-    def __init__(self, signal_number: int, during: str | None = None) -> None:
-        """Store the signal's number, and in `during` the evaluation that the signal interrupted, if any."""
-        super().__init__(signal_number, during)
+    def __init__(self, signal_number: int, interrupted_evaluation: str | None = None) -> None:
+        """Store the signal's number. `interrupted_evaluation` is "validation" or "benchmarks" if the signal interrupted
+        that evaluation of the last completed step, and otherwise None."""
+        super().__init__(signal_number, interrupted_evaluation)
         self.signal = signal_number
-        self.during = during
+        self.interrupted_evaluation = interrupted_evaluation
         self.exit_status = 128 + signal_number
 
 

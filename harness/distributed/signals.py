@@ -73,11 +73,11 @@ class StopSignal:
                 self.raise_if_set(world)
         agreed()
 
-    def raise_if_set(self, world: World, during: str | None = None) -> None:
+    def raise_if_set(self, world: World, interrupted_evaluation: str | None = None) -> None:
         """Raise RunStopped on every rank if any rank has been asked to stop. Collective."""
         signal_number = max(world.gather(self.signal))
         if signal_number:
-            raise RunStopped(signal_number, during)
+            raise RunStopped(signal_number, interrupted_evaluation)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = EXIT.stop_signal = number
@@ -138,5 +138,5 @@ class SharedWork:
             if isinstance(each, Exception):
                 raise each
         if any(each is None for each in values):
-            self.stop.raise_if_set(self.world, during=self.place.name)
+            self.stop.raise_if_set(self.world, interrupted_evaluation=self.place.name)
         return values
