@@ -85,11 +85,11 @@ class Trainer:
             steps = range(position.first_step, position.total_steps)
             for step in self.stop.steps(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
-                    done = step - position.first_step
-                    microbatches = self.loader.microbatches(done, self.world.rank)
-                    batch_tokens = self.loader.batches.at(done).global_tokens
-                    multiplier, decay = self.schedule.at(step, batch_tokens)
-                    result = self.optimizer_step.run(microbatches, multiplier, decay)
+                    steps_from_start = step - position.first_step  # the loader starts where this process does
+                    microbatches = self.loader.microbatches(steps_from_start, self.world.rank)
+                    batch_tokens = self.loader.batches.at(steps_from_start).global_tokens
+                    rate_factor, decay_factor = self.schedule.at(step, batch_tokens)
+                    result = self.optimizer_step.run(microbatches, rate_factor, decay_factor)
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step
                 state.tokens_seen += batch_tokens

@@ -62,7 +62,7 @@ class OptimizerStep:
         model: nn.Module,
         config: TrainConfig,
         partition: StatePartition | None = None,
-        before_exchange: Callable[[], None] = lambda: None,
+        report_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the optimizer and the gradient scaler of `model`.
 
@@ -70,7 +70,7 @@ class OptimizerStep:
         cross-entropy, is reported. All tensors are on the device of the model's parameters. `partition` says how the
         ranks divide the optimizer's state, if train.json shards it.
 
-        `before_exchange` is called when this rank has finished a part of its own work and may next wait for other
+        `report_progress` is called when this rank has finished a part of its own work and may next wait for other
         ranks: before the backward pass that exchanges gradients, and whenever a backward pass has computed the first
         parameter's gradient.
 
@@ -82,8 +82,8 @@ class OptimizerStep:
         # The first parameter's gradient is computed last. A rank that has computed this gradient waits for the other
         # ranks; a rank that has not computed it yet delays them.
         first = next(model.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: before_exchange())
-        self.before_exchange = before_exchange
+        first.register_post_accumulate_grad_hook(lambda _: report_progress())
+        self.report_progress = report_progress
         self.device = first.device
         self.precision = precision = Precision.for_training(config.precision, self.device)
         precision.allow_tf32()
@@ -102,12 +102,12 @@ class OptimizerStep:
         self.scaler = precision.scaler()
         # This optimizer is never stepped; GradScaler only unscales and checks the gradients through it. It has whole
         # gradients, not shards, so the result is the same on all ranks.
-        self._unscaled = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
+        self._unscaler = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
 
-    def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
-        """Run one optimizer step over this rank's microbatches, with `multiplier` times the peak learning rates and
-        `decay` times the weight decays. Clips the gradients to a global norm. If the norm is not finite, the weights
-        and the optimizer's state stay unchanged.
+    def run(self, microbatches: Sequence[Microbatch], rate_factor: float, decay_factor: float = 1.0) -> StepResult:
+        """Run one optimizer step over this rank's microbatches, with `rate_factor` times the peak learning rates
+        and `decay_factor` times the weight decays. Clips the gradients to a global norm. If the norm is not finite, the
+        weights and the optimizer's state stay unchanged.
 
         Gradients are equal on all ranks after `accumulate`, so all ranks make the same decision about an update. The
         decision is made on the device, so that no thread waits for it. Collective if the optimizer's state is sharded.
@@ -115,16 +115,16 @@ class OptimizerStep:
         losses_A, expert_tokens = self.accumulate(microbatches)
         optimizer, max_norm, divisor = self.optimizer, self.config.clipping_max_norm, None
         parameters = optimizer.parameters.values()
-        if self._unscaled is not None:
-            self.scaler.unscale_(self._unscaled)
+        if self._unscaler is not None:
+            self.scaler.unscale_(self._unscaler)
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         skipped = (~torch.isfinite(norm)).float()
         if max_norm is not None and self.scaler.is_enabled():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         elif max_norm is not None:  # the optimizer clips in its own pass; 1e-6 as in clip_grad_norm_
             divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
-        optimizer.set_multiplier(multiplier, decay)
-        self.learning_rate = self.config.learning_rate * multiplier
+        optimizer.set_factors(rate_factor, decay_factor)
+        self.learning_rate = self.config.learning_rate * rate_factor
         optimizer.update(skipped, divisor)
         optimizer.partition.exchange(optimizer.shards, optimizer.parameters)
         self.scaler.update()
@@ -153,11 +153,11 @@ class OptimizerStep:
                 with self.precision.autocast():
                     terms = self.model(inputs_BxT, targets_BxT)
                 if is_exchanged:
-                    self.before_exchange()
+                    self.report_progress()
                 self.scaler.scale(terms.sum() / len(microbatches)).backward()
             losses.append(terms.detach().flatten()[0].double())
-            load_LxE = getattr(self.bare_model, "expert_tokens", None)
-            expert_tokens += [] if load_LxE is None else [load_LxE]
+            tokens_LxE = getattr(self.bare_model, "expert_tokens", None)
+            expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch, world: World) -> None:
@@ -244,4 +244,4 @@ def build_training_step(
         trained = DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
         )
-    return OptimizerStep(trained, config, partition, world.watchdog.beat)
+    return OptimizerStep(trained, config, partition, report_progress=world.watchdog.beat)
