@@ -63,9 +63,9 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
     On CUDA, the caching allocator may use `limit_gib` (at most the whole GPU) minus CUDA_RESERVE_BYTES and minus the
     memory that is now in use outside the allocator (CUDA itself, communication buffers, other processes). On a CPU, a
-    process's writable memory may reach `limit_gib` minus HEADROOM_BYTES. If `limit_gib` is None, the limit is the whole
-    GPU, or on a CPU what this process uses now plus 1/`local_size` of the free memory. Raises UserError on a CPU if the
-    operating system is not Linux.
+    process's writable memory may reach `limit_gib` (at most the hard limit of RLIMIT_DATA) minus HEADROOM_BYTES. If
+    `limit_gib` is None, the limit is the whole GPU, or on a CPU what this process uses now plus 1/`local_size` of the
+    free memory. Raises UserError on a CPU if the operating system is not Linux.
     """
     if device.type == "cuda":
         total = float(torch.cuda.mem_get_info(device)[1])
@@ -113,7 +113,8 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in."""
+    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in. On
+    macOS, return the bytes of all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free
@@ -168,6 +169,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def _status_bytes(field: str) -> int:
+    """Return a field of /proc/self/status, which has it in KiB, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -41,10 +41,10 @@ class Position:
         if `interval` is None."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
-    def due_after(self, step: int, config: TrainConfig, *, first: str = "report") -> set[str]:
+    def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step. Work is done in the order "report",
-        "validation", "benchmarks", "sample", "checkpoint", "weights_check", and names before `first` in this order are
-        left out."""
+        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in
+        one of the two evaluations of this step, the names before that evaluation are left out."""
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -59,7 +59,7 @@ class Position:
         if due & {"validation", "checkpoint"}:
             due.add("report")
         names = list(intervals)
-        return due & set(names[names.index(first) :])
+        return due & set(names[names.index(interrupted_evaluation or "report") :])
 
     @property
     def is_finished(self) -> bool:

@@ -77,12 +77,12 @@ class AdamW(torch.optim.AdamW):
             torch_groups.append({"params": own, "lr": rate, "weight_decay": decay, **full})
         super().__init__(torch_groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
-    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
-        """Set each group's learning rate to `multiplier` times its peak, and its weight decay to `decay` times its
-        value in train.json."""
+    def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
+        """Set each group's learning rate to `rate_factor` times its peak, and its weight decay to `decay_factor`
+        times its value in train.json."""
         for group in self.param_groups:
-            group["lr"] = group["peak_learning_rate"] * multiplier
-            group["weight_decay"] = group["full_weight_decay"] * decay
+            group["lr"] = group["peak_learning_rate"] * rate_factor
+            group["weight_decay"] = group["full_weight_decay"] * decay_factor
 
     def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
         """Update this rank's shards with their gradients, divided by `divisor` unless it is None. If `skipped` is 1,

@@ -238,7 +238,7 @@ class MicrobatchSearcher:
         meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
         kept = None
         for number, each in enumerate(steps):
-            result = step.run([each] * (2 if meets_gradients else 1), multiplier=0.0)
+            result = step.run([each] * (2 if meets_gradients else 1), rate_factor=0.0)
             result.losses_A.tolist()  # waits for the device, which may only now report an error
             if number == 0 and device.type == "cpu" and self.world.is_main:
                 kept = self._save(step)

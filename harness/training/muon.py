@@ -144,13 +144,13 @@ class Muon:
         self._whole: dict[str, Tensor] = {}  # without sharding: the tensors that `_momenta` are views of
         self._steps: Tensor | None = None  # number of steps not skipped, fp32, on the device; None before the first
         self._scale = SCALES[config.muon_update_scale]
-        self.set_multiplier(1.0)
+        self.set_factors(1.0)
 
-    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
+    def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
         own_rate, own_decay = self._config.muon_learning_rate, self._config.muon_weight_decay
-        self._rate = multiplier * (self._config.learning_rate if own_rate is None else own_rate)
-        self._decay = decay * (self._config.weight_decay if own_decay is None else own_decay)
-        self._adamw.set_multiplier(multiplier, decay)
+        self._rate = rate_factor * (self._config.learning_rate if own_rate is None else own_rate)
+        self._decay = decay_factor * (self._config.weight_decay if own_decay is None else own_decay)
+        self._adamw.set_factors(rate_factor, decay_factor)
 
     @torch.no_grad()
     def update(self, skipped: Tensor, divisor: Tensor | None) -> None:

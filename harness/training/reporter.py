@@ -227,9 +227,11 @@ class Reporter:
         where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
         print(f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}")
 
-    def meta(self, state: TrainState, *, planned: bool = False, during: str | None = None) -> CheckpointMeta:
-        """Return the meta.json of a checkpoint that is saved now. `planned` and `during` are those of
-        `Checkpointer.save`.
+    def meta(
+        self, state: TrainState, *, planned: bool = False, interrupted_evaluation: str | None = None
+    ) -> CheckpointMeta:
+        """Return the meta.json of a checkpoint that is saved now. `planned` and `interrupted_evaluation` are
+        those of `Checkpointer.save`.
 
         The keys of ProgramAndSettings are included if they mean anything for the run: `budget` and `scaled` if
         train.json has a budget that is not in tokens or scaling rules, the keys of experts if the model has experts,
@@ -246,8 +248,8 @@ class Reporter:
             **state.values(),
             is_best=state.is_best,
             planned=planned,
-            validation_due=during == "validation",
-            benchmarks_due=during == "benchmarks",
+            validation_due=interrupted_evaluation == "validation",
+            benchmarks_due=interrupted_evaluation == "benchmarks",
             **self.clock.spent(),
             metrics_bytes=self.metrics.size(),
             **machine_and_batch(prepared, self.world),

@@ -58,14 +58,14 @@ class PreparedRun:
         return self.experiment.batches(self.layout, self.position.tokens_seen)
 
     @property
-    def interrupted_in(self) -> str | None:
-        """Evaluation that a signal interrupted after the checkpoint's last step: "validation", "benchmarks" or None.
-        This process must repeat that evaluation and do the work that follows it."""
-        return self.meta.due if self.meta else None
+    def interrupted_evaluation(self) -> str | None:
+        """Evaluation of the checkpoint's last step that a signal interrupted: "validation", "benchmarks" or None. This
+        process must repeat that evaluation and do the work that follows it."""
+        return self.meta.interrupted_evaluation if self.meta else None
 
     @property
     def is_finished(self) -> bool:
-        return self.meta is not None and self.position.is_finished and self.interrupted_in is None
+        return self.meta is not None and self.position.is_finished and self.interrupted_evaluation is None
 
     def state(self, world: World) -> TrainState:
         """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint."""

@@ -65,7 +65,7 @@ class OptimizerStep:
         model: nn.Module,
         config: TrainConfig,
         partition: StatePartition | None = None,
-        before_exchange: Callable[[], None] = lambda: None,
+        report_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the optimizer and the gradient scaler of `model`. In fp32 on CUDA, also allow TF32 in this process.
 
@@ -73,7 +73,7 @@ class OptimizerStep:
         terms is minimized, and the first term is reported as the loss. `partition` says how the ranks divide the
         optimizer's state. It has no effect unless train.json's `shard_optimizer` is true.
 
-        `before_exchange` is called whenever this rank has finished a part of its own work and may have to wait for the
+        `report_progress` is called whenever this rank has finished a part of its own work and may have to wait for the
         other ranks: before a backward pass in which the ranks exchange gradients, and at the end of every backward
         pass.
 
@@ -86,8 +86,8 @@ class OptimizerStep:
         # The gradient of the model's first parameter is the last to be computed. A rank that has computed it waits for
         # the others; a rank that has not computed it yet delays them.
         first = next(model.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: before_exchange())
-        self.before_exchange = before_exchange
+        first.register_post_accumulate_grad_hook(lambda _: report_progress())
+        self.report_progress = report_progress
         self.device = first.device
         self.precision = precision = Precision.for_training(config.precision, self.device)
         precision.allow_tf32()
@@ -106,12 +106,12 @@ class OptimizerStep:
         self.scaler = precision.scaler()
         # This optimizer is never stepped; GradScaler only unscales and checks the gradients through it. It has whole
         # gradients, not shards, so the result is the same on all ranks.
-        self._unscaled = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
+        self._unscaler = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
 
-    def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
-        """Run one optimizer step over this rank's microbatches, with `multiplier` times the peak learning rates and
-        `decay` times the weight decays. Clips the gradients to the global norm `clipping_max_norm`, if train.json sets
-        it. If the gradients' norm is not finite, the weights and the optimizer's state stay unchanged.
+    def run(self, microbatches: Sequence[Microbatch], rate_factor: float, decay_factor: float = 1.0) -> StepResult:
+        """Run one optimizer step over this rank's microbatches, with `rate_factor` times the peak learning rates and
+        `decay_factor` times the weight decays. Clips the gradients to the global norm `clipping_max_norm`, if
+        train.json sets it. If the gradients' norm is not finite, the weights and the optimizer's state stay unchanged.
 
         The norm is equal on all ranks, so they all update the weights or none does. This is decided on the device, and
         the host does not wait for it. Collective if the model is wrapped in DistributedDataParallel or the optimizer's
@@ -120,16 +120,16 @@ class OptimizerStep:
         losses_A, expert_tokens = self.accumulate(microbatches)
         optimizer, max_norm, divisor = self.optimizer, self.config.clipping_max_norm, None
         parameters = optimizer.parameters.values()
-        if self._unscaled is not None:
-            self.scaler.unscale_(self._unscaled)
+        if self._unscaler is not None:
+            self.scaler.unscale_(self._unscaler)
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         skipped = (~torch.isfinite(norm)).float()
         if max_norm is not None and self.scaler.is_enabled():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         elif max_norm is not None:  # the optimizer clips in its own pass; 1e-6 as in clip_grad_norm_
             divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
-        optimizer.set_multiplier(multiplier, decay)
-        self.learning_rate = self.config.learning_rate * multiplier
+        optimizer.set_factors(rate_factor, decay_factor)
+        self.learning_rate = self.config.learning_rate * rate_factor
         optimizer.update(skipped, divisor)
         optimizer.partition.exchange(optimizer.shards, optimizer.parameters)  # nothing, unless the state is sharded
         self.scaler.update()
@@ -159,11 +159,11 @@ class OptimizerStep:
                 with self.precision.autocast():
                     terms = self.model(inputs_BxT, targets_BxT)
                 if is_exchanged:
-                    self.before_exchange()
+                    self.report_progress()
                 self.scaler.scale(terms.sum() / len(microbatches)).backward()
             losses.append(terms.detach().flatten()[0].double())
-            load_LxE = getattr(self.bare_model, "expert_tokens", None)
-            expert_tokens += [] if load_LxE is None else [load_LxE]
+            tokens_LxE = getattr(self.bare_model, "expert_tokens", None)
+            expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch, world: World) -> None:
@@ -256,4 +256,4 @@ def build_training_step(
         trained = DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
         )
-    return OptimizerStep(trained, config, partition, world.watchdog.beat)
+    return OptimizerStep(trained, config, partition, report_progress=world.watchdog.beat)
