@@ -154,8 +154,8 @@ class Reporter:
         self._last_report = (tokens, clock["training"])
         flops_per_token = self.prepared.experiment.model.flops_per_token
         used = mfu(tokens_per_second / self.world.size, flops_per_token, self.world.device_name)
-        keys = vars(metrics).keys() & TrainEvent.model_fields.keys()
-        given = {key: value for key, value in vars(metrics).items() if key in keys and value is not None}
+        values = vars(metrics).items()
+        given = {key: value for key, value in values if key in TrainEvent.model_fields and value is not None}
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": used}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
