@@ -96,14 +96,14 @@ def one_line_errors() -> Iterator[None]:
     normal end of the body.
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
-    is_first = _launched("LOCAL_WORLD_SIZE", 1) < 2 or _launched("LOCAL_RANK", 0) == 0
+    is_first = launcher_number("LOCAL_WORLD_SIZE", 1) < 2 or launcher_number("LOCAL_RANK", 0) == 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it was closed before Python started
             with suppress(OSError):  # the file behind the stream was exchanged
                 stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         yield
-        if _launched("WORLD_SIZE", 1) > 1:
+        if launcher_number("WORLD_SIZE", 1) > 1:
             # When the interpreter shuts down, torch's threads that still run C++ code can abort the process ("terminate
             # called without an active exception"), and torchrun would report a finished rank as failed.
             for stream in (sys.stdout, sys.stderr):
@@ -161,7 +161,7 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     os._exit(end.exit_status)
 
 
-def _launched(name: str, default: int) -> int:
+def launcher_number(name: str, default: int) -> int:
     """Return the number in a launcher's environment variable, or `default` if it is unset or not a whole number of at
     most nine digits. distributed/environment.py refuses a wrong value with an error message."""
     text = os.environ.get(name, "")

@@ -52,7 +52,7 @@ class MemoryLimit:
     """Limit on one rank's memory during a microbatch search."""
 
     gib: float  # limit on the memory of the whole GPU, or on a CPU on the process's writable memory
-    usable_bytes: float  # the part of the limit that `peak_under_limit` may reach
+    usable_bytes: float  # the part of the limit that `peak_of_limited_memory` may reach
     note: str  # text on the rest of the limit, to follow the words "limit 40.00 GiB, of which"
     asked_gib: float | None = None  # the user's limit; None for all available memory
 
@@ -128,7 +128,7 @@ def free_memory() -> int:
     return available if maximum == "max" else min(available, int(maximum) - current)
 
 
-def peak_under_limit(device: torch.device) -> int:
+def peak_of_limited_memory(device: torch.device) -> int:
     """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
     since its statistics were reset, on the CPU this process's writable memory since its start.
 

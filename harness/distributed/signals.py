@@ -59,8 +59,7 @@ class StopSignal:
         signals while the previous step computes, so that no rank waits for the exchange. A signal during the last step
         changes nothing, because the run ends anyway.
         """
-        step_seconds = 0.0
-        wait_for_maxima = world.async_max(self.signal, 0)
+        wait_for_maxima, step_seconds = world.async_max(self.signal, 0), 0.0
         for step in steps:
             signal_number, longest_seconds = wait_for_maxima()  # sent before the previous step began
             if signal_number:

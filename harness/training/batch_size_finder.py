@@ -36,7 +36,7 @@ from harness.common.memory import (
     is_out_of_memory,
     limit_cpu_memory,
     limit_memory,
-    peak_under_limit,
+    peak_of_limited_memory,
     release_memory,
 )
 from harness.common.messages import GIB
@@ -209,7 +209,7 @@ class MicrobatchSearcher:
             if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
                 raise UserError(explained) from None
             raise
-        return peak_under_limit(self.world.device)
+        return peak_of_limited_memory(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
         """Run optimizer steps at learning rate 0: STEPS on a GPU, two on a CPU. On a CPU, rank 0 also saves a
