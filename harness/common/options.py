@@ -91,7 +91,7 @@ class TrainOptions:
                     raise UserError(f"{_as_typed(name)} belongs with {_as_typed(needed)}")
         for one, other in NOT_TOGETHER:
             if getattr(self, one) and getattr(self, other):
-                raise UserError(f"{_as_typed(one)} and {_as_typed(other)}: give one of them")
+                raise UserError(f"{_as_typed(one)} and {_as_typed(other)}: give at most one of them")
         if checkpoint is not None and (self.restart or self.find):
             raise UserError("CHECKPOINT cannot be given with --restart or -f; remove CHECKPOINT or the option")
 

@@ -192,6 +192,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
     planned: bool = False  # True: saved at an interval of train.json; False: saved because of a signal
+    # At most one of these is true; the code calls it `interrupted_evaluation`.
     validation_due: bool = False  # a signal stopped the run before this step's validation was done
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
@@ -231,9 +232,9 @@ class CheckpointMeta(ProgramAndSettings, Progress):
         return self.dollars or cost_by_phase(self.seconds, price if is_price else None) or {}
 
     @property
-    def due(self) -> str | None:
-        """The first evaluation of the last step that a resumed run must do, because a signal stopped the run before it:
-        "validation" or "benchmarks". None if the run does not lack an evaluation."""
+    def interrupted_evaluation(self) -> str | None:
+        """Evaluation of the last step that a signal interrupted: "validation", "benchmarks" or None. A resumed run must
+        repeat that evaluation and do the work that follows it."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
