@@ -359,6 +359,7 @@ def test_a_named_group_is_shown_above_its_tasks(subject: Subject, tmp_path: Path
     assert [lines[row].split()[-1] for row in (2, 3, 5)] == ["8", "4", "4"]
     wild = evaluate(subject, tmp_path, "--tasks", "*o*").stdout.splitlines()
     assert [line[:5].strip() for line in wild if line[0] != " "] == ["task", *sorted(["one", "a_tas"])]
+    assert benchmarks.load(["bo*"]).asked == ["both"], "a wildcard that matches no task, but a group"
 
 
 def test_unknown_names_are_refused_with_the_nearest(named: list[str]) -> None:
