@@ -231,7 +231,7 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
 
 
 def _tokenizer_here(name: str | Path) -> Tokenizer | None:
-    """Return the tokenizer ("gpt2", or a file), or None if it is GPT-2's and its vocabulary is not on this machine."""
+    """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine."""
     return load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
 
 
