@@ -219,7 +219,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
-        run.set_pictures_aside(make_aside())
+        run.set_summary_and_chart_aside(make_aside())
     MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
 

@@ -140,7 +140,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
         return Inconclusive(
-            f"its number of tokens is not known: {config.budget} is -1 (the whole split), and the run has not been "
+            f"its number of tokens is not known: {config.budget_key} is -1 (the whole split), and the run has not been "
             "trained to its end yet"
         )
     return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens
