@@ -120,7 +120,7 @@ class Checkpointer:
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
         elif planned and self.prepared.position.is_due(state.global_step, self.config.validation_interval):
-            state.record_if_best(state.val_loss)
+            state.record_if_best(state.val_loss)  # the loss of this step, not of an earlier one
         with self.prepared.clock.phase("checkpointing"):
             self.check_weights(state)
             random = {"cpu": torch.get_rng_state()}
