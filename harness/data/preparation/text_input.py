@@ -37,14 +37,14 @@ NOT_TEXT = (
 
 @dataclass(frozen=True)
 class TextFile:
-    """Input file. `name` is for messages, and for files.json, the list of input files by which an interrupted
-    preparation is resumed. `path` is the file on the disk. For a file on the Hub, `path` is the file's name on
-    the Hub until it is downloaded."""
+    """Input file. `name` is for files.json, the list of input files by which an interrupted preparation is resumed.
+    `path` is the file on the disk. For a file on the Hub, `path` is the file's name on the Hub until it is
+    downloaded."""
 
-    number: int
+    number: int  # place in the list of all input files
     name: str
     path: Path
-    size: int
+    size: int  # bytes on the disk, before decompression
     version: str  # changes if the file's contents change
 
 
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     text: str
     ends: bool  # True if the document ends with this piece
     file: int  # number of the file
-    position: int  # bytes of the file that have been read at the piece's end
+    position: int  # bytes of the file on the disk that have been read at the piece's end, about
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class TextFormat:
 
 
 def text_suffix(name: str) -> str | None:
-    """Return the suffix of a file's name in lower case, without a following .gz or .zst. Return None if READERS has no
-    reader for the suffix."""
+    """Return the suffix of a file's name in lower case, or the suffix before .gz or .zst if the file is compressed.
+    Return None if READERS has no reader for the suffix."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -122,10 +122,10 @@ def short_name(inputs: Sequence[str]) -> str:
 
 def find_text(patterns: Sequence[str]) -> TextSource:
     """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
-    folder, the names are relative to it. Print the names of what is not read in the folders: other files, and links to
-    folders.
+    folder, the names are relative to it.
 
-    A folder is searched recursively for files whose names show that they are text (`is_surely_text`). Hidden files
+    A folder is searched recursively for files whose names show that they are text (`is_surely_text`). A line on
+    standard error names some of the folder's other files, links to folders and broken links. Hidden files and folders
     are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
     suffix is not that of a known format. Raises UserError if a pattern matches no file.
     """
@@ -136,11 +136,12 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         if folder.is_dir():
             paths = []
             for path in sorted(folder.rglob("*")):
-                relative, is_file = path.relative_to(folder), path.is_file()
-                is_hidden = any(part.startswith(".") for part in relative.parts)
-                if is_file and not is_hidden and is_surely_text(path.name):
+                relative = path.relative_to(folder)
+                if any(part.startswith(".") for part in relative.parts):
+                    continue
+                if path.is_file() and is_surely_text(path.name):
                     paths.append(path)
-                elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # rglob does not follow links
+                elif path.is_file() or path.is_symlink():  # rglob does not follow links to folders
                     others.append(relative.as_posix())
         else:
             paths = matching_files(pattern)
@@ -166,7 +167,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return the file named `pattern`, or the files that match it as a glob."""
+    """Return the file named `pattern`, or else the files that match `pattern` as a glob."""
     paths = [Path(pattern)] if Path(pattern).is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
     return [path for path in paths if path.is_file()]
 
@@ -175,9 +176,12 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the documents of a file in order, in pieces. Raises UserError if the text column is missing. Raises
-    RunError if the file is damaged or not UTF-8; the message has the position of the fault, or the number of documents
-    before it."""
+    """Yield the documents of a file in order, in pieces. The file's suffix gives its format; if the suffix is unknown,
+    the file is read as plain text.
+
+    Raises UserError if the text column is missing or does not hold text. Raises RunError if the file is damaged or not
+    UTF-8; the message has the position of the fault, or the number of documents before it.
+    """
     documents = 0
     try:
         for piece in READERS[text_suffix(file.path.name) or ".txt"](file, form):
@@ -240,7 +244,7 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 
 def _missing_column(where: str, column: str, names: list[str]) -> UserError:
-    """Return the error for a missing text column; it lists the existing columns."""
+    """Return the error for a missing text column of the file or line `where`. `names` are the existing columns."""
     hint = f"--text-column {nearest(column, names) or 'NAME'}"
     return UserError(f"{where}: no column {quoted(column)}; found: {abbreviated(names, 20) or 'none'}; give {hint}")
 
@@ -253,6 +257,8 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
+    """Return the document in line `number` of a file of JSON lines. A null is an empty document. Raises UserError if
+    the line has no such key, or RunError if it is no JSON object or the document is not text."""
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
         # emoji, json would make a string of 4 bytes per character, and do so twice.
@@ -280,12 +286,12 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     if not is_unicode(text) and form.errors == "strict":
         problem = "holds half of a surrogate pair, which is no text"
         raise RunError(f"{where}: {problem}; --replace-invalid reads it as U+FFFD")
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # replaces lone surrogates by U+FFFD
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator and at the end
-    of the file. Raises RunError with the position of invalid UTF-8."""
+    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator, and at the end
+    of the file unless the file ends with a separator. Raises RunError with the position of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False
@@ -311,8 +317,8 @@ def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield the uncompressed byte stream of a file, and the file on the disk, whose position shows how much of it has
-    been read."""
+    """Yield the decompressed byte stream of a file, and the open file on the disk, whose position shows how much of the
+    file has been read."""
     with path.open("rb") as raw:
         if path.suffix.lower() == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw
