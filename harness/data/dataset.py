@@ -22,7 +22,7 @@ from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
+LONGEST_HUB_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -160,7 +160,7 @@ class Dataset:
     @property
     def tokenizer(self) -> str | Path:
         """Argument of `load_tokenizer` for the dataset's tokenizer: "gpt2", or the path of the tokenizer's file. Raises
-        UserError if meta.json does not name a file in the dataset's folder."""
+        UserError if the tokenizer in meta.json is not a plain file name."""
         if self.meta.tokenizer == "gpt2":
             return "gpt2"
         return self.folder / check_name(self.meta.tokenizer, f"{self.folder}/meta.json: tokenizer")
@@ -191,8 +191,8 @@ def check_dataset_name(name: str) -> tuple[str, str]:
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
-    if max(map(len, parts)) > LONGEST_NAME:
-        raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_NAME} characters")
+    if max(map(len, parts)) > LONGEST_HUB_NAME:
+        raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_HUB_NAME} characters")
     owner, short = (check_name(part, f"dataset {quoted(name)}") for part in parts)
     return owner, short
 
@@ -263,8 +263,8 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """Return the largest token id in the file. If the file has not changed since an earlier scan, read the saved result
-    of that scan. Otherwise scan the file and save the result."""
+    """Return the largest token id in the file. If the file has not changed since an earlier scan, return the saved
+    result of that scan. Otherwise scan the file and save the result."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]

@@ -43,7 +43,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it. Downloads nothing.
+    """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it, or if the dataset's
+    folder is incomplete. Downloads nothing.
 
     If the dataset would be downloaded from the Hub, and `ask_hub` is true, ask the Hub for the dataset's list of files.
     If `ask_hub` is false, make no network call, and assume that the Hub has the dataset.

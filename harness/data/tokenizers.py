@@ -144,8 +144,8 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
 
 
 def load_gpt2_offline() -> Tokenizer | None:
-    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. Meanwhile, other
-    threads must not use tiktoken, because its download function is replaced."""
+    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. Meanwhile, no
+    other thread can load a vocabulary, because tiktoken's function for downloads is replaced."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:

@@ -234,7 +234,7 @@ def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer:
 
 
 def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
-    """Write the tokens of token shards to the files of the splits in `work.dataset`, with the tokenizer's file."""
+    """Write the tokens of token shards to the files of the splits in `work.dataset`, and write the tokenizer's file."""
     given = options["tokenizer"]
     deciding = {key: options[key] for key in ("from_bin", "token_dtype", "tokenizer")}
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": check_tokenizer(given)}

@@ -80,9 +80,9 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join the pieces of each document, and yield the document's text in pieces of at most LONGEST_PIECE characters.
-    The text is cut between words if possible, because such cuts do not change the tokens. Pieces that mark the end of a
-    file are yielded unchanged."""
+    """Yield the text again, in pieces of at most LONGEST_PIECE characters. A document is cut only if it is longer, and
+    between words if possible, because such cuts do not change the tokens. Pieces that mark the end of a file are
+    yielded unchanged."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file

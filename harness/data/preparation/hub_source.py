@@ -47,7 +47,7 @@ class HubText(TextSource):
             if self.downloads is not None:
                 path.unlink(missing_ok=True)
 
-    def sampled(self, most: int) -> list[TextFile]:
+    def sampled(self) -> list[TextFile]:
         """Return the first file. A larger sample would download more files in advance."""
         return self.files[:1]
 

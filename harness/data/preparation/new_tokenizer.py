@@ -16,7 +16,6 @@ from harness.data.preparation.text_input import Piece, TextFormat, TextSource
 from harness.data.tokenizers import TIKTOKEN_SUFFIX, encoding_file, load_tokenizer
 
 SAMPLE_CHARACTERS = 2**26
-SAMPLED_FILES = 16
 
 
 def check_tokenizer(name: str | None) -> str | None:
@@ -77,7 +76,7 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
     `TextSource.sampled` chooses. Some of these documents may be held out later. Raises the errors of reading the files.
 
     """
-    files = source.sampled(SAMPLED_FILES)
+    files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
     most = SAMPLE_CHARACTERS if are_small else SAMPLE_CHARACTERS // len(files)
     pieces: list[Piece] = []

@@ -64,7 +64,7 @@ class SplitRules:
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
         """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool of
-        documents that may be held out."""
+        documents that may be held out. If `order` is "given", the pool is empty."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")

@@ -27,6 +27,7 @@ from harness.common.messages import abbreviated, is_unicode, nearest, quoted
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
 SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most this many bytes together
+SAMPLED_FILES = 16  # otherwise on at most this many
 READ_BYTES = 2**20
 MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
 NOT_TEXT = (
@@ -93,11 +94,11 @@ class TextSource:
     files: list[TextFile]
     origin: Mapping[str, object]  # where the text came from, for meta.json
 
-    def sampled(self, most: int) -> list[TextFile]:
+    def sampled(self) -> list[TextFile]:
         """Return the files to train a tokenizer on: all files if they have at most SMALL_BYTES together, otherwise at
-        most `most` files at equal distances in the list."""
+        most SAMPLED_FILES files at equal distances in the list."""
         is_small = sum(file.size for file in self.files) <= SMALL_BYTES
-        return self.files if is_small else self.files[:: -(-len(self.files) // most)]
+        return self.files if is_small else self.files[:: -(-len(self.files) // SAMPLED_FILES)]
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
         """Yield the documents of one file in pieces. Raises the errors of `read_documents`."""
@@ -258,7 +259,9 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
     """Return the document in line `number` of a file of JSON lines. A null is an empty document. Raises UserError if
-    the line has no such key, or RunError if it is no JSON object or the document is not text."""
+    the line has no such key. Raises RunError if the line is no JSON object, if the document is not text, or if the text
+    is not valid Unicode and `form.errors` is "strict".
+    """
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
         # emoji, json would make a string of 4 bytes per character, and do so twice.
@@ -330,6 +333,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, raw
 
 
+# Reader of files with each suffix. It yields the file's documents in order.
 READERS: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
     ".parquet": _read_parquet,
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json_lines),
