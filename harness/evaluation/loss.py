@@ -26,7 +26,7 @@ from harness.common.json_files import finite
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
-from harness.data.tokenizers import Tokenizer, load_encoding_offline, load_tokenizer
+from harness.data.tokenizers import Tokenizer, load_gpt2_offline, load_tokenizer
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
@@ -232,7 +232,7 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
 
 def _tokenizer_here(name: str | Path) -> Tokenizer | None:
     """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine."""
-    return load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
+    return load_tokenizer(name) if isinstance(name, Path) else load_gpt2_offline()
 
 
 def _number_of_batches(count: int) -> str:
