@@ -58,7 +58,7 @@ class Checkpointer:
         # of that copy need not be kept between saves.
         is_kept = self.config.async_checkpoint or world.device.type == "cuda"
         self.copies = HostCopies(world.device, keep=is_kept)
-        self.saved_step = prepared.position.first_step - 1
+        self.saved_step = prepared.position.first_step - 1  # global step of the newest checkpoint, if there is one
         # Read once, because the dataset may be replaced during training.
         tokenizer = prepared.dataset.tokenizer
         self.tokenizer = (tokenizer.name, tokenizer.read_bytes()) if isinstance(tokenizer, Path) else None
@@ -66,11 +66,12 @@ class Checkpointer:
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     def restore(self, loader: TokenLoader) -> None:
-        """Restore model, optimizer, random states and unreported losses from the checkpoint to resume from. If there is
-        none, begin the run: load initial weights, move earlier results aside, and seed the random generators. In both
-        cases warm up the optimizer step with `loader`'s first microbatch.
+        """Restore weights, optimizer, random states and unreported losses from the checkpoint to resume from, and set
+        the run's links and metrics back to it. If there is no checkpoint, begin the run: load train.json's initial
+        weights, if it names any, move earlier results aside, and seed the random generators.
 
-        Raises UserError if the checkpoint belongs to another model.
+        In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
+        Raises UserError if the checkpoint or the initial weights do not fit this run's model or optimizer.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.random_seed, self.world.rank
         saved = None
@@ -96,51 +97,57 @@ class Checkpointer:
             return
         restore_optimizer(self.step, saved, start)
         first_step = self.prepared.position.first_step
-        if self.prepared.is_from_notebook:  # its checkpoints have neither random states nor unreported losses
+        if self.prepared.is_from_notebook:  # the notebook's checkpoints have neither of the states below
             seed_for_rank(seed, rank, first_step)
         else:
             restore_ranks(saved, start, self.meter, self.world, seed=seed, step=first_step)
         self.reporter.starting(self.step.precision, saved)
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
-    def save(self, state: TrainState, *, planned: bool, during: str | None = None) -> None:
+    def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
         """Save a checkpoint of the last completed step. `planned` is true if the checkpoint was due by train.json, and
-        false if it is saved because of a signal. `during` names the evaluation that the signal interrupted
-        ("validation" or "benchmarks"), or is None. meta.json records `during`, so that the resumed run repeats that
-        evaluation and does the work that follows it.
+        false if it is saved because of a signal. meta.json records `interrupted_evaluation` ("validation", "benchmarks"
+        or None), so that the resumed run repeats the evaluation that the signal interrupted and does the work that
+        follows it.
 
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
-        running when this method returns. They run before the next step's work, and the writer waits for them.
+        running when this method returns. They run before the next step's work, and the writer waits for them. An error
+        in the thread is raised by the next `save` or `finish`, or by `Writer.check`. Raises RunError if the weights are
+        not equal on all ranks, or if the files cannot be written.
         """
+        if planned:  # otherwise the sums stay, so that the next planned checkpoint records what it would without a stop
+            state.begin_checkpoint()
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
+        elif planned and self.prepared.position.is_due(state.global_step, self.config.validation_interval):
+            state.record_if_best(state.val_loss)  # the loss of this step, not of an earlier one
         with self.prepared.clock.phase("checkpointing"):
             self.check_weights(state)
             random = {"cpu": torch.get_rng_state()}
             if self.world.device.type == "cuda":
                 random["cuda"] = torch.cuda.get_rng_state(self.world.device)
+            # The key "window" holds the losses since the last report.
             ranks = self.world.gather({"random": random, "window": self.meter.state()})
             self.world.on_rank0(self.writer.wait)  # it may still read the copy of the previous save
             scaler = self.step.scaler.state_dict()  # waits for the device, so before the copies
             copied = copy_state(self.step, self.world, self.copies)
 
-            def submit() -> None:
+            def start_writing() -> None:
                 checkpoint = Checkpoint(
                     **copied,
                     scaler=scaler,
                     train_state={"ranks": ranks},
-                    meta=self.reporter.meta(state, planned=planned, during=during),
+                    meta=self.reporter.meta(state, planned=planned, interrupted_evaluation=interrupted_evaluation),
                     tokenizer=self.tokenizer,
                 )
-                self.writer.submit(partial(self._write_and_point, checkpoint))
+                self.writer.submit(partial(self._write, checkpoint))
 
-            self.world.on_rank0(submit)
+            self.world.on_rank0(start_writing)
         self.saved_step = state.global_step
 
-    def _write_and_point(self, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint and point the link `latest` to it. If it is the best so far, point the link `best` to
-        it, too. Then remove old checkpoints if `keep_checkpoints` is set. Called by `self.writer`, which may run it in
-        a background thread."""
+    def _write(self, checkpoint: Checkpoint) -> None:
+        """Write the checkpoint, set the links `latest` and `best`, and remove old checkpoints if train.json sets
+        `keep_checkpoints`. Called on rank 0 by `self.writer`, which may run it in a background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -148,8 +155,8 @@ class Checkpointer:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
 
     def check_weights(self, state: TrainState) -> None:
-        """Raise RunError if the weights are not equal on all ranks, bit for bit. They must be equal, because all ranks
-        apply the same gradient."""
+        """Raise RunError on every rank if the checksums of the weights are not equal on all ranks. They must be equal,
+        because all ranks apply the same gradient."""
         own: list[int] = []
         if self.world.size > 1:
             with self.world.watchdog.guard(Place(state.global_step, "check")):
@@ -163,14 +170,15 @@ class Checkpointer:
             )
 
     def finish(self) -> None:
-        """Wait until every checkpoint is on disk."""
+        """Wait until every checkpoint is on disk. Raises RunError if the last one could not be written."""
         with self.prepared.clock.phase("checkpointing"):
             self.world.on_rank0(self.writer.wait)
 
 
 @torch.no_grad()
 def weight_checksums(model: nn.Module) -> list[int]:
-    """Return, for each parameter in order, the sum of the bit patterns of its fp32 elements. Waits for the device."""
+    """Return, for each parameter in order, the sum of its fp32 elements, each read as a 32-bit integer. Waits for the
+    device."""
     sums = []
     for parameter in model.parameters():
         pieces = parameter.detach().reshape(-1).view(torch.int32).split(PIECE)
@@ -179,9 +187,12 @@ def weight_checksums(model: nn.Module) -> list[int]:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Return a text on how the ranks' weights differ, or None if all are equal. It names the ranks that differ from the
-    largest group of equal ranks (all ranks if no group is the largest), and the first tensor that differs. `checksums`
-    has the `weight_checksums` of each rank."""
+    """Return a text on how the ranks' weights differ, or None if all are equal. `checksums` holds the
+    `weight_checksums` of each rank.
+
+    The text names the first tensor that differs, and the ranks that differ from the largest group of equal ranks. If no
+    group is larger than all others, the text names the ranks of every group.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)
@@ -208,22 +219,22 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
-        run.set_pictures_aside(make_aside())
+        run.set_summary_and_chart_aside(make_aside())
     MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
 
 def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed this rank's random generator, which dropout uses. The seed differs between values of `seed`, between ranks,
-    and between values of `step`, the first global step of a resumed run."""
+    """Seed this rank's random generators, which dropout uses, on the CPU and on CUDA. The seed differs between values
+    of `seed`, between ranks, and between values of `step`, the first global step of this process."""
     torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
 def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World, *, seed: int, step: int) -> None:
-    """Restore this rank's random state and unreported losses. If the number of ranks has changed, seed this rank anew,
-    and load the unreported losses of all ranks into rank 0's meter.
+    """Restore this rank's random state and unreported losses from the checkpoint `path`, whose content is `saved`. If
+    the number of ranks has changed, seed this rank anew by `seed_for_rank`, and load the unreported losses of all ranks
+    into rank 0's meter. If the run was on CPUs before and is now on CUDA, seed CUDA's generator anew.
 
-    Raises UserError if the checkpoint's file with these states does not have the expected structure. `path` is the
-    checkpoint.
+    Raises UserError if the checkpoint's file with these states does not have the expected structure.
     """
     with state_errors_as_user_errors(path / checkpoints.TRAIN_STATE):
         if not isinstance(saved.train_state, dict):  # indexing a tensor with "ranks" would warn, not raise
@@ -246,7 +257,8 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the states of optimizer and scaler from the checkpoint at `path`. Called on every rank.
+    """Load the states of optimizer and scaler from the checkpoint `path`, whose content is `saved`. Called on every
+    rank.
 
     A checkpoint by the training program of Giles Thomas's lab notebook (harness/runs/upstream.py) has its optimizer
     state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer begins
@@ -271,8 +283,8 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
 @contextmanager
 def state_errors_as_user_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns errors from a state of unexpected structure into UserError. The error names `file`,
-    which was readable and has the right hash, but does not contain the expected state."""
+    """Context manager that turns errors from a state of unexpected structure into UserError. The message names `file`,
+    which could be read and has the right hash."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:

@@ -42,7 +42,12 @@ class Trainer:
     on rank 0."""
 
     def __init__(self, prepared: PreparedRun, world: World, stop: StopSignal) -> None:
-        """Build the parts of training: model, optimizer, data loader and so on. Collective."""
+        """Build the parts of training. The model has new weights, which are equal on all ranks; `Checkpointer.restore`
+        then loads those to train from. `stop` holds the signal that asks this process to stop. Collective.
+
+        Raises UserError if the machine's memory cannot hold the model, if the device cannot compute what train.json
+        demands, or if a benchmark cannot be loaded.
+        """
         load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
         import torch
 
@@ -74,22 +79,26 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining steps, and after each step the work that is due. If a signal asks any rank to stop, save a
-        checkpoint and raise RunStopped."""
+        checkpoint, unless there is one of this step, and raise RunStopped on every rank. Collective.
+
+        From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
+        """
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
         state, position = self.state, self.prepared.position
         try:
-            if self.prepared.interrupted_in:  # a signal interrupted the work after the last step
-                self.after_step(state.global_step, first=self.prepared.interrupted_in)
+            if evaluation := self.prepared.interrupted_evaluation:
+                self.after_step(state.global_step, interrupted_evaluation=evaluation)
             steps = range(position.first_step, position.total_steps)
-            for step in self.stop.steps(self.world, steps, between=self.checkpointer.writer.check):
+            # Raises RunStopped before the next step if there is a signal, and the error of a background save.
+            for step in self.stop.steps_until_signal(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
-                    done = step - position.first_step
-                    microbatches = self.loader.microbatches(done, self.world.rank)
-                    batch_tokens = self.loader.batches.at(done).global_tokens
-                    multiplier, decay = self.schedule.at(step, batch_tokens)
-                    result = self.optimizer_step.run(microbatches, multiplier, decay)
+                    steps_from_start = step - position.first_step  # the loader starts where this process does
+                    microbatches = self.loader.microbatches(steps_from_start, self.world.rank)
+                    batch_tokens = self.loader.batches.at(steps_from_start).global_tokens
+                    rate_factor, decay_factor = self.schedule.at(step, batch_tokens)
+                    result = self.optimizer_step.run(microbatches, rate_factor, decay_factor)
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step
                 state.tokens_seen += batch_tokens
@@ -98,18 +107,19 @@ class Trainer:
             self.checkpointer.finish()
         except RunStopped as request:
             # metrics.jsonl gets no line for this checkpoint, so that the file equals that of a run that never stopped.
-            if request.during or state.global_step != self.checkpointer.saved_step:
-                self.checkpointer.save(state, planned=False, during=request.during)
+            if request.interrupted_evaluation or state.global_step != self.checkpointer.saved_step:
+                self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
             self.reporter.stopped(request.signal, state)
             self.world.barrier()
             raise
 
-    def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do the work that is due after global step `step`, beginning with `first` (one of the names that
-        `Position.due_after` returns). The checkpoint comes last, because it records the results of the other work."""
+    def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
+        """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
+        of the other work. If a signal interrupted the evaluation "validation" or "benchmarks" of this step in an
+        earlier process, only that evaluation and the work after it are done."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
-        due = position.due_after(step, config, first=first)
+        due = position.due_after(step, config, interrupted_evaluation)
         if "report" in due:
             self.report(step)
         if "validation" in due:
@@ -123,9 +133,6 @@ class Trainer:
         if "sample" in due:
             self.reporter.sample(self.evaluations.sample(), state)
         if "checkpoint" in due:
-            state.begin_checkpoint()
-            if position.is_due(step, config.validation_interval):
-                state.record_if_best(state.val_loss)
             self.checkpointer.save(state, planned=True)
             self.reporter.checkpoint(state)
             if step != position.last_step:
@@ -134,8 +141,8 @@ class Trainer:
             self.checkpointer.check_weights(state)
 
     def report(self, step: int) -> None:
-        """Wait for the device, then report the losses since the last report. Raises RunError on every rank if the
-        gradients of too many steps in a row were not finite."""
+        """Wait for the device, then report the losses since the last report. Collective. Raises RunError on every rank
+        if the gradients of `max_skipped_steps` steps in a row were not finite."""
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
@@ -250,9 +257,9 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions, *, began: float) -> None:
-    """Start or resume training. The clock of the run counts from the `time.perf_counter()` value `began`. If the run is
-    finished, only complete its links, metrics and summary, in case an earlier process was killed before it wrote
-    them."""
+    """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the time of
+    `time.perf_counter()` from which the run's clock counts. If the run is finished, only complete its links, metrics
+    and summary, in case an earlier process was killed before it wrote them."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock
@@ -261,7 +268,8 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
 
     clock = Clock(experiment.config.price_per_hour, began)
     stop, run = StopSignal(), experiment.run
-    world = World.join(is_stopping=stop.is_set)  # Trainer.train installs `stop`'s signal handlers later
+    # Until Trainer.train calls `stop.listen`, a signal ends this process at once; there is nothing to save yet.
+    world = World.join(is_stopping=stop.is_set)
     prepared = prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:
         steps = prepared.position.first_step
@@ -276,7 +284,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
             world.on_rank0(prepared.lock.note_begun)  # so that a restart by torchrun resumes the run
             try:
                 trainer.train()
-            except Exception:
+            except Exception:  # after RunStopped, every save has ended, and this does not wait
                 with suppress(Exception):  # an error of a background save must not replace this one
                     trainer.checkpointer.writer.wait(SPEAKER_PATIENCE_SECONDS)
                 raise

@@ -123,6 +123,7 @@ class Mix(nn.Module):
 
 def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
     """Return softmax attention of each token to itself and the tokens before it, as (B, H, T, D) in the inputs' dtype.
+    Attention weights are dropped with the probability `drop_rate`.
 
     If keys and values have fewer heads than queries, several query heads share each key-value head (grouped-query
     attention; Ainslie et al., arXiv:2305.13245).
@@ -156,6 +157,8 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x_BxTxC: Tensor, rotation: Rotation | None, values_BxTxK: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
+        """Return the output, (B, T, C). `rotation` is None without RoPE, `values_BxTxK` in a layer without value
+        embeddings, and `cache` if the tokens are the whole sequences."""
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
             v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)
@@ -207,9 +210,10 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream through dropout.
 
-    With `embedding_skip`, the block first mixes its input with the first block's input, whose initial factor is 0.
-    `forward` also returns the routing of the block's experts, or None without experts. The routing is not stored in an
-    attribute, because torch.compile would lose the attribute where blocks are recomputed.
+    With `embedding_skip`, the block first mixes its input with the input of the first block. At initialization, the
+    first block's input has the factor 0. `forward` also returns the routing of the block's experts, or None without
+    experts. The routing is not stored in an attribute, because torch.compile would lose the attribute where blocks are
+    recomputed.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -327,8 +331,9 @@ def computes_in_groups(x_RxC: Tensor) -> bool:
 
 
 def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """Apply each expert to its rows of `x_RxC`, which are sorted by expert. In training, an expert without rows is also
-    called. Its gradients are then zeros instead of None, as optimizers and DDP expect."""
+    """Apply each expert to its rows of `x_RxC`, which are sorted by expert. `tokens_E` has the number of rows of each
+    expert. If gradients are enabled, an expert without rows is also called. Its gradients are then zeros instead of
+    None, as optimizers and DDP expect."""
     parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
     return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
 
@@ -339,10 +344,11 @@ def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> 
     device = x_RxC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RxC.dtype
     ends_E = tokens_E.cumsum(0).to(torch.int32)
+    # A row's expert is the number of experts whose rows end at or before the row's index.
     first_ends = torch.arange(len(x_RxC), device=x_RxC.device).unsqueeze(1) >= ends_E
     is_of_RxE = F.one_hot(first_ends.sum(1), len(experts)).to(dtype)
 
-    def linear(layers: list[Any], rows_RxI: Tensor) -> Tensor:
+    def linear(layers: list[Any], rows_RxI: Tensor) -> Tensor:  # I and O: widths of a layer's input and output
         weight_ExOxI = torch.stack([layer.weight for layer in layers]).to(dtype)
         out, into = weight_ExOxI.shape[1:]  # padded with zeros to widths that the kernels accept
         missing_in, missing_out = -into % GROUPED_ALIGNMENT, -out % GROUPED_ALIGNMENT
@@ -438,8 +444,8 @@ class GPTModel(nn.Module):
         """Initialize as GPT-2 does (Radford et al. 2019, section 2.3): weights are normal with standard deviation 0.02,
         biases are zero.
 
-        The weights of projections into the residual stream are divided by the square root of the number of these
-        projections, or are zero with "zero_residual". The bigram embedding starts at zero, too.
+        The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each layer
+        has two of them; with "zero_residual" these projections start at zero. The bigram embedding starts at zero, too.
         """
         modules = list(self.modules())
         into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}
@@ -547,7 +553,8 @@ class GPTModel(nn.Module):
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
     """Return a model in evaluation mode on `device`, with the weights of a safetensors file.
 
-    Raises UserError if the file does not match `config`, or if this machine's memory cannot hold even the weights.
+    Raises UserError if the file cannot be read or does not match `config`, or if this machine's memory cannot hold even
+    the weights.
     """
     check_memory(config)
     model = GPTModel(config)

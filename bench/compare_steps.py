@@ -91,7 +91,8 @@ Row = dict[str, Any]
 
 
 class Player:
-    """Processes of one program, one process for each rank. They take one training step per request."""
+    """One of the compared programs: its processes, one for each rank, which take a training step at each request, and
+    the measured seconds of all steps so far."""
 
     def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
         self.name = name
@@ -120,8 +121,8 @@ class Player:
         ]
 
     def step(self) -> None:
-        """Take one step on all ranks, and record the time of the slowest rank and the sum of the ranks' processor
-        time."""
+        """Take one step on all ranks, and record the seconds of the slowest rank ("wall") and the sum of the ranks'
+        processor seconds ("processor"). Raises ClickException if a process has ended."""
         for process in self.processes:
             print("step", file=process.stdin, flush=True)
         answers = []
@@ -184,9 +185,9 @@ def compare(
             rounds += 1
     row: Row = {"shape": case.title, "ranks": ranks, "threads": threads, "ours": precision, "peer": peer}
     row["steps"] = rounds - WARM_UP
-    for what in MEASURED:
-        ours, theirs = (statistics.median(step[what] for step in player.steps[WARM_UP:]) for player in players)
-        row |= {f"{what}_ms": [1e3 * ours, 1e3 * theirs], f"{what}_ratio": theirs / ours}
+    for clock in MEASURED:
+        ours, theirs = (statistics.median(step[clock] for step in player.steps[WARM_UP:]) for player in players)
+        row |= {f"{clock}_ms": [1e3 * ours, 1e3 * theirs], f"{clock}_ratio": theirs / ours}
     return row
 
 
@@ -226,10 +227,9 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
                 row = compare(case, own, peer + suffix, **effort)
                 rows.append(row)
                 line = f"{row['ours']:6}{row['peer']:20}"
-                for what in MEASURED:
-                    line += (
-                        f"{' / '.join(f'{each:,.0f}' for each in row[f'{what}_ms']):>20}{row[f'{what}_ratio']:>7.2f}"
-                    )
+                for clock in MEASURED:
+                    times = " / ".join(f"{each:,.0f}" for each in row[f"{clock}_ms"])
+                    line += f"{times:>20}{row[f'{clock}_ratio']:>7.2f}"
                 click.echo(line)
     if file:
         file.write_text(json.dumps(rows, indent=1) + "\n")
@@ -336,7 +336,8 @@ def peers_loss(program: str, case: Case) -> Any:
 
 
 def contend() -> None:
-    """Run one rank of the program sys.argv[1] on the Case in sys.argv[2], which is JSON."""
+    """Run one rank of the program named in sys.argv[1] on the Case in sys.argv[2], which is JSON, and write the times
+    of its steps to standard output (see `take_turns`)."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not be read as an answer
     name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), take_turns(answers)

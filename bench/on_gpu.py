@@ -60,7 +60,8 @@ STAGES = {
 
 
 def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
-    """Run each stage that is not done yet in its own process, until `seconds` are over. Then write the tables."""
+    """Run each stage that is not done yet in its own process, with the options `passed_on`. Kill a stage after its
+    LIMIT_SECONDS, and the last one when `seconds` are over. Then write the tables."""
     deadline = time.monotonic() + seconds
     done = {row["what"] for row in bench.rows() if row["stage"] == "stages" and row["status"] == 0}
     for stage, limit in LIMIT_SECONDS.items():

@@ -107,8 +107,8 @@ def main(text: Path, rounds: int) -> None:
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
-    """Delete the output of earlier rounds, and tokenize the text once. Return the seconds, the peak memory in MiB, and
-    the number of tokens written."""
+    """Delete the output of earlier rounds, and let the program `name` tokenize the text once. Return the seconds, the
+    peak memory in MiB, and the number of tokens written. Raises SystemExit if the program fails."""
     for left in ("out", "tokens.cache"):
         shutil.rmtree(work / left, ignore_errors=True)
     target = work / "tokens"

@@ -30,8 +30,8 @@ BACKENDS = {
 
 
 def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20) -> float:
-    """Return the median time of `work` in milliseconds. The first three calls, in which kernels are compiled and
-    chosen, are not counted."""
+    """Return the median time of `repeat` calls of `work` (two in a rehearsal) in milliseconds. Three calls before them,
+    in which kernels are compiled and chosen, are not counted."""
 
     def timed() -> float:
         began = time.perf_counter()
@@ -85,8 +85,8 @@ def measure_ceilings(bench: Workbench) -> None:
 
 
 def measure_attention(bench: Workbench) -> None:
-    """Record, for each kernel and dropout rate, the milliseconds of forward and backward, and the share of attention
-    weights that the kernel actually drops."""
+    """Record, for each kernel and dropout rate, the milliseconds of forward and backward together, and the share of
+    attention weights that the kernel actually drops, or the reason why torch refuses the kernel."""
     how: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     heads, length = bench.shape["n_heads"], bench.shape["context_length"]
     batch, dim = (2 if bench.tiny else 64), bench.shape["emb_dim"] // heads

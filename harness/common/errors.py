@@ -22,13 +22,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 # How long a rank waits for another rank to print the error before it prints its own error and exits. torchrun ends all
 # ranks as soon as the first one has exited, so exiting earlier could cut off the other rank's message.
 SPEAKER_PATIENCE_SECONDS = 10.0
 TELLING_SECONDS = 1.0
-# SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\\, which torchrun passes on.
+# SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\, which torchrun passes on.
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -53,11 +53,12 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """Orderly end of a run after a signal. The message for the user has already been printed. The exit status is 128 +
     the signal's number, as in shells."""
 
-    def __init__(self, signal_number: int, during: str | None = None) -> None:
-        """Store the signal's number, and in `during` the evaluation that the signal interrupted, if any."""
-        super().__init__(signal_number, during)
+    def __init__(self, signal_number: int, interrupted_evaluation: str | None = None) -> None:
+        """Store the signal's number. `interrupted_evaluation` is "validation" or "benchmarks" if the signal interrupted
+        that evaluation of the last completed step, and otherwise None."""
+        super().__init__(signal_number, interrupted_evaluation)
         self.signal = signal_number
-        self.during = during
+        self.interrupted_evaluation = interrupted_evaluation
         self.exit_status = 128 + signal_number
 
 
@@ -78,47 +79,66 @@ EXIT = Exit()
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Exit with one line on standard error, instead of a traceback, if the body fails in a way that the user can act
-    on. RunStopped exits without a line, because the body has printed it.
+    """Context manager for a command: end this process with one line instead of a traceback if the body fails.
 
-    Under torchrun, a wrong file makes all processes of a node fail. The node's first process prints the error, and the
-    others wait until torchrun ends them. Those that are still alive after SPEAKER_PATIENCE_SECONDS print the error
-    themselves.
+        end of the body           on standard error                                           exit status
+        normal                    nothing                                                     0
+        UserError                 its message, on each machine once (see `_exit_because_of`)  2
+        RunError                  its message                                                 1
+        PeerError                 its message, unless another rank's comes first              1, or 128 + signal
+        RunStopped                nothing, because the body has printed a message             128 + signal
+        BrokenPipeError           nothing                                                     128 + SIGPIPE
+        OSError                   the file and the system's reason                            1
+        KeyboardInterrupt         the signal's name and how to continue                       128 + signal
+        any other, in a rank      the traceback, because it is a bug                          1
+
+    SystemExit, and without a launcher any other exception, is not caught. A rank of several exits here even after a
+    normal end of the body.
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
-    is_first = _launched("LOCAL_WORLD_SIZE", 1) < 2 or _launched("LOCAL_RANK", 0) == 0
-    end: UserError | RunError
+    is_first = launcher_number("LOCAL_WORLD_SIZE", 1) < 2 or launcher_number("LOCAL_RANK", 0) == 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it was closed before Python started
             with suppress(OSError):  # the file behind the stream was exchanged
                 stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         yield
-        if _launched("WORLD_SIZE", 1) > 1:
+        if launcher_number("WORLD_SIZE", 1) > 1:
             # When the interpreter shuts down, torch's threads that still run C++ code can abort the process ("terminate
             # called without an active exception"), and torchrun would report a finished rank as failed.
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:  # None if it was closed before Python started
                     stream.flush()
             os._exit(0)
-        return
     except (UserError, RunError) as error:
-        end = error
+        _exit_because_of(error, is_first=is_first)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         end = RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}")
+        _exit_because_of(end, is_first=is_first)
     except KeyboardInterrupt:  # not during training, which handles SIGINT itself
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the exit
         number = EXIT.stop_signal or signal.SIGINT
         if is_first:
             say_last(f"stopped by {signal.Signals(number).name}; to continue, run the same command again")
-        end = RunStopped(number)
+        _exit_because_of(RunStopped(number), is_first=is_first)
     except Exception:
         if "LOCAL_RANK" not in os.environ:
             raise
         say_last(traceback.format_exc().rstrip())
-        os._exit(1)  # a bug; exit at once, because with other ranks running a normal exit could hang
+        os._exit(1)  # at once, because with other ranks running a normal exit could hang
+
+
+def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
+    """Print the message of `end` and exit with its status. Prints nothing for RunStopped, or if another thread has
+    printed why this process ends.
+
+    Another rank prints the reason for PeerError. A wrong file makes all ranks of a machine raise the same UserError,
+    which the first of them prints (`is_first`). In both cases this rank waits until its launcher ends it. If it is
+    still alive after SPEAKER_PATIENCE_SECONDS, it prints its own message. If a signal has already asked this rank to
+    stop, it does not wait and exits as for RunStopped.
+    """
     if isinstance(end, PeerError):
         EXIT.has_lost_peer = True
     else:
@@ -141,7 +161,7 @@ def one_line_errors() -> Iterator[None]:
     os._exit(end.exit_status)
 
 
-def _launched(name: str, default: int) -> int:
+def launcher_number(name: str, default: int) -> int:
     """Return the number in a launcher's environment variable, or `default` if it is unset or not a whole number of at
     most nine digits. distributed/environment.py refuses a wrong value with an error message."""
     text = os.environ.get(name, "")

@@ -1,7 +1,8 @@
 """Hashing, flushing, atomic writing and moving of files and folders, so that no file or folder is ever incomplete under
 its final name.
 
-`atomic_file` and `atomic_folder` write every file and folder that other processes must not read half-written.
+`atomic_file` and `atomic_folder` write files and folders that other processes must not read half-written. Code that
+chooses a folder's name or draft in its own way calls the parts of `atomic_folder`: `draft_folder` and `rename_whole`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
     `final`.
 
     If the body fails, the draft is removed and `final` is unchanged. By default, the draft is beside `final` and has
-    this process's pid in its name, so that no two processes share a draft. `draft` sets another path. A
-    file that is replaced keeps its permissions. Raises OSError if `final` is a device, a pipe or a socket.
+    this process's pid in its name, so that no two processes share a draft. `draft` sets another path on the same file
+    system. A file that is replaced keeps its permissions; a symbolic link is replaced itself, not its target. Raises
+    OSError if `final` is a device, a pipe or a socket.
     """
     if final.exists() and not final.is_file() and not final.is_dir():  # a rename would replace a device like /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(final))
@@ -172,7 +174,8 @@ def umask() -> int:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is one plain path component. Raises UserError for `..`, a slash or a hidden name."""
+    """Return `name` if it is one plain path component. Otherwise, as for `..`, a slash or a hidden name, raises
+    UserError, whose message begins with `what`."""
     if len(name) > LONGEST_NAME:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters")
     if not SAFE_NAME.fullmatch(name):

@@ -141,7 +141,8 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
-    """Return a text that says how the hash of a downloaded file differs from the Hub's, or None if they are equal.
+    """Return a text that says how the hash of a downloaded file differs from the Hub's, or that there is no such file,
+    or None if the hashes are equal.
 
     The hash is SHA-256 for an LFS file. For other files it is the SHA-1 of the git blob, which also covers the object's
     type and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).

@@ -6,6 +6,8 @@ import gc
 import importlib
 import os
 
+from harness.common.errors import launcher_number
+
 SETTINGS = {
     # By default, torch prints pages of C++ stack frames when it loses the connection to its key-value store. The ranks
     # report this loss themselves in one line.
@@ -32,8 +34,7 @@ def configure_libraries() -> None:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = usable_cores() // max(1, int(ranks) if ranks.isdigit() else 1)
+    share = usable_cores() // max(1, launcher_number("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_COMPILERS, share))))
 
 

@@ -52,7 +52,7 @@ class MemoryLimit:
     """Limit on one rank's memory during a microbatch search."""
 
     gib: float  # limit on the memory of the whole GPU, or on a CPU on the process's writable memory
-    usable_bytes: float  # the part of the limit that `peak_under_limit` may reach
+    usable_bytes: float  # the part of the limit that `peak_of_limited_memory` may reach
     note: str  # text on the rest of the limit, to follow the words "limit 40.00 GiB, of which"
     asked_gib: float | None = None  # the user's limit; None for all available memory
 
@@ -63,9 +63,9 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
     On CUDA, the caching allocator may use `limit_gib` (at most the whole GPU) minus CUDA_RESERVE_BYTES and minus the
     memory that is now in use outside the allocator (CUDA itself, communication buffers, other processes). On a CPU, a
-    process's writable memory may reach `limit_gib` minus HEADROOM_BYTES. If `limit_gib` is None, the limit is the whole
-    GPU, or on a CPU what this process uses now plus 1/`local_size` of the free memory. Raises UserError on a CPU if the
-    operating system is not Linux.
+    process's writable memory may reach `limit_gib` (at most the hard limit of RLIMIT_DATA) minus HEADROOM_BYTES. If
+    `limit_gib` is None, the limit is the whole GPU, or on a CPU what this process uses now plus 1/`local_size` of the
+    free memory. Raises UserError on a CPU if the operating system is not Linux.
     """
     if device.type == "cuda":
         total = float(torch.cuda.mem_get_info(device)[1])
@@ -113,7 +113,8 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in."""
+    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in. On
+    macOS, return the bytes of all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free
@@ -127,7 +128,7 @@ def free_memory() -> int:
     return available if maximum == "max" else min(available, int(maximum) - current)
 
 
-def peak_under_limit(device: torch.device) -> int:
+def peak_of_limited_memory(device: torch.device) -> int:
     """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
     since its statistics were reset, on the CPU this process's writable memory since its start.
 
@@ -168,6 +169,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def _status_bytes(field: str) -> int:
+    """Return a field of /proc/self/status, which has it in KiB, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -211,7 +213,8 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Make the C library keep freed blocks from now on, if at least AMPLE times this process's peak memory is free.
+    """Make the C library keep freed blocks from now on, if `free_bytes`, the free memory that this process may use, is
+    at least AMPLE times the process's peak memory.
 
     So much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
     state may still have to be allocated. Does nothing if this process's writable memory is limited.

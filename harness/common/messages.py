@@ -60,7 +60,8 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """Return the first `most` names as one text, and the number of the others: "a, b and 3 more"."""
+    """Return the names joined by `separator`. If there are more than `most`, only the first `most` are shown, and the
+    number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
@@ -108,8 +109,9 @@ def is_unicode(text: str) -> bool:
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of a table. Headings are wrapped to the width of their columns. Columns whose heading is in
-    `left` are aligned to the left, others to the right."""
+    """Yield the lines of a table, which must have at least one row. A row has one text for each heading. A column is as
+    wide as its longest cell or word of its heading, and the heading is wrapped to this width. Columns whose heading is
+    in `left` are aligned to the left, others to the right."""
     columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
         width = max(map(len, [*cells, *heading.split()]))
@@ -126,8 +128,8 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Return the text wrapped to lines of at most 80 characters, with control characters escaped. Lines after the first
-    are indented by `indent` spaces."""
+    """Return the text wrapped to lines of at most 80 characters, with control characters escaped. The first line keeps
+    the spaces at the beginning of `text`; the others are indented by `indent` spaces."""
     words = text.lstrip(" ")
     first, following = text[: len(text) - len(words)], " " * indent
     return textwrap.wrap(

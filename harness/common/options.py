@@ -36,7 +36,7 @@ class Group(Command, click.Group):
 
 
 class FiniteNumber(click.FloatRange):
-    """Number in a range that is neither infinite nor NaN."""
+    """Type of an option: a number in a range. Infinity and NaN are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -91,7 +91,7 @@ class TrainOptions:
                     raise UserError(f"{_as_typed(name)} belongs with {_as_typed(needed)}")
         for one, other in NOT_TOGETHER:
             if getattr(self, one) and getattr(self, other):
-                raise UserError(f"{_as_typed(one)} and {_as_typed(other)}: give one of them")
+                raise UserError(f"{_as_typed(one)} and {_as_typed(other)}: give at most one of them")
         if checkpoint is not None and (self.restart or self.find):
             raise UserError("CHECKPOINT cannot be given with --restart or -f; remove CHECKPOINT or the option")
 

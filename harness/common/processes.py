@@ -115,7 +115,7 @@ def has_ended(name: str) -> bool:
     """True if a launcher on this machine is known to have ended. `name` is what `launcher_name` returned in a rank of
     this launcher."""
     pid, _, started = name.partition(" ")
-    return pid.isdigit() and started.isdigit() and start_time(int(pid)) != started
+    return pid.isdecimal() and started.isdecimal() and start_time(int(pid)) != started
 
 
 def exit_when_launcher_dies() -> None:

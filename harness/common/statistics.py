@@ -59,6 +59,7 @@ def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
 
 
 def estimate(value: float, resampled: Sequence[float] | np.ndarray) -> Estimate:
+    """Return `value` with its interval, from the same quantity computed on each resample."""
     outside = (100 - INTERVAL_PERCENT) / 2
     low, high = np.percentile(resampled, [outside, 100 - outside])
     return Estimate(float(value), float(low), float(high))

@@ -23,7 +23,7 @@ class Heartbeat:
     process: ProcessName
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
-    stalled: float | None  # seconds without progress; None outside `Watchdog.guard`
+    stalled: float | None  # seconds without progress; None where a lack of progress is no fault
     stopping: bool  # a signal has asked this rank to stop
     leaving: bool = False  # this rank ends because of a fault that it or another rank of its machine prints
 
@@ -41,7 +41,7 @@ class LastHeartbeat:
     """The last new heartbeat of a rank, and the time when this process received it."""
 
     heartbeat: Heartbeat
-    at: float
+    at: float  # like all times here, by time.monotonic
     gone_since: float | None = None  # when this rank's process was first seen to have ended
     to_confirm: int = 0  # heartbeats that the rank must still send before it can count as stuck
 
@@ -56,8 +56,9 @@ class Heartbeats:
     frozen_until: float = 0.0  # until this time, received heartbeats may be from before this process was frozen
 
     def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
-        """Record the heartbeats that the store holds, one of each rank. A heartbeat with the same number as the rank's
-        last one is not new and is ignored."""
+        """Record the heartbeats that the store holds, one of each rank, received at the time `now`. A heartbeat with
+        the same number as the rank's last one is not new and is ignored. If the least progress has changed, or the
+        ranks that have it, no rank counts as stuck before it has sent HEARTBEATS_TO_CONFIRM more heartbeats."""
         self.contact = now
         before = self.last_of_all()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
@@ -81,8 +82,8 @@ class Heartbeats:
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
         """Restart the count of seconds since each rank's last heartbeat and since the store's last answer. Called after
-        this process was frozen and received nothing. In the next `grace_seconds`, received heartbeats may still be from
-        before the freeze."""
+        this process was frozen and received nothing. For the next `grace_seconds`, no rank counts as stuck, because
+        received heartbeats may still be from before the freeze."""
         self.contact = now
         self.frozen_until = now + grace_seconds
         for last in self.last:

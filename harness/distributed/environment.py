@@ -85,11 +85,11 @@ def ranks_to_start(processes: int | None) -> int:
 
 def run_ranks(count: int) -> NoReturn:
     """Run this process's command in `count` ranks on this machine, forward signals to them, and exit when all have
-    ended.
+    ended. If a signal ended a rank before the rank could print a message, print one.
 
     Each rank has its own process group of the operating system, so that Ctrl-C in a terminal reaches only this process.
-    The exit status is that of the first rank that failed, or 128 + the signal's number if a signal ended it. Raises
-    UserError if this machine cannot start so many ranks.
+    The exit status is that of the first rank that failed, or 128 + the signal's number if a signal ended it, or 0 if
+    none failed. Raises UserError if `count` is more than RANKS_PER_CORE for each core.
     """
     if count > (most := RANKS_PER_CORE * usable_cores()):
         raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
@@ -130,8 +130,12 @@ def run_ranks(count: int) -> NoReturn:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
-    """Wait for all ranks to end, and return the first rank that failed, or None if none failed. Once a rank has failed,
-    the other ranks get SIGTERM, and SIGKILL after ENDING_SECONDS."""
+    """Wait for all ranks to end, and return the first rank that failed, or None if none failed.
+
+    Once a rank has failed, the other ranks get SIGTERM, and SIGKILL ENDING_SECONDS later. If `asked`, the signals that
+    were forwarded to the ranks, is not empty, all ranks are ending already. Both signals then come STOPPING_SECONDS
+    later.
+    """
     failed, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:
         running = [rank for rank in ranks if rank.poll() is None]

@@ -54,10 +54,10 @@ NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo's error if a rank could not
 def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[Any, Any]:
     """Find the other ranks and connect to all of them. Returns when all are connected.
 
-    Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices.
-    Returns a second process group, on the CPU, whose timeout is long enough for any work of another rank, and a store
-    with a connection of its own for the watchdog. Raises RunError or PeerError if a rank does not join or cannot be
-    reached.
+    Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices. Its
+    timeout is BACKSTOP_SECONDS longer than `timeout_seconds`, the watchdog's. Returns a second process group, on the
+    CPU, whose timeout is long enough for any work of another rank, and a store with a connection of its own for the
+    watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence

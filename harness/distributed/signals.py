@@ -40,6 +40,8 @@ class StopSignal:
         return bool(self.signal)
 
     def listen(self) -> None:
+        """From now on, record a signal that asks this process to stop, and the end of the launcher, instead of ending
+        at once."""
         handle_stopping_signals(self._note)
         on_launcher_death(self.hang_up)
 
@@ -50,36 +52,39 @@ class StopSignal:
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
-    def steps(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
+    def steps_until_signal(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
         """Yield the steps, calling `between()` before each. Collective.
 
         Raises RunStopped before the same step on all ranks if any rank was asked to stop. The ranks exchange their
         signals while the previous step computes, so that no rank waits for the exchange. A signal during the last step
         changes nothing, because the run ends anyway.
         """
-        agreed, seconds = world.async_max(self.signal, 0), 0.0
+        wait_for_maxima, step_seconds = world.async_max(self.signal, 0), 0.0
         for step in steps:
-            signal_number, longest = agreed()
+            signal_number, longest_seconds = wait_for_maxima()  # sent before the previous step began
             if signal_number:
                 raise RunStopped(signal_number)
             between()
-            agreed, began = world.async_max(self.signal, int(seconds)), time.monotonic()
+            wait_for_maxima, began = world.async_max(self.signal, int(step_seconds)), time.monotonic()
             yield step
-            seconds = time.monotonic() - began
-            # After a long step, exchange the signals at once. The next step may take longer than the 30 seconds after
-            # which torchrun kills a rank that has received a signal. `longest` is the same on all ranks. After a long
-            # step the ranks have waited for one another anyway, so the exchange costs nothing.
-            if longest >= LONG_STEP_SECONDS and step != steps[-1]:
+            step_seconds = time.monotonic() - began
+            # If steps are long, exchange the signals at once. The next step may take longer than the 30 seconds after
+            # which torchrun kills a rank that has received a signal. `longest_seconds`, the time of an earlier step on
+            # the slowest rank, is the same on all ranks, so all make this exchange or none. After a long step the ranks
+            # have waited for one another anyway, so the exchange costs nothing.
+            if longest_seconds >= LONG_STEP_SECONDS and step != steps[-1]:
                 self.raise_if_set(world)
-        agreed()
+        wait_for_maxima()
 
-    def raise_if_set(self, world: World, during: str | None = None) -> None:
-        """Raise RunStopped on every rank if any rank has been asked to stop. Collective."""
+    def raise_if_set(self, world: World, interrupted_evaluation: str | None = None) -> None:
+        """Raise RunStopped, with `interrupted_evaluation`, on every rank if any rank has been asked to stop.
+        Collective."""
         signal_number = max(world.gather(self.signal))
         if signal_number:
-            raise RunStopped(signal_number, during)
+            raise RunStopped(signal_number, interrupted_evaluation)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # The training loop reads self.signal. EXIT is for `one_line_errors`, which has no StopSignal.
         self.signal = EXIT.stop_signal = number
 
 
@@ -90,8 +95,9 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class SharedWork:
-    """Work in numbered pieces, such as the microbatches of a validation, which a signal to stop interrupts. If `shared`
-    is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces."""
+    """An evaluation in numbered pieces, such as the microbatches of a validation, which a signal to stop interrupts. If
+    `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces. `place`
+    names the evaluation for the watchdog, for RunStopped and for the checkpoint that follows it."""
 
     world: World
     shared: bool
@@ -102,9 +108,10 @@ class SharedWork:
         """Return the results of the pieces 0 .. `count` - 1, as the same list on every rank. They are in the order of
         the pieces, so that their sum does not depend on how the ranks divided the work. Collective.
 
-        `work` is given the numbers of this rank's pieces and returns their results, or an exception, which is then
-        raised on every rank. While it runs, the watchdog reports a fault if this rank makes no progress for too long.
-        Raises RunStopped on every rank if any rank was asked to stop meanwhile.
+        `work` is given an iterator over the numbers of this rank's pieces and returns their results, or an exception,
+        which is then raised on every rank. The iterator raises Interrupted, which `work` must not catch. While `work`
+        runs, the watchdog reports a fault if this rank makes no progress for too long. Raises RunStopped on every rank
+        if any rank was asked to stop meanwhile.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1
@@ -138,5 +145,5 @@ class SharedWork:
             if isinstance(each, Exception):
                 raise each
         if any(each is None for each in values):
-            self.stop.raise_if_set(self.world, during=self.place.name)
+            self.stop.raise_if_set(self.world, interrupted_evaluation=self.place.name)
         return values

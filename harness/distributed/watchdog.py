@@ -2,12 +2,15 @@
 
 An all-reduce waits for a missing rank and cannot say which rank it is. So every rank sends the others heartbeats with
 its progress, through the store of the rendezvous. Threads send the heartbeats and check those of other ranks, even
-while the main thread waits. Long work of a single rank (a download, a save, a validation) is not a fault: only time
-without progress inside `guard` counts.
+while the main thread waits.
 
-On CUDA the main thread only enqueues work, and continues to do so when the device hangs. So at each milestone it
-records a CUDA event behind the enqueued work, and the milestone counts once the device has reached the event. On the
-CPU a milestone counts at once.
+A rank is silent if its heartbeats do not arrive, and gone if its process has ended. Both are reported at any time. A
+rank can be stuck only inside `Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
+
+Progress is counted in milestones, points of its work at which the main thread calls `Watchdog.guard` or
+`Watchdog.beat`. On the CPU a milestone is reached at this call. On CUDA the main thread only enqueues work, and
+continues to do so when the device hangs. So it records a CUDA event behind the enqueued work, and the milestone is
+reached once the device has reached the event.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ class Progress:
         self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not reached these yet
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> None:
-        """Record that the main thread passes a milestone."""
+        """Record that the main thread passes a Milestone with these fields now."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
         is_done = self._record() if self._record else None
         with self._lock:
@@ -185,8 +188,9 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Context manager for the work at `place`. The watchdog reports a fault if this rank makes no progress inside
-        the context for longer than the timeout."""
+        """Context manager for the work at `place`. Inside it, this rank counts as stuck if it (on CUDA, its device)
+        makes no progress for longer than the timeout while no other rank is further behind. The watchdogs of all ranks
+        then end their processes."""
         self._pass(place, 0, is_guarded=True)
         try:
             yield
@@ -200,7 +204,8 @@ class Watchdog:
 
     def beat(self) -> None:
         """Record that the main thread has finished one more part of the work at its current place. The parts are the
-        same on all ranks, so that the watchdog can compare how many parts each rank has finished."""
+        same on all ranks, so that the watchdog can compare how many parts each rank has finished. Does nothing before
+        the first call of `guard` or `idle`."""
         if self._place is not None:
             self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
@@ -210,7 +215,8 @@ class Watchdog:
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
         """Start the threads that watch `size` ranks. The ranks exchange heartbeats through `store`. `barrier` must
-        return only after every rank has called it, because the store then holds the first heartbeat of every rank."""
+        return only after every rank has called it, because the store then holds the first heartbeat of every rank.
+        Collective."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
         self._send(self._heartbeat(0))

@@ -38,14 +38,16 @@ class World:
     local_size: int
     device: torch.device
     watchdog: Watchdog = field(default_factory=Watchdog)
-    control: Any = None
+    control: Any = None  # process group on the CPU, for all but the work on the device; None for a single process
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
-        """Join the world that the launcher's environment variables describe and choose this process's device.
+        """Join the world that the launcher's environment variables describe and choose this process's device. Unless
+        OMP_NUM_THREADS is set, torch gets this rank's share of the machine's cores as threads.
 
         `is_stopping` returns True if a signal has asked this rank to stop. Heartbeats send its value to the other
-        ranks. Raises UserError if there is no device for this process, or if the variables contradict one another.
+        ranks. Raises UserError if there is no device for this process, or if the variables contradict one another, and
+        RunError or PeerError if another rank does not join.
         """
         here = read_ranking()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -91,12 +93,12 @@ class World:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks, however long they take."""
+        """Wait for all ranks, however long they take. Collective."""
         self.gather(None)
 
     def gather(self, value: T) -> list[T]:
         """Return the list of all ranks' `value`, in the order of the ranks, on every rank. Values must be small and
-        picklable."""
+        picklable. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -115,7 +117,7 @@ class World:
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
         """Start to compute, for each of `numbers`, its maximum over all ranks. Returns a function that waits for the
-        maxima and returns them, in the order of `numbers`."""
+        maxima and returns them, in the order of `numbers`. Every rank must call both with as many numbers."""
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:
@@ -136,7 +138,7 @@ class World:
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 while the others wait. Returns its result, which must be small and picklable, on every
-        rank.
+        rank. Collective.
 
         An error in `work` is raised on rank 0, and PeerError on the other ranks, so that the whole job ends.
         """
@@ -145,7 +147,7 @@ class World:
     def broadcast(self, work: Callable[[], Any]) -> Any:
         """Run `work` on rank 0, and return its result on every rank, with all tensors on the CPU. The result consists
         of dicts, lists and tuples of tensors and plain values. Each tensor is sent separately, as bytes. Everything
-        else is sent pickled and must be small.
+        else is sent pickled and must be small. Collective.
 
         An error of rank 0 is raised as in `on_rank0`.
         """
@@ -169,12 +171,15 @@ class World:
 
     def on_each_node(self, work: Callable[[], T]) -> T:
         """Run `work`, such as a download, on the first process of each node while the others wait. Returns on every
-        rank the result of its own node."""
+        rank the result of its own node, which must be small and picklable. Collective.
+
+        An error in `work` is raised on the ranks where it occurs, and PeerError on the other ranks.
+        """
         return self._on_some(work, mine=self.local_rank == 0)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
         """Run `work` on the ranks where `mine` is true. Returns the results of all ranks, by rank, with None for ranks
-        where `mine` is false."""
+        where `mine` is false. An error in `work` is raised where it occurs, and PeerError elsewhere."""
         value, raised = None, None
         if mine:
             try:
@@ -201,7 +206,7 @@ def say(world: World, text: str) -> None:
 
 def replace_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return a copy of `tree` (nested dicts, lists and tuples) with `function(tensor)` in place of each tensor. The
-    function is called for the tensors in their order in the tree."""
+    function is called for the tensors in their order in the tree. Other values are kept."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):

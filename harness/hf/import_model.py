@@ -21,7 +21,7 @@ from harness.data.tokenizers import END_OF_TEXT, load_tokenizer
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
-from harness.runs.trained_model import fill, new_folder
+from harness.runs.trained_model import new_folder, write_model_files
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
@@ -69,7 +69,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
             _from_vocabulary(source, draft / TOKENIZER)
         else:
             own = "gpt2"
-        fill(draft, shape, tensors, tokenizer=own, imported_from=name)
+        write_model_files(draft, shape, tensors, tokenizer=own, imported_from=name)
         if own == "gpt2":
             return "no tokenizer in the folder: GPT-2's will be used"
         tokens = load_tokenizer(draft / TOKENIZER).vocab_size

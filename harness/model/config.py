@@ -19,12 +19,11 @@ DEPTH = "Replaces n_layers, n_heads and emb_dim: this number of layers, and the 
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
 LARGEST_LISTED = 64  # the largest n_kv_heads that an error message suggests
-SIZES = (
+SIZES = (  # the keys that the error for too many parameters names
     *("vocab_size", "context_length", "emb_dim", "n_layers"),
     *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null if not used
 )
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
-MLP_GROWTH = 4  # width of the feed-forward layer divided by emb_dim, as in GPT-2
 LARGEST_EXPERTS = 1024
 EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 
@@ -166,8 +165,9 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Replace `{"depth": d}` by the keys of that shape: d layers of width 64·d, with d heads of width 64. If the
-        model uses `rope_base` or `norm_gain`, fill in the default, so that it is recorded.
+        """Replace `{"depth": d}` by the keys of that shape: d layers of width 64·d, with d heads of width 64. With
+        "depth", `drop_rate` and `qkv_bias` may be missing, and are filled in as 0.0 and false. If the model uses
+        `rope_base` or `norm_gain`, fill in the default, so that it is recorded.
 
         nanochat, too, derives the shape from one setting, with a width of 64 times the number of layers, but its heads
         are 128 wide. Here they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2
@@ -226,21 +226,24 @@ class ModelConfig(RunFile):
 
     @property
     def mlp_width(self) -> int:
-        """Width of the feed-forward layer. With SwiGLU the default is 8/3 of `emb_dim`, rounded up to a multiple of 8:
-        SwiGLU's three matrices then have as many weights as GPT-2's two (Shazeer, arXiv:2002.05202)."""
+        """Width of the feed-forward layer: `mlp_dim`, or by default 4 · `emb_dim` as in GPT-2, and with SwiGLU
+        8 · ⌈`emb_dim` / 3⌉. SwiGLU's three matrices then have about as many weights as the two of other activations
+        (Shazeer, arXiv:2002.05202)."""
         if self.mlp_dim is not None:
             return self.mlp_dim
-        return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else MLP_GROWTH * self.emb_dim
+        return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else 4 * self.emb_dim
 
     def value_embedding_of(self, layer: int) -> int | None:
-        """Return the index of the value embedding table that a block uses, or None if it uses none. With N tables, the
-        first N blocks use tables 0 to N - 1, and the last N blocks use the same tables in the same order."""
+        """Return the index of the value embedding table that the block with index `layer` uses, or None if it uses
+        none. With N tables, the first N blocks use tables 0 to N - 1, and the last N blocks use the same tables in the
+        same order."""
         tables = self.value_embeddings or 0
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
 
     def tensor_shapes(self) -> Shapes:
-        """Return the shape of every tensor by its name in checkpoints, in the model's order."""
+        """Return the shape of every tensor by its name in checkpoints, in the model's order. A tied head is listed,
+        too."""
         shapes = self._embedding_shapes()
         for layer in range(self.n_layers):
             shapes |= {f"trf_blocks.{layer}.{name}": shape for name, shape in self._block_shapes(layer).items()}
@@ -257,8 +260,8 @@ class ModelConfig(RunFile):
         return shapes
 
     def _block_shapes(self, layer: int, experts: int | None = None) -> Shapes:
-        """Return the shapes of a block's tensors, by names without the block's prefix. If `experts` is given, only that
-        many experts are included."""
+        """Return the shapes of a block's tensors, by names without the block's prefix. With `experts`, the tensors of
+        only that many experts are included (None: of all)."""
         rows = {"W_query": self.query_width, "W_key": self.kv_width, "W_value": self.kv_width}
         block: Shapes = {"skip.scale": (2,)} if self.embedding_skip else {}
         block |= self._norm_shapes("norm1")

@@ -41,7 +41,7 @@ def linear_cross_entropy(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
     """Return the mean over N rows of the cross-entropy of softmax(features @ weight.T) against integer targets, as an
-    fp32 scalar (fp64 for fp64 input). With `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
+    fp32 scalar (fp64 for fp64 input). With a `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
 
     Equals F.cross_entropy(F.linear(features, weight).float(), targets) up to rounding. Under autocast the matrix
     products run in the autocast precision and everything else in fp32. Only first derivatives exist, and backward can
@@ -59,13 +59,15 @@ def linear_cross_entropy(
 def token_cross_entropies(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """Return the cross-entropy of each of the N rows, whose mean `linear_cross_entropy` computes. For evaluation only:
-    the result has no gradient, and torch.compile cannot be used."""
+    """Return the cross-entropies (N) whose mean `linear_cross_entropy` returns. For evaluation only: the result has no
+    gradient, and the function cannot be compiled."""
     dtype = _matmul_dtype(features_NxC)
     return _row_losses(features_NxC, weight_VxC, targets_N, dtype, False, False, softcap or 0.0)[0]
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
+    """Return the dtype in which matrix products of `features` run: autocast's where that is enabled, but fp64 stays
+    fp64."""
     device = features.device.type
     if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -104,7 +106,7 @@ def _loss_and_gradients(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean cross-entropy, and N times its gradients with respect to the features (in `product_dtype`) and
-    the weight. Both gradients are empty unless `needs_grad`.
+    the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `softcap` is 0 for no cap.
 
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
     gives the loss and both gradients. The division by N is left to the backward pass, after the matrix products,
@@ -124,8 +126,8 @@ def _row_losses(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `_loss_and_gradients`, with the loss of each row (N) in place of the mean. `dtype` is the
-    dtype of the matrix products."""
+    """Return the results of `_loss_and_gradients`, with the losses of the rows (N) in place of their mean. `dtype` is
+    the dtype of the matrix products."""
     (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
     with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
         features = features_NxC.to(dtype)
@@ -164,9 +166,9 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
 
 
 def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
-    """Add errors.T @ features to `total_WxC`, which may have a higher precision. If `is_first`, overwrite `total_WxC`
-    with the product. A GPU adds in the higher precision without writing the product to memory; a CPU rounds it to the
-    factors' precision first, because torch has no such product for CPUs."""
+    """Add errors.T @ features to `total_WxC`, which may have a higher precision than the two factors. If `is_first`,
+    overwrite `total_WxC` with the product. A GPU adds in the higher precision, without writing the product to memory.
+    A CPU rounds the product to the factors' precision first, because torch has no such operation for CPUs."""
     beta = 0 if is_first else 1
     if total_WxC.dtype == errors_RxW.dtype:
         torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=beta, out=total_WxC)
@@ -188,6 +190,7 @@ def _shapes(
     compiled: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized tensors with the shapes and dtypes of `_loss_and_gradients`' results, for torch.compile."""
     loss = features_NxC.new_empty((), dtype=torch.promote_types(features_NxC.dtype, torch.float32))
     rows, vocab = (features_NxC.shape[0], weight_VxC.shape[0]) if needs_grad else (0, 0)
     dim = features_NxC.shape[1]
@@ -205,6 +208,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 @once_differentiable
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Return the gradients with respect to features and weight, and None for the other inputs."""
     if grad_loss is None:
         return (None,) * INPUTS
     grad_features, grad_weight = ctx.saved_tensors
@@ -232,8 +236,8 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Write the loss of each row of a chunk of logits to `losses_R`. If `wants_errors` is set, overwrite the logits
-    with the loss's gradient. The rows are processed a few at a time, by separate torch operations."""
+    """Write the loss of each row of a chunk of logits to `losses_R`. If `wants_errors`, overwrite the logits with the
+    gradient of the loss. The rows are processed a few at a time, by separate torch operations."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
         slice_logits *= torch.get_num_threads()  # all threads share a slice, and wait for each other after each op
@@ -256,7 +260,8 @@ def eager_kernel(
 
 
 def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
-    """Cap logits in place. Return the derivative of the cap at each logit if `wants_errors` is set, or None if not."""
+    """Replace each product x in `work` by the logit cap·tanh(x / cap), in place. Return the derivative of each logit
+    with respect to x if `wants_errors`, else None."""
     work.div_(cap).tanh_()
     slope = 1 - work.square() if wants_errors else None
     work.mul_(cap)
@@ -266,8 +271,8 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
 def fused_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
-    """Compute the same as `eager_kernel`, for torch.compile. The function is written as one reduction over whole rows,
-    so that the compiler makes a single kernel of it, which reads and writes the logits in their own precision.
+    """Do the same as `eager_kernel`, in a form for torch.compile: as one reduction over whole rows, of which the
+    compiler makes a single kernel that reads and writes the logits in their own precision.
 
     Columns are compared with the target instead of indexed by it, because a gather or a scatter would be a separate
     kernel, and the whole chunk would have to be written to memory in fp32 in between.
@@ -288,6 +293,7 @@ def fused_kernel(
 def _compiled_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float
 ) -> None:
+    """Run the compiled `fused_kernel`. It is compiled once, for any number of rows."""
     for tensor in (logits_RxW, targets_R, losses_R):  # mark_dynamic is documented, but only under this private name
         torch._dynamo.mark_dynamic(tensor, 0)
     # torch.compile compiles once for each state of autograd's dispatch keys, and callers differ in this state. Without

@@ -1,4 +1,4 @@
-"""Check which formats of other programs can represent a model, given its model.json. Does not import torch.
+"""Formats of other programs that can represent a model, determined from its model.json. Does not import torch.
 
 Three formats are those of model classes in the library transformers, named by their `model_type`. The fourth,
 "notebook", is the format of the training program of Giles Thomas's lab notebook
@@ -20,12 +20,12 @@ COMPUTED = {
     *("tie_weights", "position", "norm", "mlp", "qk_norm", "n_kv_heads", "rope_base", "norm_gain", "linear_bias"),
     *("head_dim", "mlp_dim", "initialisation", "moe"),
 }
-BOTH: dict[str, tuple[Any, ...]] = {
+ONLY_DEFAULTS: dict[str, tuple[Any, ...]] = {  # the other options: every format needs their defaults
     key: (default,) for key, default in ModelConfig.defaults().items() if key not in COMPUTED
 }
-GPT2 = {"position": ("learned",), "norm": ("layernorm",), "qk_norm": (False,), **BOTH}
-LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "mlp": ("swiglu",), **BOTH, "moe": (None,)}
-FORMATS = {
+GPT2 = {"position": ("learned",), "norm": ("layernorm",), "qk_norm": (False,), **ONLY_DEFAULTS}
+LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "mlp": ("swiglu",), **ONLY_DEFAULTS, "moe": (None,)}
+FORMATS = {  # the values of options that each format can represent; options that are not listed can have any value
     "gpt2": {**GPT2, "mlp": ("gelu", "relu2"), "moe": (None,)},
     "llama": {**LLAMA, "qk_norm": (False,)},
     "qwen3": {**LLAMA, "qk_norm": (True,), "linear_bias": (False,)},
@@ -34,13 +34,13 @@ FORMATS = {
 
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each format, the keys and values that model.json would need so that the format could represent the
-    model. The list is empty for a format that can represent the model as it is. Formats with the shortest lists come
-    first."""
+    """Return, for each format, the keys of model.json that would have to change so that the format could represent the
+    model, each with the value or values that it would need, as text. The list is empty for a format that can represent
+    the model as it is. Formats with the shortest lists come first."""
     like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
     missing = {}
-    for name, levers in FORMATS.items():
-        computed = levers | (like_gpt2 if name in ("gpt2", NOTEBOOK) else {})
+    for name, options in FORMATS.items():
+        computed = options | (like_gpt2 if name in ("gpt2", NOTEBOOK) else {})
         if name == NOTEBOOK:
             computed["mlp_dim"] = (None, 4 * shape.emb_dim)
         missing[name] = [

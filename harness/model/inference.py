@@ -33,14 +33,15 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, each (B, H, room, D)
-        self.lengths: list[int] = []  # number of tokens in each row
-        self.count = 0  # positions in use, padding included
-        self.previous: Tensor  # the predecessor of each token of the last `take` (B, T)
+        self.lengths: list[int] = []  # number of tokens in each row, without padding
+        self.count = 0  # number of positions in use in `layers`, padding included
+        self.previous: Tensor  # the token before each token of the last `take` (B, T), NO_TOKEN before the first
         self._last_Bx1: Tensor | None = None  # the last token of each row, NO_TOKEN for an empty row
 
     def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
-        """Prepare the cache for new tokens: `lengths[b]` tokens in row b, followed by padding (None: no padding). Must
-        be called before the layers call `extend`. Returns the tokens' positions (B, T)."""
+        """Prepare the cache for new tokens: `lengths[b]` tokens in row b, followed by padding (None: no padding). The
+        new tokens continue the rows of the cache, or begin B rows if it is empty. Must be called before the layers call
+        `extend`. Sets `previous`, and returns the tokens' positions (B, T)."""
         if lengths is None:
             lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)
@@ -75,7 +76,7 @@ class KeyValueCache:
         return keys[:, :, : self.count], values[:, :, : self.count], self.visible
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only the rows with these indices, in this order."""
+        """Keep only the rows with these indices, in this order. Does nothing if the cache is empty."""
         if self._last_Bx1 is None:
             return
         index = torch.tensor(rows, device=self._last_Bx1.device)

@@ -1,5 +1,5 @@
-"""Choice of the kernels that compute a model: compiled kernels where available, and attention kernels with an exact
-dropout rate. If train.json says "deterministic": true, only kernels that compute the same bits every time are used."""
+"""Choice of the kernels that compute a model: compiled or not, attention with an exact dropout rate, and with
+"deterministic": true in train.json only kernels that compute the same bits every time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return True if the model is to be compiled: if train.json says true, or says "auto" and the device is a GPU with
-    all tools that compiling needs.
+    """Return True if the model is to be compiled: if `setting`, train.json's `compile`, is true, or if it is "auto",
+    the device is a GPU, and this machine has all tools that compiling needs.
 
-    Raises UserError if train.json says true and a tool is missing.
+    Raises UserError if `setting` is true and a tool is missing.
     """
     wanted = setting is True or (setting == "auto" and device.type == "cuda")
     missing = missing_tool(device) if wanted else None
@@ -51,14 +51,14 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def run_eagerly(model: nn.Module) -> None:
-    """Undo `model.compile()`."""
+    """Undo `model.compile()`, and discard what torch.compile has compiled in this process."""
     model._compiled_call_impl = None  # private: see is_compiled
     torch.compiler.reset()
 
 
 def missing_tool(device: torch.device) -> str | None:
-    """Return the name of a tool that torch.compile needs and that is missing, with a command that installs it, or None
-    if all tools are installed. Without this check torch.compile would fail, but only minutes later."""
+    """Return the name of a tool that torch.compile needs for `device` and that is not installed, with the way to
+    install it, or None if nothing is missing. Without this check torch.compile would fail, but only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -71,9 +71,9 @@ def missing_tool(device: torch.device) -> str | None:
 
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
-    """Disable cuDNN's attention kernel if it would round `drop_rate`, which it does unless the rate is a multiple of
-    1/16. Before version 2.12, torch prefers this kernel on Hopper and Blackwell whatever the rate is
-    (https://github.com/pytorch/pytorch/pull/174245)."""
+    """Disable cuDNN's attention kernel in this process if it would round `drop_rate`, which it does unless the rate is
+    a multiple of 1/16. From version 2.12 on torch itself avoids the kernel then; earlier versions prefer it on Hopper
+    and Blackwell whatever the rate is (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -97,7 +97,8 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
 
 
 def tune_by_coordinate_descent() -> None:
-    """Let torch.compile search for faster variants of each kernel by changing one tuning parameter at a time."""
+    """Let torch.compile, in this process, search for faster variants of each kernel by changing one tuning parameter at
+    a time."""
     # Private: the public options= of Module.compile() would not reach the loss's kernel, which is compiled separately.
     import torch._inductor.config
 

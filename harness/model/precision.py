@@ -13,7 +13,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def has_fast_bf16() -> bool:
-    """Return True if the processor has bf16 instructions (AVX-512 BF16, which AMX implies) and oneDNN may use them."""
+    """Return True if this machine's CPU has bf16 instructions (AVX-512 BF16, which AMX implies) and oneDNN may use
+    them."""
     has_bf16 = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("avx512_bf16", False)
     if not (torch.backends.mkldnn.is_available() and has_bf16):
         return False
@@ -31,11 +32,11 @@ class Precision:
 
     @classmethod
     def resolve(cls, name: str, device: torch.device) -> Precision:
-        """Return the precision that `name` means on `device`: "auto" is bf16 on a CUDA device with native bf16,
-        fp16 on other CUDA devices, and fp32 elsewhere.
+        """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`: "auto" is bf16 on a CUDA
+        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere. So the results of evaluating a model on
+        a CPU do not depend on the kind of CPU.
 
-        On CPUs "auto" is always fp32, so that measurements of a finished model do not depend on the processor. Raises
-        UserError for "bf16" on a CUDA device that would only emulate it.
+        Raises UserError for "bf16" on a CUDA device that would only emulate it.
         """
         if device.type == "cuda" and name in ("auto", "bf16"):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -51,15 +52,15 @@ class Precision:
 
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
-        """Return the precision that `resolve` returns, except that "auto" is also bf16 on CPUs with fast bf16, because
-        a step there takes 0.5 to 0.9 of its fp32 time (docs/LOG.md)."""
+        """Return the same as `resolve`, except that "auto" also means bf16 on CPUs with fast bf16, where a step takes
+        0.5 to 0.9 of its fp32 time (docs/LOG.md)."""
         if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)
 
     def residual_dtype(self, wanted: str) -> torch.dtype | None:
-        """Return the dtype of the residual stream for train.json's `residual_precision`. None means the dtype of the
-        weights.
+        """Return the dtype of the residual stream if train.json's `residual_precision` is `wanted`: bf16, or None for
+        "fp32", which means the dtype of the weights.
 
         Raises UserError for "bf16" if the matrix products run in another precision.
         """
@@ -73,8 +74,8 @@ class Precision:
         return torch.bfloat16
 
     def update_dtype(self) -> torch.dtype | None:
-        """Return the dtype of an optimizer's own matrix products: bf16 if training is in bf16 and the device computes
-        bf16 fast. Otherwise return None, which means the dtype of the weights."""
+        """Return the dtype of the matrix products in an optimizer (Muon's): bf16 if training is in bf16 and the device
+        computes bf16 fast. Otherwise return None, which means the dtype of the weights."""
         is_fast = self.device_type != "cpu" or has_fast_bf16()
         return torch.bfloat16 if self.name == "bf16" and is_fast else None
 

@@ -24,7 +24,7 @@ WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 WRAPPERS = ("module.", "_orig_mod.")
 LOADABLE = ("float64", "float32", "float16", "bfloat16")
 SHOWN_DIFFERENCES = 3
-# torch's dtype name for each dtype name of safetensors, where the names differ by more than case.
+# torch's dtype names by those of safetensors, where the two differ by more than case.
 TORCH_TYPES = {
     **{f"{short}{bits}": f"{long}{bits}" for short, long in (("F", "float"), ("I", "int")) for bits in (16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -39,9 +39,9 @@ TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a 
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
-    """Return the entries of a weights file by public name: without `att.mask` buffers, and without the prefix of a
-    wrapper around the model. If the output head and the token embedding are `tied` and only one of them is in the file,
-    its entry is returned under both names."""
+    """Return the entries of a weights file (tensors, or values of any other type) by public name: without `att.mask`
+    buffers, and without the prefixes of wrappers around the model. If the output head and the token embedding are
+    `tied` and only one of them is in the file, its entry is returned under both names."""
     found = {name: value for name, value in offered.items() if not name.endswith(".att.mask")}
     while prefix := next((each for each in WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
         found = {name.removeprefix(prefix): value for name, value in found.items()}
@@ -53,8 +53,9 @@ def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Off
 
 
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """Raise UserError if the tensors of a file are not those of the model. The error names `source` and the
-    differences: missing and unequal tensors in the order of the model, then tensors that only the file has."""
+    """Raise UserError if the tensors of a file (`offered`) do not have the names and shapes in `wanted`, or if a dtype
+    is not one of LOADABLE. The error names `source` and the differences: missing and unequal tensors in the order of
+    `wanted`, then tensors that only the file has."""
     faults = []
     for name, shape in wanted.items():
         found, dtype = offered.get(name, (None, ""))

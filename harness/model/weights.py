@@ -1,5 +1,5 @@
-"""Conversion between the tensors of published checkpoints and the model's tensors, some of which fuse several
-checkpoint tensors."""
+"""Weights files, and conversion between the tensors of checkpoints and the model's tensors, some of which fuse
+several checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ WEIGHT_BYTES = 4  # of an fp32 weight; every model is first created on the CPU
 
 
 def check_memory(config: ModelConfig) -> None:
-    """Raise UserError if this machine's free memory cannot hold even the weights. Must be called before the model is
-    created, because Linux overcommits memory, and its OOM killer gives no message."""
+    """Raise UserError if this machine's free memory cannot hold even the weights in fp32. Must be called before the
+    model is created, because Linux overcommits memory, and its OOM killer gives no message. Does nothing if torch's
+    default device is not the CPU."""
     needed = config.parameters * WEIGHT_BYTES
     if torch.get_default_device().type == "cpu" and needed > free_memory():
         raise UserError(
@@ -41,8 +42,8 @@ def checkpoint_names(name: str) -> list[str]:
 
 
 def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """Return the checkpoint tensors, by name, that make up a tensor of the model: views of the parts of a fused tensor,
-    or the tensor itself."""
+    """Return the checkpoint tensors, by name, that the model's tensor `name` consists of: views of its parts if it is
+    fused, else the tensor itself."""
     sizes = config.query_width, config.kv_width, config.kv_width
     pieces = tensor.split(sizes) if FUSED in name else (tensor,)
     return dict(zip(checkpoint_names(name), pieces, strict=True))

@@ -78,8 +78,8 @@ NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
 def find_device(name: str) -> GpuSpec | None:
-    """Return the device with this name, or None if there is none. The name may be as the driver reports it ("NVIDIA
-    A100-SXM4-40GB") or as people write it ("a100-40gb")."""
+    """Return the entry of DEVICES with this name, or None if there is none. The name may be as the driver reports it
+    ("NVIDIA A100-SXM4-40GB") or as people write it ("a100-40gb")."""
 
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+gb\b", r"\1gb", text.lower())))
@@ -93,10 +93,11 @@ def estimated_speed(
     model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> float | str:
     """Return the estimated tokens per second, over all GPUs of one machine together, of compiled training in 16-bit
-    precision, or the reason why there is no estimate. `train` is train.json's content.
+    precision, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have their
+    defaults.
 
-    There is none for a model, a key of train.json or a number of ranks that the estimate does not cover. There is also
-    none if the CPU needs longer to launch the kernels of a step than the GPU needs to run them, because the error may
+    There is no estimate for a model, a key of train.json or a number of ranks that it does not cover. There is also
+    none if the CPU needs longer to launch the kernels of a step than the GPU needs to run them, because the error could
     then exceed UNCERTAINTY.
     """
     if model.moe is not None:

@@ -25,26 +25,25 @@ from harness.runs.train_config import BUDGETS, Affects, TrainConfig, keys_affect
 
 @dataclass(frozen=True)
 class Position:
-    """The global steps still to do."""
+    """The global steps that a run has still to do. Steps are numbered from 0."""
 
     first_step: int
-    total_steps: int
-    tokens_seen: int  # number of tokens before step `first_step`
+    total_steps: int  # of the whole run
+    tokens_seen: int  # number of tokens of the steps before `first_step`
 
     @property
     def last_step(self) -> int:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work with this `interval` is due after `step`: after every multiple of `interval`, and after
-        the last step. The result depends on the global step alone, so that it is the same on all ranks. Returns False
-        if `interval` is None."""
+        """Return True if work with this `interval` is due after the global `step`: if it is a multiple of `interval`,
+        as 0 is, or the last step. Returns False if `interval` is None."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
-    def due_after(self, step: int, config: TrainConfig, *, first: str = "report") -> set[str]:
+    def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step. Work is done in the order "report",
-        "validation", "benchmarks", "sample", "checkpoint", "weights_check", and names before `first` in this order are
-        left out."""
+        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in
+        one of the two evaluations of this step, the names before that evaluation are left out."""
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -59,7 +58,7 @@ class Position:
         if due & {"validation", "checkpoint"}:
             due.add("report")
         names = list(intervals)
-        return due & set(names[names.index(first) :])
+        return due & set(names[names.index(interrupted_evaluation or "report") :])
 
     @property
     def is_finished(self) -> bool:
@@ -68,7 +67,7 @@ class Position:
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
     """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, dataset, starting
-    token or optimizer differs between the checkpoint (`meta`) and `now`. The message shows the difference."""
+    token or optimizer that its `meta` records is another one than `now`. The message shows the first difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
@@ -121,7 +120,7 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
     `accumulation_steps`, which both keys of the global batch determine. A value that the checkpoint does not record
     counts as the same."""
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
-    ignored -= {"residual_precision"}
+    ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
     if not depends_on_length and not scale.get("reference_train_tokens"):
@@ -133,7 +132,8 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
     """Return the first difference between two JSON values, as "key: old -> new" with values in JSON, or None if the
-    values are equal."""
+    values are equal. In nested objects, the text has all keys on the way to the difference. It begins with `prefix`. A
+    missing key counts as null."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
             found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
@@ -225,11 +225,14 @@ class Experiment:
             ) from None
 
     def layout(self, world_size: int) -> BatchLayout:
+        """Return the layout of the global batch on `world_size` ranks (with a batch ramp, of the last and largest one).
+        Raises UserError if the batch is not a whole number of microbatches on every rank."""
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-        """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run."""
+        """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run. `layout`
+        is the result of the method of the same name."""
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
@@ -240,7 +243,7 @@ class Experiment:
         Raises UserError if the budget is less than one global batch, or more tokens than can be counted.
         """
         config, recorded = self.config, meta.budget if meta else None
-        key, value = config.budget, getattr(config, config.budget)
+        key, value = config.budget_key, getattr(config, config.budget_key)
         if recorded is not None and (recorded.key, recorded.value) == (key, value):
             return recorded
         if config.min_train_tokens is not None:
@@ -261,12 +264,14 @@ class Experiment:
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
-        """Return the position where training resumes after the checkpoint that `meta` describes, or where it starts if
-        `meta` is None. `budget` is the result of the method of the same name. If it is None, that method is called.
+        """Return the global steps still to do after the checkpoint that `meta` describes (None: from the start of the
+        run), for a train split of `split_tokens` tokens. `budget` is the result of the method of the same name. If it
+        is None, that method is called.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
-        neither repeats nor skips a token. Raises UserError if the split is too short, or if the warm-up is longer than
-        the run.
+        neither repeats nor skips a token.
+
+        Raises UserError if the split is too short, or if the schedule's warm-up and decay are longer than the run.
         """
         config = self.config
         done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)
@@ -283,7 +288,7 @@ class Experiment:
         try:
             steps = 0 if exhausted else batches.num_steps(wanted, available)
         except UserError as error:
-            keys = f"{config.budget} or the batch"
+            keys = f"{config.budget_key} or the batch"
             keys = f"start_train_token, {keys}" if config.start_train_token else keys
             raise UserError(
                 f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "

@@ -42,12 +42,9 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 
 
 def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None:
-    """Return the machine that a run is meant for and how it was found ("the run's name" or "price_per_hour"), or None
-    if no machine fits.
-
-    The machine is the one that the run is named after, as in 8xa100m40-fast, or else the first one whose price is the
-    run's price_per_hour.
-    """
+    """Return the listed machine that a run is meant for, and the reason ("the run's name" or "price_per_hour"). It is
+    the machine that the run is named after, as in 8xa100m40-fast, or else the first one with this `price`, the run's
+    price_per_hour. Returns None if no machine fits."""
     machines = read_machines()
     for each in machines:
         named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
@@ -67,18 +64,18 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
     3. `given`, if the listed machine with this price has GPUs of the kind `device`, but another number of them.
     """
     machines = read_machines()
-    owner = next((each for each in machines if each.price_per_hour == given), None)
-    if given is not None and (owner is None or device is None):
-        return given, f"${given}/h, " + (f"the price of {owner.machine}" if owner else "by train.json")
+    priced = next((each for each in machines if each.price_per_hour == given), None)
+    if given is not None and (priced is None or device is None):
+        return given, f"${given}/h, " + (f"the price of {priced.machine}" if priced else "by train.json")
     alike = [each for each in machines if device is not None and find_device(each.device) == device]
     for each in alike:
         if each.gpus == gpus:
             return each.price_per_hour, f"${each.price_per_hour}/h, the price of {each.machine} on {each.date}"
-    if owner is None or device is None:
+    if priced is None or device is None:
         return None, "no price_per_hour in train.json"
-    if owner in alike:  # only some of that machine's GPUs are used
-        return given, f"${given}/h, the price of {owner.machine}"
+    if priced in alike:  # only some of that machine's GPUs are used
+        return given, f"${given}/h, the price of {priced.machine}"
     return None, (
-        f"train.json's ${given}/h is the price of {owner.machine}, not of {gpus} x {device.name}; "
+        f"train.json's ${given}/h is the price of {priced.machine}, not of {gpus} x {device.name}; "
         "correct price_per_hour"
     )

@@ -39,7 +39,8 @@ OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.
 @dataclass(frozen=True)
 class Plan:
     """The remaining work of a run. `position` has the remaining global steps and the token at which they start. It is
-    None if these depend on the length of a dataset that is not on this machine."""
+    None if these depend on the length of a dataset that is not on this machine. The steps, and what is computed from
+    them (tokens, checkpoints, disk space, time), are then unknown, and their methods must not be called."""
 
     experiment: Experiment
     layout: BatchLayout
@@ -55,13 +56,13 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """Schedule that gives the layout of the global batch for each remaining step."""
+        """Schedule of the global batches of the remaining steps."""
         return self.experiment.batches(self.layout, self.position.tokens_seen if self.position else 0)
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """List of the different global batches of the remaining steps. Each item is the number of tokens that the run
-        has seen before it uses this batch, and the batch's layout. Only a batch ramp gives more than one item."""
+        """The different global batches of the remaining steps. Each item is the number of the run's tokens before the
+        first step with this batch, and the batch's layout. Only a batch ramp gives more than one item."""
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
@@ -72,16 +73,18 @@ class Plan:
         return range(self.position.first_step, self.position.total_steps)
 
     def tokens(self) -> int:
+        """Return the number of tokens in the remaining steps."""
         return self.batches.tokens_before(len(self.steps))
 
-    def times(self, every: int | None) -> int:
-        """Return how often work with the interval `every` is still to be done: after every multiple of `every`, and
-        after the last global step. Returns 0 if `every` is None."""
+    def times(self, interval: int | None) -> int:
+        """Return the number of remaining global steps after which work with this `interval` is due, as
+        `Position.is_due` decides: after every multiple of `interval`, and after the last step. Returns 0 if `interval`
+        is None."""
         steps = self.steps
-        if not every or not steps:
+        if interval is None or not steps:
             return 0
         # Computed without iterating over the steps, because there may be too many.
-        return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)
+        return steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints still to be written."""
@@ -120,8 +123,8 @@ class Plan:
             raise UserError(f"{run.path}: {shortage}")
 
     def seconds(self, speed: PlannedSpeed) -> dict[str, float]:
-        """Return the seconds of training and of validation. Benchmarks, start-up and the saving of checkpoints are not
-        included. `speed.tokens_per_second` and `position` must not be None."""
+        """Return the seconds of "training" and of "validation", by these names. Benchmarks, start-up and the saving of
+        checkpoints are not included. `speed.tokens_per_second` must not be None."""
         assert speed.tokens_per_second is not None
         # Count the microbatches of the rank that has the most of them, because the other ranks wait for it.
         microbatches = self.config.validation_batches or 0
@@ -147,8 +150,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
     is None.
 
-    If the dataset is on this machine, the run's settings are checked against it. Raises UserError for settings with
-    which training cannot run.
+    If the dataset is on this machine, the run's settings are checked against it, and all its token ids are checked.
+    Raises UserError for settings with which training cannot run, and if the run differs from the checkpoint (see
+    `check_continuable`).
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -181,8 +185,8 @@ def checked_plan(experiment: Experiment, checkpoint: str | None, ranks: int, *, 
     """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
     there is any), or starts anew if `restart` is true.
 
-    Raises UserError for everything that training would refuse, with two exceptions: the free disk space and the names
-    of benchmarks are not checked.
+    Raises UserError for settings, data and checkpoints that training would refuse. Not checked are the free disk space,
+    the names of benchmarks, the checkpoint's hashes, and whether the device supports the settings.
     """
     meta = None if restart else planned_start(experiment, ranks, checkpoint)
     plan = make_plan(experiment, ranks, meta)
@@ -208,7 +212,8 @@ def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
     training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
-    keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint."""
+    keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint, except that
+    hashes are not verified."""
     found = open_start(experiment.run.checkpoints, checkpoint, verify=False)
     if found is None:
         return None
@@ -308,8 +313,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
-    """Return the lines to print at the start of training. They describe train.json's budget, batch ramp and scaling
-    rules. The list is empty if train.json has none of these. `speed` gives the time and cost of the budget."""
+    """Return the lines to print at the start of training. They describe train.json's budget (unless it is in tokens),
+    batch ramp and scaling rules. The list is empty if train.json has none of these. The time and cost of the remaining
+    steps are computed from `speed`; if it is None, they are left out."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"

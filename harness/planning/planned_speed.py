@@ -42,7 +42,7 @@ class PlannedSpeed:
     tokens_per_second: float | None
     source: str
     includes_validation: bool = False  # False: over training alone; True: over training and validation together
-    # training's share of the time of training and validation together; None: to be estimated
+    # Training's share of the time of training and validation together; None: to be estimated
     training_share: float | None = None
     uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
     device: GpuSpec | None = None  # the GPU that the speed is for, if it is one of DEVICES
@@ -134,9 +134,9 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
     over training and validation together if the report has that speed and this run has the report's validation
     settings. Otherwise it is the speed over training alone.
 
-    Returns None if there is no report, or if it lacks the speed, the model or the batch. Also returns None if it is for
-    another model or batch, or for another device than `own` (None: any device). Each setting in train.json that affects
-    the time of a step must have the default value or the report's; otherwise None is returned.
+    Returns None if there is no report, if the report lacks the speed, the model or the batch, or if it is for another
+    model or batch or for another device than `own` (None: any device). Also returns None if a setting in train.json
+    that affects the time of a step has neither the default value nor the report's.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

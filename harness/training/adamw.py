@@ -15,15 +15,16 @@ from harness.training.zero1 import NamedState, Shard, StatePartition, StateShape
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name. A head tied to the token embedding is listed once, under the embedding's
-    name."""
+    """Return the parameters of the model that require gradients, by name. If the head is tied to the token embedding,
+    their common parameter has only the embedding's name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
-    """Return `parameters` in groups, by peak learning rate and weight decay."""
+    """Return `parameters` in groups, by peak learning rate and weight decay. In `config`, heads, embeddings, vectors
+    and other matrices can have different rates, and vectors another decay. Within a group, parameters are by name."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -42,8 +43,8 @@ class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
 
     Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. A rank keeps the
-    moments of only those shards that `partition` assigns to it. A shard is a slice of a flattened parameter, and the
-    total number of elements in a rank's shards is about the same for every rank. Every method is called on every rank.
+    moments of only those shards that `partition` assigns to it (see zero1.py), and updates only those. Every method
+    must be called on every rank.
     """
 
     grad_scale: Tensor | None
@@ -56,7 +57,8 @@ class AdamW(torch.optim.AdamW):
         partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Create the optimizer of `parameters` (None: of all trained parameters of the model)."""
+        """Create the optimizer of `parameters`, by name (None: all trained parameters of the model). Without a
+        `partition`, every rank keeps the whole state."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
         self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self.partition = partition or StatePartition()
@@ -75,16 +77,16 @@ class AdamW(torch.optim.AdamW):
             torch_groups.append({"params": own, "lr": rate, "weight_decay": decay, **full})
         super().__init__(torch_groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
-    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
-        """Set each group's learning rate to `multiplier` times its peak, and its weight decay to `decay` times its
-        value in train.json."""
+    def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
+        """Set each group's learning rate to `rate_factor` times its peak, and its weight decay to `decay_factor`
+        times its value in train.json."""
         for group in self.param_groups:
-            group["lr"] = group["peak_learning_rate"] * multiplier
-            group["weight_decay"] = group["full_weight_decay"] * decay
+            group["lr"] = group["peak_learning_rate"] * rate_factor
+            group["weight_decay"] = group["full_weight_decay"] * decay_factor
 
     def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
-        """Update this rank's shards with their gradients, divided by `divisor` unless it is None. If the tensor
-        `skipped` is 1, change nothing.
+        """Update this rank's shards with their gradients, divided by `divisor` unless it is None. If `skipped` is 1,
+        change neither weights nor state; if it is 0, update them. Both are fp32 scalars on the device.
 
         The fused kernel reads `divisor` from the attribute `grad_scale`, and `skipped` from `found_inf`, as in
         torch.amp.GradScaler.step.
@@ -102,21 +104,23 @@ class AdamW(torch.optim.AdamW):
                 tensor.grad = None
 
     def state_shapes(self) -> StateShapes:
-        """Return the shapes of the tensors that `named_state` returns after a step. A tensor with the shape of its
-        parameter is sharded like the parameter. Every shard's owner keeps the scalars, such as the step count."""
+        """Return the shapes of the tensors that `named_state` returns on rank 0 after a step, by parameter name and
+        key. They are the same for a sharded state: a scalar for the step count, and the parameter's shape for the
+        moments."""
         return {
             name: {"step": torch.Size(), **dict.fromkeys(MOMENTS["adamw"], parameter.shape)}
             for name, parameter in self.parameters.items()
         }
 
     def named_state(self, world: World, into: NamedState | None = None) -> NamedState:
-        """Return the optimizer state by parameter name, in fp32, on rank 0, or an empty dict before the first step.
-        Other ranks return an empty dict.
+        """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and before the first
+        step, return an empty dict.
 
-        A sharded state is gathered into the tensors `into` of rank 0, which are in host memory; other ranks give an
-        empty dict. Collective then; on a GPU, the copies may still be running when this method returns. A state that is
-        not sharded is returned as the optimizer's own tensors. The next step may overwrite them, so copy them to keep
-        them.
+        A state that is not sharded is returned as the optimizer's own tensors, which the next step overwrites.
+
+        A sharded state is gathered into `into`, which is returned. On rank 0, `into` must have tensors in host memory
+        with the shapes of `state_shapes`; on other ranks it is an empty dict. On a GPU, the copies may still be running
+        when this method returns. Collective if the state is sharded.
         """
         if not self._has_state:
             return {}
@@ -134,11 +138,10 @@ class AdamW(torch.optim.AdamW):
         }
 
     def load_named_state(self, saved: NamedState) -> None:
-        """Load a state that `named_state` returned on rank 0. Learning rates, weight decays and other settings are not
-        loaded; the values of the current train.json apply.
+        """Load the whole state, as `named_state` returns it on rank 0. Every rank needs it, and keeps the part that
+        `partition` assigns to it. Settings such as learning rates are not part of the state.
 
-        Raises ValueError (see `check_state`) if the parameters, keys or shapes of the state are not those of this
-        optimizer.
+        Raises ValueError (see `check_state`) if the state is not one of this optimizer's.
         """
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():

@@ -1,9 +1,11 @@
 """Search for the largest microbatch that fits into a device's memory (ddp_train.py -f).
 
-The size grows until a microbatch does not fit. Then the search bisects, helped by guesses from a line through the
-memory peaks measured so far. Each size is tried with real optimizer steps of the run's model on its own data, under a
-memory limit and on all ranks at once. On a GPU the steps run in this process. On a CPU they run in a child process,
-because a library whose allocation fails may end its process without raising an error.
+A microbatch size fits if optimizer steps with it run on every rank, under a memory limit, without an out-of-memory
+error. The steps are real ones, of the run's model on the run's data. On a GPU they run in this process. On a CPU they
+run in a child process, because a library whose allocation fails may end its process without raising an error.
+
+The size grows until a microbatch does not fit. Then the search bisects. Guesses from a line through the memory peaks
+measured so far make it shorter.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from harness.common.memory import (
     is_out_of_memory,
     limit_cpu_memory,
     limit_memory,
-    peak_under_limit,
+    peak_of_limited_memory,
     release_memory,
 )
 from harness.common.messages import GIB
@@ -58,19 +60,21 @@ from harness.training.zero1 import StatePartition
 EXCHANGE_BYTES = 2**26
 STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settles within three
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
-GUESS_GROWTH = 4  # growth, from the third guess on, of a guess's smallest distance from the sizes already tried
-# Most of a size's time goes into compiling the model, so fewer sizes are tried. The result may be too small by 1/64.
+GUESS_GROWTH = 4  # growth of the margin of guesses (see largest_that_fits)
+# With a compiled model, most of the time that a size takes is compilation. So fewer sizes are tried, and the result may
+# be too small by 1/64.
 COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` if it is
-    given. With `write`, also set `microbatch_size` in train.json to the largest such size with which training can run.
-    Collective.
+    given. Rank 0 also writes the result into the run's folder. With `write`, it sets `microbatch_size` in train.json to
+    the largest size with which training can run, of at most the size found. Collective: joins the other ranks, and
+    leaves them at the end.
 
     Raises RunError if not even one sequence fits. Raises UserError if the train split is too short or has token ids
-    outside the model's vocabulary, if a global batch is not a multiple of the number of ranks, or if `write` is true
-    and training would refuse every size.
+    outside the model's vocabulary, if a global batch is not a multiple of the number of ranks, if training is not
+    possible on this device with the settings in train.json, or if `write` is true and training would refuse every size.
     """
     world, config = World.join(), experiment.config
     remark_on_machine(experiment, world)
@@ -81,21 +85,22 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         world.exchange_once(EXCHANGE_BYTES)
         release_memory(world.device)
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    search = MicrobatchSearcher(experiment, world, dataset, limit)
-    found = search.find(ceiling)
+    searcher = MicrobatchSearcher(experiment, world, dataset, limit)
+    found = searcher.find(ceiling)
     if world.is_main:
-        search.report(found, is_all_data=found == ceiling)
+        searcher.report(found, is_all_data=found == ceiling)
 
     def refusal(size: int) -> str | None:
-        """Return the error with which training would refuse a microbatch of `size`, or None if it would not. A larger
-        microbatch can need more tokens than a split has, or leave fewer steps than the warm-up has."""
+        """Return the message of the error with which training would refuse a microbatch of `size`, or None if training
+        would accept it. A larger microbatch can need more tokens than a split has, or leave fewer steps than the
+        warm-up has."""
         try:
             make_plan(replace(experiment, config=config.model_copy(update={"microbatch_size": size})), world.size, None)
         except UserError as error:
             return str(error)
         return None
 
-    # Training needs a size that divides each rank's part of every global batch that train.json sets.
+    # The microbatch must divide each rank's part of every global batch that train.json sets.
     batches = config.global_batches
     sizes = [size for size in range(found, 0, -1) if all(each % (size * world.size) == 0 for each in batches)]
     if error := refusal(sizes[0]):
@@ -116,7 +121,7 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
 
 
 class MicrobatchSearcher:
-    """Tries microbatch sizes on all ranks at once, and records the memory peak of each size that fits."""
+    """Tries microbatch sizes on all ranks at once, and records this rank's memory peak for each size that fits."""
 
     def __init__(self, experiment: Experiment, world: World, dataset: Dataset, limit: MemoryLimit) -> None:
         config = experiment.config
@@ -125,15 +130,18 @@ class MicrobatchSearcher:
         self.tokens = dataset.split("train")
         self.compiles = should_compile(config.compile, world.device)
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
-        self.peaks: dict[int, int] = {}  # peak bytes of each size that fits, in the order of the search
+        self.peaks: dict[
+            int, int
+        ] = {}  # this rank's peak bytes by size, for sizes that fit, in the order of the search
         self.failed: list[int] = []  # sizes that do not fit
-        self.remark = ""
+        self.remark = ""  # for the user; set if SEARCH_SECONDS ended the search
         self._began = time.monotonic()
         self._step: OptimizerStep | None = None
 
     def find(self, ceiling: int) -> int:
-        """Return the largest microbatch found to fit, of at most `ceiling` sequences. A larger one may fit: by up to
-        1/64 if the model is compiled, and on a CPU if SEARCH_SECONDS ended the search. Collective.
+        """Return the largest microbatch found to fit, in sequences, and at most `ceiling`. If the model is compiled,
+        microbatches larger by up to 1 / COMPILED_FINENESS may fit, too. If SEARCH_SECONDS end the search on a CPU, much
+        larger ones may fit. Collective.
 
         Raises RunError if not even one sequence fits.
         """
@@ -147,42 +155,48 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Return True if `microbatch_size` fits on every rank. On a CPU, once SEARCH_SECONDS have passed and some size
-        has fitted, return False without trying this size. Collective."""
+        """Return True if optimizer steps with this microbatch run on every rank, under the memory limit, without an
+        out-of-memory error. On a CPU, return False without trying the size if SEARCH_SECONDS have passed and a smaller
+        size fits. Prints the result on rank 0. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"A larger microbatch may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
             return False
         say(self.world, f"trying {microbatch_size} ...")
-        own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
+        peak = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
         # Memory is released here and not in `_try`, where the traceback still refers to the tensors that did not fit.
         release_memory(self.world.device)
-        fits = all(self.world.gather(own is not None))
-        if fits and own is not None:
-            self.peaks[microbatch_size] = own
+        fits_everywhere = all(self.world.gather(peak is not None))
+        if peak is not None and fits_everywhere:
+            self.peaks[microbatch_size] = peak
         else:
             self.failed.append(microbatch_size)
-        say(self.world, f"microbatch {microbatch_size}: {'fits' if fits else 'out of memory'}")
-        return fits
+        say(self.world, f"microbatch {microbatch_size}: {'fits' if fits_everywhere else 'out of memory'}")
+        return fits_everywhere
 
     def guess(self) -> int | None:
-        """Return an estimate of the largest size that fits on every rank: the smallest of the sizes at which the ranks'
-        lines (see `line`) reach the usable memory. Return None if any rank has no line, or if the estimate is not in
-        1 .. 2**31 - 1. Collective."""
+        """Return an estimate of the largest size that fits on every rank. Each rank computes the size at which its
+        `line` reaches the usable memory, and the smallest of these sizes is returned. Returns None if a rank has no
+        line, or if its size is not in 1 .. 2**31 - 1. Collective."""
         line = self.line()
-        own = (self.limit.usable_bytes - line[1]) / line[0] if line else 0.0
-        return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
+        size = (self.limit.usable_bytes - line[1]) / line[0] if line else 0.0
+        return min(self.world.gather(int(size) if 0 < size < 2**31 else 0)) or None
 
     def line(self) -> tuple[float, float] | None:
-        """Return the slope (bytes per sequence) and the intercept (fixed bytes) of a least-squares line through the
-        peaks, or None if there are fewer than two peaks or the line does not rise."""
+        """Return slope (bytes per sequence) and intercept (fixed bytes) of the least-squares line of memory peak
+        against microbatch size, through the sizes in `peaks`. Returns None if there are fewer than two sizes, or if the
+        line does not rise."""
         if len(self.peaks) < 2:
             return None
         slope, intercept = statistics.linear_regression(list(self.peaks), list(self.peaks.values()))
         return (slope, intercept) if slope > 0 else None
 
     def _try(self, microbatch_size: int) -> int | None:
-        """Train with this size and return the peak bytes of this rank's memory, or None if the size does not fit."""
+        """Run optimizer steps with this microbatch. Return the peak bytes of this rank's memory (see
+        `peak_under_limit`), or None if this rank ran out of memory.
+
+        Raises UserError if the steps fail because the model cannot be compiled or is not deterministic on this device.
+        """
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         try:
@@ -195,21 +209,20 @@ class MicrobatchSearcher:
             if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
                 raise UserError(explained) from None
             raise
-        return peak_under_limit(self.world.device)
+        return peak_of_limited_memory(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Run real optimizer steps at learning rate 0. On a CPU, also save a checkpoint after the first step.
-        Validation is not run, because it never needs more memory than training.
+        """Run optimizer steps at learning rate 0: STEPS on a GPU, two on a CPU. On a CPU, rank 0 also saves a
+        checkpoint after the first step. Validation is not run, because it never needs more memory than training.
 
-        A step takes seconds or minutes on a CPU. There the first step runs on only one sequence, because it just
-        creates the optimizer's state, and a single step with the whole microbatch follows. With a compiled model the
-        first step has the whole microbatch, too, because one sequence would need another compilation.
+        On a CPU a step takes seconds or minutes. So the first one, which creates the optimizer's state, has a single
+        sequence there, unless the model is compiled, because another size would be compiled separately.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
-        forward pass. The bare model has gradients during a forward pass only from the second microbatch on, so two
-        microbatches are run even where training has one. While DDP rearranges its buckets, it has a second set of them.
-        That set is not counted, because no activations exist at that time.
+        forward pass. The bare model has gradients during a forward pass only from a step's second microbatch on. So a
+        step on several ranks has two microbatches here, even if it has one in training. While DDP rearranges its
+        buckets, it has a second set of them. That set is not counted, because no activations exist at that time.
         """
         device = self.world.device
         if self._step is None:
@@ -225,15 +238,15 @@ class MicrobatchSearcher:
         meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
         kept = None
         for number, each in enumerate(steps):
-            result = step.run([each] * (2 if meets_gradients else 1), multiplier=0.0)
+            result = step.run([each] * (2 if meets_gradients else 1), rate_factor=0.0)
             result.losses_A.tolist()  # waits for the device, which may only now report an error
             if number == 0 and device.type == "cpu" and self.world.is_main:
                 kept = self._save(step)
         del kept  # kept until now, as training's background save keeps the copy during the following steps
 
     def _save(self, step: OptimizerStep) -> object:
-        """Save a checkpoint as training does: copy its tensors, and write them to a temporary folder. Returns the copy
-        if `async_checkpoint` keeps it in memory, or None if it does not."""
+        """Copy the tensors of a checkpoint and write them to a temporary folder, as training does. Returns the copy if
+        training keeps it in memory (train.json's `async_checkpoint`), else None."""
         keep = self.experiment.config.async_checkpoint
         copies = HostCopies(self.world.device, keep=keep)
         copied = copy_state(step, self.alone, copies)
@@ -243,6 +256,8 @@ class MicrobatchSearcher:
         return (copies, copied) if keep else None
 
     def _build_step(self) -> OptimizerStep:
+        """Return a step without DDP, in the precision in which training would start or resume, with this rank's share
+        of the optimizer's state. Raises UserError if this device cannot compute what train.json demands."""
         experiment, world = self.experiment, self.world
         latest = None
         with suppress(UserError, RunError):  # training will report the error
@@ -252,13 +267,14 @@ class MicrobatchSearcher:
         return build_training_step(experiment, config, self.alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
-        """Run `_try` in a child process with limited writable memory. Returns the result of `_try`, or None if the
-        child process was killed."""
+        """Return the result of `_try` from a child process, whose writable memory is limited. Returns None if the child
+        ended without a result, which is taken for a lack of memory. Raises the errors of `_try`: a UserError or
+        RunError as it is, any other as a RuntimeError with the child's traceback."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
 
         def answer() -> None:
-            """Run `_try` in the child process, and send the parent its result or its error."""
+            """Run `_try`, and send its result or its error to the parent process."""
             threading.Thread(target=end_with_parent, daemon=True).start()
             silence = os.open(os.devnull, os.O_WRONLY)  # hides what libraries print when memory runs out
             for stream in (1, 2):
@@ -272,6 +288,7 @@ class MicrobatchSearcher:
                 sender.send(RuntimeError(traceback.format_exc()))
 
         def end_with_parent() -> None:
+            """Wait until the parent process has ended, then end this one."""
             parent = multiprocessing.parent_process()
             assert parent is not None
             wait([parent.sentinel])
@@ -292,8 +309,11 @@ class MicrobatchSearcher:
         return found
 
     def report(self, found: int, *, is_all_data: bool) -> None:
-        """Print the largest microbatch, the measured memory and the limit, and write the results of the search into the
-        run's folder. Rank 0 only."""
+        """Print the size found, the measured memory and the limit, and write the result of the search into the run's
+        folder. `is_all_data` says that the data or the global batch allow no larger microbatch. Rank 0 only.
+
+        If the result cannot be written, prints a warning instead of raising an error, because it has been printed.
+        """
         print(f"Max microbatch size was {found}")
         if self.remark:
             print(self.remark)
@@ -309,7 +329,7 @@ class MicrobatchSearcher:
             f"Search: {len(self.peaks) + len(self.failed)} sizes, {time.monotonic() - self._began:,.0f} s", flush=True
         )
         train = self.experiment.config.model_dump(mode="json")
-        search = MicrobatchSearch(
+        result = MicrobatchSearch(
             date=now(),
             device=self.world.device_name,
             torch=str(torch.__version__),
@@ -326,7 +346,10 @@ class MicrobatchSearcher:
             model=self.experiment.model.model_dump(mode="json"),
             train={key: train[key] for key in KERNEL_KEYS},
         )
-        keep_search(self.experiment, search)
+        try:
+            write_result(self.experiment.run, result)
+        except RunError as error:
+            click.echo(f"warning: {error}", err=True)
 
 
 def largest_that_fits(
@@ -337,53 +360,46 @@ def largest_that_fits(
     growth: int = 2,
     fineness: float = math.inf,
 ) -> int:
-    """Return the largest n in 1 .. ceiling for which `fits(n)` is true, or 0 if there is none. The search grows n until
-    `fits(n)` is false, then bisects.
+    """Return the largest size in 1 .. `ceiling` for which `fits(size)` is true, or 0 if there is none. The size grows
+    by the factor `growth` until it does not fit. Then the search bisects. The returned size may be too small, by at
+    most 1 / `fineness` of it.
 
-    `fits` must be true up to some n and false for every larger n. It is called at most once for each n, and never for
-    more than `growth` times the largest n known to fit. The returned n may be too small, by at most n / `fineness`.
+    `fits` must be true up to some size and false for every larger one. It is called at most once for each size. The
+    first size is 1, and no size is more than `growth` times the largest that is known to fit.
 
-    `guess` returns an estimate of the result from the measurements so far, or None. The guess is tried in place of the
-    next size of growth or bisection. A guess is first moved, if necessary, so that its distance from all sizes already
-    tried is at least d. For example, if n fits and n is guessed again, n + d is tried. d is 1 for the first two
-    guesses, then 4, 16, and so on, but never less than n / `fineness`. A guess is ignored if
-
-    - it is more than d outside the range of possible results,
-    - that range is narrower than 2 d, or
-    - all tried sizes fit, and the guess is not below the next size of growth.
-
-    If bisection alone would call `fits` k times, wrong guesses add at most 2 + k / 2 calls.
+    `guess` returns an estimate of the result from the calls of `fits` so far, or None. An estimate is tried next, in
+    place of a size of growth or bisection, unless the sizes tried so far contradict it or it is beyond the next size of
+    growth. Good estimates make the search shorter, and bad ones make it only a little longer.
     """
-    good, bad, guesses = 0, ceiling + 1, 0
-    while bad - good > max(1, good // fineness):
-        guessed, distance = guess(), max(GUESS_GROWTH ** max(0, guesses - 1), int(good / fineness))
-        attempt, beyond, largest_guess = (good + bad) // 2, bad, bad + distance
-        if bad > ceiling:
-            attempt = min(growth * good or 1, ceiling)
-            beyond, largest_guess = attempt + 1, attempt - 1
-        if guessed is not None and good - distance <= guessed <= largest_guess and beyond - good >= 2 * distance:
-            attempt = min(max(guessed, good + distance), beyond - distance)
+    low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
+    while high - low > max(1, low // fineness):
+        if high <= ceiling:
+            attempt, end = (low + high) // 2, high
+        else:
+            attempt = min(growth * low or 1, ceiling)
+            end = attempt + 1
+        # A guess is moved to at least `margin` from `low` and `end`. If the same result is guessed again, the size that
+        # is tried is therefore on the other side of it, and the two enclose it. From the third guess on the margin
+        # grows, so that wrong guesses soon reduce the range faster than they cost time.
+        margin = max(GUESS_GROWTH ** max(0, guesses - 1), int(low / fineness))
+        guessed = guess()
+        if guessed is not None and low - margin <= guessed <= end + margin and end - low >= 2 * margin:
+            attempt = min(max(guessed, low + margin), end - margin)
             guesses += 1
         if fits(attempt):
-            good = attempt
+            low = attempt
         else:
-            bad = attempt
-    return good
-
-
-def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
-    """Write the results of the search into the run's folder. If writing fails, only print a warning, because the
-    results have been printed already."""
-    try:
-        write_result(experiment.run, search)
-    except RunError as error:
-        click.echo(f"warning: {error}", err=True)
+            high = attempt
+    return low
 
 
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
-    """Return the largest microbatch, in sequences, for which the train split has enough tokens for one global batch.
-    The result is at most one rank's part of the smallest global batch that train.json sets. Raises UserError if the
-    split is too short even for a microbatch of 1, or if a global batch is not a multiple of the number of ranks."""
+    """Return the largest microbatch, in sequences, for which the train split has enough tokens for one global batch. If
+    train.json sets the global batch, the result is at most one rank's part of it (of the smallest one in a ramp).
+
+    Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
+    number of ranks.
+    """
     config, tokens = experiment.config, dataset.split("train")
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"
@@ -402,7 +418,8 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
 
 
 def write_microbatch_size(path: Path, size: int) -> None:
-    """Change `microbatch_size` in the train.json at `path`, and nothing else in the file."""
+    """Change the value of `microbatch_size` in the train.json at `path`, and nothing else in the file. The key may have
+    its other name there, `minibatch_size`."""
     text = path.read_text(encoding="utf-8")
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'
     replace_text(path, re.sub(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1))

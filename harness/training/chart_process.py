@@ -49,7 +49,8 @@ class ChartProcess:
             self._warn(f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error))
 
     def finish(self, seconds: float) -> None:
-        """Wait at most `seconds`, until the chart shows the newest metrics or drawing has failed."""
+        """Wait until the chart shows the newest metrics or drawing has failed. After `seconds`, kill the process that
+        draws, and warn."""
         deadline = time.monotonic() + seconds
         while self._process is not None:
             try:

@@ -40,6 +40,7 @@ class Clock:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
+        """Context manager that counts the time of its body for `phase`."""
         before = self.enter(phase)
         try:
             yield
@@ -52,8 +53,8 @@ class Clock:
         return dict(self.seconds)
 
     def spent(self) -> dict[str, Any]:
-        """Return the "seconds" of each phase up to now and, if there is or was a price, the "dollars", as checkpoints
-        record them."""
+        """Return the keys "seconds" and, if there is or was a price, "dollars" of a checkpoint's meta.json. Each has
+        the value of every phase up to now."""
         seconds, price, changes = self.now(), self.price_per_hour, self._price_changes
         if price is None and not changes:
             return {"seconds": seconds}
@@ -62,4 +63,5 @@ class Clock:
 
     @property
     def total(self) -> float:
+        """Seconds of all phases up to now."""
         return sum(self.now().values())

@@ -56,11 +56,11 @@ class Evaluations:
         self.benchmarks = found[0] if found else load(tasks)
 
     def validation_loss(self, step: int) -> float:
-        """Return the mean loss over train.json's validation slice. `validation_ranks` decides whether rank 0 alone
-        computes it or all ranks share the work.
+        """Return the mean loss over train.json's validation slice, after global step `step`. `validation_ranks` decides
+        whether rank 0 alone computes it or all ranks share the work.
 
-        If any rank is asked to stop meanwhile, raises RunStopped on every rank instead of finishing, because torchrun
-        kills ranks 30 seconds after a signal.
+        Raises RunStopped on every rank if any rank is asked to stop meanwhile. The evaluation is not finished in that
+        case, because torchrun kills ranks 30 seconds after a signal.
         """
         count, start_token = self.config.validation_batches, self.config.start_val_token
         assert count is not None
@@ -75,7 +75,8 @@ class Evaluations:
         return mean(work.share(count, losses))
 
     def benchmark_scores(self, step: int) -> list[Score]:
-        """Return the scores of train.json's benchmarks. If they cannot be computed, warn and return an empty list.
+        """Return the scores of train.json's benchmarks after global step `step`. If they cannot be computed, warn and
+        return an empty list.
 
         Raises RunStopped on every rank if any rank was asked to stop meanwhile.
         """
@@ -119,8 +120,8 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run continues
 
 def evaluate_batches(work: SharedWork, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
     """Return `evaluate(batch)` for each of a benchmark's batches, in order, on every rank. Each of N ranks evaluates
-    every N-th batch. On every rank raises RunStopped if a rank was asked to stop, and EvaluationFailed if a rank
-    failed."""
+    every N-th batch. Collective. If any rank was asked to stop, raises RunStopped on every rank. If any rank failed,
+    raises EvaluationFailed on every rank."""
 
     def results(indexes: Iterator[int]) -> list[Any] | EvaluationFailed:
         try:
@@ -138,15 +139,15 @@ def scores_over_ranks(
 ) -> list[Score]:
     """Return the scores of benchmarks on the first `limit` examples of each task. The result is the same on every rank.
 
-    Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
-    scores cannot be computed.
+    Collective. If any rank was asked to stop meanwhile, raises RunStopped on every rank. If the scores cannot be
+    computed, raises EvaluationFailed on every rank.
     """
     try:
         results = run(benchmarks, scorer.sharing(partial(evaluate_batches, work)), tokenizer, limit=limit)
     except (EvaluationFailed, RunError):  # these reach every rank without another exchange
         raise
     except Exception as error:
-        work.exchange(EvaluationFailed.because_of(error))
+        work.exchange(EvaluationFailed.because_of(error))  # raises it, here and on the other ranks
         raise
     work.exchange("done")
     return list(_main_scores(results, benchmarks.asked))

@@ -17,27 +17,28 @@ LOAD_DIGITS = 4  # decimal places of each expert's load in metrics.jsonl
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """Metrics over all ranks and all steps since the last report."""
+    """Metrics over all ranks and all steps since the last report. The losses are NaN if the loss of any microbatch is
+    not finite."""
 
-    loss: float
-    loss_min: float
+    loss: float  # mean over the microbatches
+    loss_min: float  # of a microbatch
     loss_max: float
-    gradient_norm: float
+    gradient_norm: float  # the largest of a step, before clipping; NaN if any is NaN
     skipped_steps: int
     microbatches: int
-    skipped_in_a_row: int
+    skipped_in_a_row: int  # largest number of consecutive skipped steps, including those before the last report
     # With experts only. An expert's load is its number of tokens divided by the mean over the experts of its block.
-    # The three fields are the smallest load, the largest load, and all loads by block and expert.
     expert_load_min: float | None = None
     expert_load_max: float | None = None
-    expert_load: list[list[float]] | None = None
+    expert_load: list[list[float]] | None = None  # by block and expert
 
 
 class LossMeter:
     """Accumulates the results of steps on the device. Adding a step does not wait for the device; a report does."""
 
-    # Indices into the fp64 tensor of accumulated values. ROW is the number of consecutive skipped steps up to now, and
-    # LONGEST_ROW is the largest such number since the last report.
+    # Indices into the fp64 tensor of accumulated values: sum, number, smallest and largest of the microbatches' losses,
+    # largest gradient norm, number of skipped steps, number of consecutive skipped steps up to now (ROW, which a report
+    # does not reset), and the largest ROW since the last report.
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
     EMPTY = (0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0, 0.0)
 
@@ -48,6 +49,7 @@ class LossMeter:
         self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
 
     def add(self, step: StepResult) -> None:
+        """Add the result of a step, without waiting for the device."""
         values, losses, skipped = self._values, step.losses_A, step.skipped.double()
         row = (values[self.ROW] + skipped) * skipped
         self._values = torch.stack(
@@ -70,8 +72,9 @@ class LossMeter:
         self._values = self._values.cpu().to(self._values.device)
 
     def reduce(self, world: World) -> TrainMetrics:
-        """Wait for the device, combine the values of all ranks, and reset the meter. Returns the same metrics on every
-        rank. Collective."""
+        """Wait for the device, combine the values of all ranks, and reset the meter, except for the number of
+        consecutive skipped steps. Returns the same metrics on every rank. At least one step must have been added.
+        Collective."""
         columns = list(zip(*world.gather(self.state()), strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]
         experts: dict[str, Any] = {}
@@ -99,14 +102,16 @@ class LossMeter:
         )
 
     def state(self) -> list[float]:
-        """Return this rank's values since the last report, for a checkpoint between two reports."""
+        """Return this rank's values since the last report, for a checkpoint between two reports. Waits for the
+        device."""
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
-        """Load values that `state` returned. `ranks` holds either this rank's values alone, or the values of every rank
-        of a run that had another number of ranks. Raises ValueError if the number of values per rank is wrong."""
-        # Columns before NORM are combined over the ranks. Columns from NORM on are the same on all ranks, so only those
-        # of rank 0 are used.
+        """Replace this meter's values by those that `state` returned on one or more ranks, combined. `ranks` holds
+        this rank's values alone or, if the number of ranks has changed, those of all previous ranks. In this case only
+        one rank may load them, because `reduce` adds up the ranks' values. Raises ValueError if a rank does not have as
+        many values as this meter."""
+        # Values from NORM on, except for the experts' tokens, are the same on all ranks, so those of rank 0 are used.
         columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
         if len(columns) != own + self._expert_tokens.numel():
             raise ValueError(f"{len(columns)} numbers where there should be {own + self._expert_tokens.numel()}")

@@ -23,9 +23,11 @@ EPSILON = 1e-7
 
 
 def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalize each MxN matrix X of a batch: return an approximation of U·Vᵀ, where U·S·Vᵀ is the singular value
-    decomposition of X. The result is computed and returned in `dtype`. M must be at most N, because then the products
-    X·Xᵀ (MxM) are smaller than XᵀX (NxN). A matrix of zeros stays zero."""
+    """Orthogonalize each of G matrices X (MxN, M at most N): return an approximation of U·Vᵀ (GxMxN), where U·S·Vᵀ is
+    the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros stays zero.
+
+    M > N would give the same result more slowly, because the products X·Xᵀ are MxM.
+    """
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -37,18 +39,17 @@ def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_GxMxN
 
 
-# Largest number of elements in a batch of matrices of the same shape, which are orthogonalized together because one
-# small matrix at a time would hardly occupy a device. At GPT-2's width a GPU's batch has seven square matrices, or one
-# of a feed-forward layer; with larger batches, eight ranks would have unequal shares. On a CPU the matrices of a batch
-# are also of the same block. The batches do not depend on the number of ranks, so the last bits of the results do not
-# depend on it either.
-BATCH_NUMBERS = {"cpu": 2**20, "cuda": 2**22}
+# Largest number of elements in a batch of matrices, which are orthogonalized together because one small matrix at a
+# time would hardly occupy a device. At GPT-2's width a GPU's batch has seven square matrices, or one of a feed-forward
+# layer; with larger batches, eight ranks would have unequal shares. The batches do not depend on the number of ranks,
+# so the last bits of the results do not depend on it either.
+BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix that Muon orthogonalizes: a whole parameter, or the rows of a fused parameter that form one tensor in
-    checkpoints."""
+    """Place of a matrix that Muon orthogonalizes: a whole parameter or, if the parameter fuses query, key and value,
+    the rows of one of them."""
 
     name: str  # name of the parameter
     start: int  # index of the matrix's first element in the flattened parameter
@@ -67,12 +68,13 @@ class Matrix:
         return matrix if self.rows <= self.columns else matrix.mT
 
     def shard(self, owner: int = 0) -> Shard:
+        """Return this matrix as the shard of its parameter that the rank `owner` owns."""
         return Shard(self.name, self.start, self.start + self.rows * self.columns, owner)
 
 
 def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
-    """Return the matrices that a parameter has in checkpoints: the parameter itself, or query, key and value separately
-    if the parameter fuses them."""
+    """Return the matrices of a parameter of `model`: the parameter itself, or query, key and value separately if the
+    parameter fuses them."""
     found, start = [], 0
     for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
         found.append(Matrix(name, start, *part.shape))
@@ -81,22 +83,23 @@ def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Ma
 
 
 def batches_of(matrices: list[Matrix], device_type: str) -> list[list[Matrix]]:
-    """Group the matrices into batches that are orthogonalized together. The matrices of a batch have the same shape, up
-    to transposition, and on a CPU are of the same block. A batch has at most BATCH_NUMBERS elements in all, or is a
-    single larger matrix."""
+    """Return the matrices in batches that are orthogonalized together. The matrices of a batch have the same shape, up
+    to transposition. On a CPU they are also of the same block. A batch has at most BATCH_ELEMENTS elements in all, or
+    it is a single larger matrix."""
     alike: dict[tuple[str, int, int], list[Matrix]] = {}
     for matrix in matrices:
         block = "" if device_type == "cuda" else matrix.name.split(".")[1]
         alike.setdefault((block, *matrix.sides), []).append(matrix)
     batches = []
     for (_, low, high), found in alike.items():
-        count = max(1, BATCH_NUMBERS.get(device_type, BATCH_NUMBERS["cpu"]) // (low * high))
+        count = max(1, BATCH_ELEMENTS.get(device_type, BATCH_ELEMENTS["cpu"]) // (low * high))
         batches += [found[at : at + count] for at in range(0, len(found), count)]
     return batches
 
 
 (BUFFER,) = MOMENTS["muon"]
-# Factors of an update, as functions of the matrix's rows and columns, by their names in torch.optim.Muon.
+# Factors of an update, as functions of the matrix's rows and columns, by their names in torch.optim.Muon
+# (`adjust_lr_fn`) and in train.json (`muon_update_scale`).
 SCALES = {
     # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the root mean square of the
     # update is about that of AdamW's, so that AdamW's learning rates and weight decay fit.
@@ -107,11 +110,13 @@ SCALES = {
 
 
 class Muon:
-    """Muon (Jordan et al. 2024): momentum whose Nesterov form is orthogonalized, with decoupled weight decay. Formulas,
-    names and order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum.
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
-    This rank orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum. Methods
-    without a docstring do the same as the methods of the same names in AdamW (adamw.py).
+    Muon updates a matrix by its orthogonalized Nesterov momentum, with decoupled weight decay. Formulas, names and
+    order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. A rank
+    orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum.
+
+    Methods without a docstring do the same as the methods of the same names in AdamW (adamw.py).
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class Muon:
         partition: StatePartition | None = None,
     ) -> None:
         """Create the optimizer of all trained parameters of the model. Matrices are orthogonalized in `dtype` (None: in
-        the parameters' dtype)."""
+        the parameters' dtype). Without a `partition`, every rank updates all matrices and keeps the whole state."""
         self.partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self.parameters = trained_parameters(model)
         self._muons = {name: each for name, each in self.parameters.items() if is_muons(name, each.shape)}
@@ -135,17 +140,17 @@ class Muon:
         self._shards = [each.shard(owner) for batch, owner in shared for each in batch]
         self.shards = [*self._adamw.shards, *self._shards]
         self._batches = [batch for batch, owner in shared if owner == self.partition.rank]
-        self._momenta: dict[Matrix, Tensor] = {}  # flattened momentum of this rank's matrices
+        self._momenta: dict[Matrix, Tensor] = {}  # flattened momentum of each of this rank's matrices
         self._whole: dict[str, Tensor] = {}  # without sharding: the tensors that `_momenta` are views of
         self._steps: Tensor | None = None  # number of steps not skipped, fp32, on the device; None before the first
         self._scale = SCALES[config.muon_update_scale]
-        self.set_multiplier(1.0)
+        self.set_factors(1.0)
 
-    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
+    def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
         own_rate, own_decay = self._config.muon_learning_rate, self._config.muon_weight_decay
-        self._rate = multiplier * (self._config.learning_rate if own_rate is None else own_rate)
-        self._decay = decay * (self._config.weight_decay if own_decay is None else own_decay)
-        self._adamw.set_multiplier(multiplier, decay)
+        self._rate = rate_factor * (self._config.learning_rate if own_rate is None else own_rate)
+        self._decay = decay_factor * (self._config.weight_decay if own_decay is None else own_decay)
+        self._adamw.set_factors(rate_factor, decay_factor)
 
     @torch.no_grad()
     def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
@@ -164,14 +169,14 @@ class Muon:
             gradients = {each: grad for each in batch if (grad := self._muons[each.name].grad) is not None}
             if not gradients:  # the loss does not depend on these parameters
                 continue
-            numbers = []
+            nesterov = []
             for each, gradient in gradients.items():
                 flat = each.shard().of(gradient)
                 # torch.where instead of a product, because inf · 0 is NaN.
                 flat = torch.where(is_kept, flat if divisor is None else flat / divisor, 0)
                 average = self._momenta[each].lerp_(flat, new_share)
-                numbers.append(each.wide(flat.lerp_(average, momentum)))
-            updates_GxMxN = orthogonalise(torch.stack(numbers), self._dtype or numbers[0].dtype)
+                nesterov.append(each.wide(flat.lerp_(average, momentum)))
+            updates_GxMxN = orthogonalise(torch.stack(nesterov), self._dtype or nesterov[0].dtype)
             for each, update_MxN in zip(gradients, updates_GxMxN, strict=True):
                 weight_MxN = each.wide(each.shard().of(self._muons[each.name]))
                 weight_MxN *= shrinkage
@@ -179,8 +184,8 @@ class Muon:
         steps += kept
 
     def _make_state(self) -> Tensor:
-        """Allocate momentum of zero for each parameter or, with sharding, for each matrix of this rank. Returns the
-        tensor that counts the steps, also zero."""
+        """Set the momentum of each of this rank's matrices to zero. Returns the tensor that counts the steps, also
+        zero."""
         if self.partition.size == 1:
             self._whole = {name: torch.zeros_like(parameter.detach()) for name, parameter in self._muons.items()}
         for matrix in [each for batch in self._batches for each in batch]:

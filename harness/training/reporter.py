@@ -48,7 +48,8 @@ STOPPED_CHART_SECONDS = 5.0
 
 
 class Console:
-    """Progress over global steps and the newest numbers: a bar on a terminal, plain lines elsewhere."""
+    """Progress over global steps and the newest numbers: a bar on a terminal, plain lines elsewhere. `done` of `total`
+    global steps are done at the start. Prints nothing unless `visible`."""
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
         self.total = total
@@ -89,7 +90,8 @@ class Console:
 
 
 class Reporter:
-    """Prints and records the results of the training loop. Methods that need the run's progress take a TrainState."""
+    """Prints and records the results of the training loop, and makes the meta.json of a checkpoint, which holds them.
+    Methods that need the run's progress take a TrainState."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -100,7 +102,9 @@ class Reporter:
         self.chart = ChartProcess(self.run)
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
         self._seconds_at_start = dict(self.clock.seconds)
+        # Tokens of the steps that this process has to run.
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
+        # Tokens seen and seconds of training at the last report.
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
@@ -141,7 +145,8 @@ class Reporter:
         say(self.world, "\n".join(lines))
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
-        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers on the console."""
+        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers on the console.
+        `learning_rate` is that of the last step."""
         if not self.world.is_main:
             return
         tokens, clock = state.tokens_seen, self.clock.now()
@@ -149,19 +154,19 @@ class Reporter:
         self._last_report = (tokens, clock["training"])
         flops_per_token = self.prepared.experiment.model.flops_per_token
         used = mfu(tokens_per_second / self.world.size, flops_per_token, self.world.device_name)
-        keys = vars(metrics).keys() & TrainEvent.model_fields.keys()
-        given = {key: value for key, value in vars(metrics).items() if key in keys and value is not None}
+        values = vars(metrics).items()
+        given = {key: value for key, value in values if key in TrainEvent.model_fields and value is not None}
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": used}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
         # Estimate the time left from the time per token since this process started, without its setup.
-        here = sum(clock[phase] - self._seconds_at_start[phase] for phase in clock if phase != "setup")
-        done = tokens - self.prepared.position.tokens_seen
-        left = here * (self._tokens - done) / done
-        shown["left"] = tqdm.format_interval(left)
+        seconds_here = sum(clock[phase] - self._seconds_at_start[phase] for phase in clock if phase != "setup")
+        tokens_here = tokens - self.prepared.position.tokens_seen
+        seconds_left = seconds_here * (self._tokens - tokens_here) / tokens_here
+        shown["left"] = tqdm.format_interval(seconds_left)
         if self.clock.price_per_hour is not None:
             so_far = sum(self.clock.spent()["dollars"].values())
-            shown["$"] = f"{so_far:,.2f} of {so_far + cost(left, self.clock.price_per_hour):,.2f}"
+            shown["$"] = f"{so_far:,.2f} of {so_far + cost(seconds_left, self.clock.price_per_hour):,.2f}"
         shown["norm"] = f"{metrics.gradient_norm:.2f}"
         if used is not None:
             shown["mfu"] = f"{used:.1%}"
@@ -182,11 +187,13 @@ class Reporter:
             self._announce(said, state)
 
     def sample(self, sample: str | Exception, state: TrainState) -> None:
+        """Print a sample, or the error because of which there is none. Only a sample is written to metrics.jsonl."""
         if isinstance(sample, str):
             self.record(SampleEvent, state, text=sample)
         self._announce(sample if isinstance(sample, str) else f"no sample: {sample}", state, draws=False)
 
     def checkpoint(self, state: TrainState) -> None:
+        """Write a line for a planned checkpoint to metrics.jsonl. In a run without validation, also draw the chart."""
         self.record(CheckpointEvent, state, is_best=state.is_best)
         if self.world.is_main and not self.prepared.experiment.config.validates:
             self.chart.draw()
@@ -198,7 +205,8 @@ class Reporter:
             self.chart.draw()
 
     def stopped(self, signal_number: int, state: TrainState) -> None:
-        """Print why the run stops here and how to resume it."""
+        """Print why the run stops here and how to resume it. First flush metrics.jsonl to disk, and wait for the chart
+        that is being drawn."""
         self.console.close()
         if not self.world.is_main:
             return
@@ -227,9 +235,11 @@ class Reporter:
         where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
         print(f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}")
 
-    def meta(self, state: TrainState, *, planned: bool = False, during: str | None = None) -> CheckpointMeta:
-        """Return the meta.json of a checkpoint that is saved now. `planned` and `during` are those of
-        `Checkpointer.save`.
+    def meta(
+        self, state: TrainState, *, planned: bool = False, interrupted_evaluation: str | None = None
+    ) -> CheckpointMeta:
+        """Return the meta.json of a checkpoint that is saved now. `planned` and `interrupted_evaluation` are
+        those of `Checkpointer.save`.
 
         The keys of ProgramAndSettings are included if they mean anything for the run: `budget` and `scaled` if
         train.json has a budget that is not in tokens or scaling rules, the keys of experts if the model has experts,
@@ -246,8 +256,8 @@ class Reporter:
             **state.values(),
             is_best=state.is_best,
             planned=planned,
-            validation_due=during == "validation",
-            benchmarks_due=during == "benchmarks",
+            validation_due=interrupted_evaluation == "validation",
+            benchmarks_due=interrupted_evaluation == "benchmarks",
             **self.clock.spent(),
             metrics_bytes=self.metrics.size(),
             **machine_and_batch(prepared, self.world),
@@ -260,7 +270,7 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line to metrics.jsonl, on rank 0 only."""
+        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Rank 0 only."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}

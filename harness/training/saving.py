@@ -48,14 +48,14 @@ class Writer:
             self._error = error
 
     def check(self) -> None:
-        """Raise the error of a background task that has failed, if there is one."""
+        """Raise the error of a background task that has failed, if there is one. Each error is raised once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the background task has ended, for at most `timeout` seconds. Raises the task's error if it has
-        failed."""
+        """Wait until the background task has ended, for at most `timeout` seconds (None: as long as it takes). Returns
+        at once if there is no task. Raises the task's error if it has failed."""
         if self._thread is not None:
             self._thread.join(timeout)
             self.check()
@@ -116,7 +116,8 @@ class HostCopies:
             self._copied.synchronize()
 
     def _room(self, size: int) -> Tensor:
-        """Return a buffer of at least `size` bytes."""
+        """Return a buffer of at least `size` bytes: the kept one if it is large enough, or a new one. A new buffer that
+        will be kept for copies from a GPU is pinned. If it cannot be pinned, prints a note."""
         if self._buffer is not None and self._buffer.nbytes >= size:
             return self._buffer
         self._buffer = buffer = None  # frees the old buffer before a new one is allocated
@@ -139,20 +140,22 @@ class HostCopies:
 
 
 def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[str, Any]:
-    """Return copies of the weights and of the optimizer state, by the names that they have in checkpoints, on rank 0.
-    Collective. On a GPU they can be read after `copies.wait()`."""
-    optimizer, copied = step.optimizer, dict[str, Any]()
+    """Return on rank 0 copies of the weights and of the optimizer state by their names in checkpoints, as
+    {"weights": ..., "optimizer": ...}. Both dicts are empty on other ranks. Before the first step, there is no
+    optimizer state. Collective. On a GPU the copies can be read after `copies.wait()`."""
+    optimizer = step.optimizer
     is_sharded = optimizer.partition.size > 1
+    copied: dict[str, Any] = {"weights": {}, "optimizer": {}}
 
-    def copy_own() -> None:
-        # A sharded state gets its place in memory here, and is gathered below.
-        named = empty_state(optimizer.state_shapes(), "meta") if is_sharded else optimizer.named_state(world)
+    def copy_own() -> None:  # fills `copied`, because `on_rank0` would send a result to all ranks
         weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
-        copied.update(copies.copy({"weights": weights, "optimizer": named}))
+        # A sharded state is only allocated here.
+        state = empty_state(optimizer.state_shapes(), "meta") if is_sharded else optimizer.named_state(world)
+        copied.update(copies.copy({"weights": weights, "optimizer": state}))
 
     world.on_rank0(copy_own)
-    if is_sharded:
-        copied["optimizer"] = optimizer.named_state(world, into=copied.get("optimizer", {}))
+    if is_sharded:  # fill the allocated tensors
+        copied["optimizer"] = optimizer.named_state(world, into=copied["optimizer"])
     if world.is_main:
         copies.record()
     return copied

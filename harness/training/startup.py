@@ -58,14 +58,14 @@ class PreparedRun:
         return self.experiment.batches(self.layout, self.position.tokens_seen)
 
     @property
-    def interrupted_in(self) -> str | None:
-        """Evaluation that a signal interrupted after the checkpoint's last step: "validation", "benchmarks" or None.
-        This process must repeat that evaluation and do the work that follows it."""
-        return self.meta.due if self.meta else None
+    def interrupted_evaluation(self) -> str | None:
+        """Evaluation of the checkpoint's last step that a signal interrupted: "validation", "benchmarks" or None. This
+        process must repeat that evaluation and do the work that follows it."""
+        return self.meta.interrupted_evaluation if self.meta else None
 
     @property
     def is_finished(self) -> bool:
-        return self.meta is not None and self.position.is_finished and self.interrupted_in is None
+        return self.meta is not None and self.position.is_finished and self.interrupted_evaluation is None
 
     def state(self, world: World) -> TrainState:
         """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint."""
@@ -84,10 +84,12 @@ def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
     """Take the run's lock, download its dataset, choose and verify the checkpoint to resume from, and check the plan.
+    Prints notes on the machine and the plan. Collective.
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
-    `options` gives --restart, and the assumed speed from which the time and cost of a budget are computed. Collective.
-    Raises UserError or RunError with a remedy for anything that would keep the run from finishing.
+    `options` gives --restart, and the assumed speed from which the time and cost of a budget are computed. The seconds
+    and dollars that the checkpoint records are added to `clock`. Raises UserError or RunError, with a remedy, if a
+    check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -170,14 +172,14 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
     """Return the dataset with the wanted splits, on every rank. If the dataset is missing, the first process of each
-    node downloads it."""
+    node downloads it. Collective. Raises UserError if it cannot be downloaded."""
     world.on_each_node(lambda: ensure_dataset(datasets_dir, name, splits))
     return Dataset.open(datasets_dir, name)
 
 
 def check_same_everywhere(experiment: Experiment, world: World, provenance: Provenance) -> None:
-    """Raise UserError on every rank if the run files or the dataset on any rank's machine differ from those on rank
-    0's. Collective."""
+    """Raise UserError on every rank if the run's files or the dataset differ between any rank and rank 0.
+    Collective."""
     machines = world.gather((socket.gethostname(), provenance))
     (first_host, expected), *others = machines
     files = (("model", experiment.run.model_json), ("train", experiment.run.train_json), ("dataset", "dataset"))
@@ -192,8 +194,8 @@ def check_same_everywhere(experiment: Experiment, world: World, provenance: Prov
 
 
 def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
-    """Raise UserError if another machine has later checkpoints of this run than rank 0's machine, because rank 0 would
-    train those steps again. Collective."""
+    """Raise UserError on every rank if another machine has later checkpoints of this run than rank 0's machine, because
+    the ranks would train those steps again. Collective."""
     steps = [at for at, _ in checkpoints.list_checkpoints(run.checkpoints)]
     (newest, _), *others = world.gather((max(steps, default=-1), socket.gethostname()))
     found, host = max(others, default=(newest, ""))
@@ -206,8 +208,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
-    """Print notes about the machine that a user should read before paying for hours of it, such as idle GPUs, or that
-    the model is not compiled. Collective.
+    """Print notes about the machine that a user should read before paying for hours of it: idle GPUs, GPU memory taken
+    by other processes, a model that is not compiled, a rounded dropout rate, an unknown peak speed. Collective.
 
     Raises UserError if this machine cannot compute what train.json demands.
     """

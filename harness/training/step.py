@@ -1,9 +1,9 @@
 """One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither.
 
-An optimizer (AdamW, Muon) updates the weights from gradients that are equal on all ranks. The optimizer returns its
-state by parameter name, so that a checkpoint depends neither on how parameters are grouped nor on which rank keeps
-which part of the state. To add an optimizer, write a class with the methods of AdamW, add a branch in
-`OptimizerStep.__init__`, and add a line in harness/runs/optimizer_state.py.
+To add an optimizer, write a class with the attributes and methods of AdamW (adamw.py), add a branch in
+`OptimizerStep.__init__`, and add a line to MOMENTS in harness/runs/optimizer_state.py. The class can rely on gradients
+that are equal on all ranks. Its state is saved by parameter name, so that a checkpoint does not depend on the way in
+which parameters are grouped and state is divided among the ranks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ CANNOT_BE_COMPILED = (
 class StepResult:
     """Result of a step. Its tensors are on the device, which may not have computed their values yet."""
 
-    losses_A: Tensor  # this rank's cross-entropy of each microbatch, fp64
-    gradient_norm: Tensor
-    skipped: Tensor
-    expert_tokens: Tensor | None = None  # with experts only: number of this rank's tokens per expert (LxE)
+    losses_A: Tensor  # fp64: mean cross-entropy of each of this rank's A microbatches
+    gradient_norm: Tensor  # fp32 scalar: global norm of the gradients before clipping, equal on all ranks
+    skipped: (
+        Tensor  # fp32 scalar, equal on all ranks: 1 if the gradients were not finite and nothing was updated, else 0
+    )
+    # This rank's number of tokens by block and expert, of all its microbatches together; None without experts
+    expert_tokens: Tensor | None = None
 
 
 class OptimizerStep:
@@ -62,28 +65,29 @@ class OptimizerStep:
         model: nn.Module,
         config: TrainConfig,
         partition: StatePartition | None = None,
-        before_exchange: Callable[[], None] = lambda: None,
+        report_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the optimizer and the gradient scaler of `model`.
+        """Create the optimizer and the gradient scaler of `model`. In fp32 on CUDA, also allow TF32 in this process.
 
-        `model(inputs, targets)` must return a tensor of loss terms. Their sum is minimized; the first term, the mean
-        cross-entropy, is reported. All tensors are on the device of the model's parameters. `partition` says how the
-        ranks divide the optimizer's state, if train.json shards it.
+        `model(inputs, targets)` must return a tensor of loss terms, or a scalar if there is only one. The sum of the
+        terms is minimized, and the first term is reported as the loss. `partition` says how the ranks divide the
+        optimizer's state. It has no effect unless train.json's `shard_optimizer` is true.
 
-        `before_exchange` is called when this rank has finished a part of its own work and may next wait for other
-        ranks: before the backward pass that exchanges gradients, and whenever a backward pass has computed the first
-        parameter's gradient.
+        `report_progress` is called whenever this rank has finished a part of its own work and may have to wait for the
+        other ranks: before a backward pass in which the ranks exchange gradients, and at the end of every backward
+        pass.
 
-        Raises UserError if this device cannot do what train.json demands.
+        Raises UserError if this device does not support the precision that train.json demands, or not together with its
+        optimizer.
         """
         self.model, self.config = model, config
         self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
         self.is_wrapped = isinstance(model, DistributedDataParallel)
-        # The first parameter's gradient is computed last. A rank that has computed this gradient waits for the other
-        # ranks; a rank that has not computed it yet delays them.
+        # The gradient of the model's first parameter is the last to be computed. A rank that has computed it waits for
+        # the others; a rank that has not computed it yet delays them.
         first = next(model.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: before_exchange())
-        self.before_exchange = before_exchange
+        first.register_post_accumulate_grad_hook(lambda _: report_progress())
+        self.report_progress = report_progress
         self.device = first.device
         self.precision = precision = Precision.for_training(config.precision, self.device)
         precision.allow_tf32()
@@ -102,43 +106,45 @@ class OptimizerStep:
         self.scaler = precision.scaler()
         # This optimizer is never stepped; GradScaler only unscales and checks the gradients through it. It has whole
         # gradients, not shards, so the result is the same on all ranks.
-        self._unscaled = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
+        self._unscaler = torch.optim.SGD(self.optimizer.parameters.values()) if self.scaler.is_enabled() else None
 
-    def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
-        """Run one optimizer step over this rank's microbatches, with `multiplier` times the peak learning rates and
-        `decay` times the weight decays. Clips the gradients to a global norm. If the norm is not finite, the weights
-        and the optimizer's state stay unchanged.
+    def run(self, microbatches: Sequence[Microbatch], rate_factor: float, decay_factor: float = 1.0) -> StepResult:
+        """Run one optimizer step over this rank's microbatches, with `rate_factor` times the peak learning rates and
+        `decay_factor` times the weight decays. Clips the gradients to the global norm `clipping_max_norm`, if
+        train.json sets it. If the gradients' norm is not finite, the weights and the optimizer's state stay unchanged.
 
-        Gradients are equal on all ranks after `accumulate`, so all ranks make the same decision about an update. The
-        decision is made on the device, so that no thread waits for it. Collective if the optimizer's state is sharded.
+        The norm is equal on all ranks, so they all update the weights or none does. This is decided on the device, and
+        the host does not wait for it. Collective if the model is wrapped in DistributedDataParallel or the optimizer's
+        state is sharded.
         """
         losses_A, expert_tokens = self.accumulate(microbatches)
         optimizer, max_norm, divisor = self.optimizer, self.config.clipping_max_norm, None
         parameters = optimizer.parameters.values()
-        if self._unscaled is not None:
-            self.scaler.unscale_(self._unscaled)
+        if self._unscaler is not None:
+            self.scaler.unscale_(self._unscaler)
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         skipped = (~torch.isfinite(norm)).float()
         if max_norm is not None and self.scaler.is_enabled():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         elif max_norm is not None:  # the optimizer clips in its own pass; 1e-6 as in clip_grad_norm_
             divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
-        optimizer.set_multiplier(multiplier, decay)
-        self.learning_rate = self.config.learning_rate * multiplier
+        optimizer.set_factors(rate_factor, decay_factor)
+        self.learning_rate = self.config.learning_rate * rate_factor
         optimizer.update(skipped, divisor)
-        optimizer.partition.exchange(optimizer.shards, optimizer.parameters)
+        optimizer.partition.exchange(optimizer.shards, optimizer.parameters)  # nothing, unless the state is sharded
         self.scaler.update()
         self.forget_gradients()
         return StepResult(losses_A, norm.float(), skipped, expert_tokens)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Run the forward and the backward pass of each microbatch. Afterwards `.grad` holds the gradient averaged over
-        the microbatches and, with `exchange`, over all ranks. Returns the loss of each microbatch, and the number of
-        tokens of each expert (None without experts)."""
-        # Remove the last step's gradients from DDP's buckets. If several microbatches will be added up, set them to
-        # zero, because a gradient of None would be allocated outside its bucket. For a single microbatch set them to
-        # None: DDP then copies the new gradient into the bucket and divides it by the number of ranks in one pass,
-        # instead of adding it to zeros and dividing the sum.
+        """Run the forward and the backward pass of each microbatch. Afterwards `.grad` of each parameter holds the
+        gradient averaged over the microbatches and over all ranks, multiplied by the scaler's scale in fp16. With
+        `exchange=False` it is averaged over this rank's microbatches alone. Returns `losses_A` and `expert_tokens` of
+        StepResult."""
+        # In DDP's buckets are still the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)
+        # For several microbatches, which are added up, set them to zero, because a gradient of None would be allocated
+        # outside its bucket. For a single microbatch set them to None: DDP then copies the new gradient into the bucket
+        # and divides it by the number of ranks in one pass, instead of adding it to zeros and dividing the sum.
         if self.is_wrapped and len(microbatches) == 1:
             self.bare_model.zero_grad(set_to_none=True)
         elif self.is_wrapped and (old := [each.grad for each in self.bare_model.parameters() if each.grad is not None]):
@@ -153,21 +159,23 @@ class OptimizerStep:
                 with self.precision.autocast():
                     terms = self.model(inputs_BxT, targets_BxT)
                 if is_exchanged:
-                    self.before_exchange()
+                    self.report_progress()
                 self.scaler.scale(terms.sum() / len(microbatches)).backward()
             losses.append(terms.detach().flatten()[0].double())
-            load_LxE = getattr(self.bare_model, "expert_tokens", None)
-            expert_tokens += [] if load_LxE is None else [load_LxE]
+            tokens_LxE = getattr(self.bare_model, "expert_tokens", None)
+            expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch, world: World) -> None:
         """Run forward and backward passes whose gradients are discarded. They compile the model, if it is to be
-        compiled, and let DDP arrange its buckets. Called before the first step and before any state is restored.
-        Collective.
+        compiled, and let DDP arrange its buckets. They change the random state, so this method must be called before
+        states are restored. Collective.
 
         After its first exchange, DDP arranges its buckets in the order in which gradients were computed. Without this
         warm-up, a resumed run would add up the gradients of its first step in another order than a run that never
         stopped.
+
+        Raises UserError on all ranks if `compile` is true in train.json and the model cannot be compiled.
         """
         if is_compiled(self.bare_model):
             self._compile(microbatch, world)
@@ -175,18 +183,18 @@ class OptimizerStep:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Free the gradients, unless the model is wrapped in DistributedDataParallel. Its gradients are then views of
-        DDP's buckets and are kept."""
+        """Free the gradients, unless the model is wrapped in DistributedDataParallel: they are views of DDP's buckets
+        then, and freeing them would free no memory."""
         if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
 
     def _compile(self, microbatch: Microbatch, world: World) -> None:
         """Compile the model by one forward and backward pass in which the ranks exchange no gradients. The pass changes
-        nothing but the random state.
+        nothing but the random state. Collective.
 
-        Either all ranks run the compiled model or none. If compiling fails on any rank and train.json's `compile` is
-        "auto", all ranks train without compilation and rank 0 prints a note. If `compile` is true, raises UserError on
-        all ranks.
+        Either all ranks run the compiled model or none. If compiling fails on any rank, and train.json's `compile` is
+        true, raises UserError on all ranks. If it is "auto", all ranks train without compilation, and rank 0 prints a
+        note.
         """
         failure = None
         try:
@@ -211,7 +219,8 @@ def explain_failed_compilation(error: BaseException) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of a compiler's error after torch's own preamble, cut to REASON_CHARACTERS."""
+    """Return the first line of a compiler's error that gives the reason, cut to REASON_CHARACTERS, or the name of the
+    error's type if there is none. Lines that end in "raised:" only introduce the reason."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
     return said[0][:REASON_CHARACTERS]
@@ -220,9 +229,12 @@ def _reason(error: BaseException) -> str:
 def build_training_step(
     experiment: Experiment, config: TrainConfig, world: World, *, partition: StatePartition
 ) -> OptimizerStep:
-    """Return the OptimizerStep of an experiment. Its model has new weights and uses the kernels that `config` selects.
-    The model is wrapped in DistributedDataParallel if `world` has several ranks. `config` is the experiment's
-    train.json in which the run's precision has replaced "auto".
+    """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and
+    uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
+
+    `config` is the experiment's train.json, in which the precision is resolved (not "auto") and scaled values have
+    replaced the ones given. Some settings act on the whole process: TF32, torch.compile's tuning, and the attention
+    kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
@@ -244,4 +256,4 @@ def build_training_step(
         trained = DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
         )
-    return OptimizerStep(trained, config, partition, world.watchdog.beat)
+    return OptimizerStep(trained, config, partition, report_progress=world.watchdog.beat)

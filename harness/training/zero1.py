@@ -19,21 +19,21 @@ from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.world import World
 from harness.runs.optimizer_state import SMALL_PIECE
 
-# Tensors of optimizer state, or their shapes: by parameter name, then by the optimizer's key ("exp_avg").
+# Tensors of optimizer state, or their shapes: by parameter name, then by the optimizer's key, such as "exp_avg".
 NamedState = dict[str, dict[str, Tensor]]
 StateShapes = dict[str, dict[str, torch.Size]]
 
 
 def empty_state(shapes: StateShapes, device: str = "cpu") -> NamedState:
-    """Return uninitialized fp32 tensors of these shapes."""
+    """Return an optimizer state of these shapes, of uninitialized fp32 tensors."""
     return {
         name: {key: torch.empty(shape, device=device) for key, shape in state.items()} for name, state in shapes.items()
     }
 
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:
-    """Raise ValueError if the parameters, keys and shapes in `saved` are not exactly those in `shapes`, or a tensor is
-    not fp32. The check is needed because fused kernels would read beyond the end of smaller tensors."""
+    """Raise ValueError if the parameters, keys and shapes in `saved` are not exactly those in `shapes`, or if a tensor
+    is not fp32. Without this check, fused kernels would read beyond the end of smaller tensors."""
     if saved.keys() != shapes.keys():
         raise ValueError("the names of its parameters are not the model's")
     for name, wanted in shapes.items():
@@ -55,7 +55,7 @@ MESSAGE = 2**26  # elements of state per message, and so of memory that a messag
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements `start` to `stop` of a flattened parameter, and the rank that owns them."""
+    """Elements `start` to `stop` - 1 of the flattened parameter `name`, and the rank that owns them."""
 
     name: str
     start: int
@@ -69,9 +69,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class StatePartition:
-    """Division of an optimizer's state among `size` ranks, and this rank's number. Without sharding, every rank has
-    a partition of `size` 1, in which it owns everything. `is_connected` is false if the ranks exchange no state: in the
-    search for the largest microbatch (-f), each rank measures the memory of its own part alone."""
+    """Division of an optimizer's state among `size` ranks, of which this process is number `rank`. Without sharding,
+    every rank has a partition of `size` 1 and number 0, so that it owns everything.
+
+    If `is_connected` is false, `exchange` and `gather` send nothing. So can a process alone measure the memory that it
+    needs as one of `size` ranks (ddp_train.py -f).
+    """
 
     rank: int = 0
     size: int = 1
@@ -83,8 +86,9 @@ class StatePartition:
         return cls(world.rank, world.size, world.size > 1)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
-        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards. Every
-        rank owns the same number of elements, to within GRAIN, because cuts are at multiples of GRAIN elements."""
+        """Cut parameters of the given sizes (numbers of elements, by name) into shards, and return the shards, in the
+        order of the parameters. All ranks own about equally many elements in all. A shard begins at a multiple of GRAIN
+        elements of its parameter."""
         total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]
@@ -94,8 +98,8 @@ class StatePartition:
         return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """Assign pieces of work with these `costs` to ranks, and return the rank of each piece. No piece can be cut, so
-        the pieces are assigned from the most to the least expensive, each to the least loaded rank (Graham 1969)."""
+        """Assign pieces of work with these `costs` to the ranks, and return the rank of each piece. In the order from
+        the most to the least expensive, each piece goes to the rank with the least work so far (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -104,8 +108,8 @@ class StatePartition:
 
     @torch.no_grad()
     def exchange(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Broadcast every shard of `parameters` from its owner, in place. Collective. On a GPU, the copies may still be
-        running when this method returns."""
+        """Overwrite every shard of `parameters` on all ranks by its owner's values. Does nothing if `size` is 1. On a
+        GPU, the copies may still be running when this method returns. Collective."""
         if self.size == 1:
             return
         views: list[list[Tensor]] = [[] for _ in range(self.size)]
@@ -134,12 +138,13 @@ class StatePartition:
         device: torch.device,
         into: NamedState,
     ) -> None:
-        """Copy the whole state to the tensors `into` of rank 0, which are in host memory. Other ranks give an empty
-        dict. `own` is this rank's state of its own shards, on `device`. A scalar, such as the step count, is sent with
-        every shard. Collective. On a GPU, the copies may still be running when this method returns.
+        """Copy the state of all `shards` to rank 0: to the tensors `into`, which are in host memory there and have the
+        shapes in `shapes`. Other ranks give an empty dict. `own` has this rank's state of its own shards, flattened, on
+        `device`. On a GPU, the copies may still be running when this method returns. Collective.
 
+        Every shard has a scalar of its own, such as the step count, which is equal for all shards of a parameter.
         Shards are broadcast as in `exchange`, because NCCL would need connections and buffers of its own for messages
-        to one rank. The ranks that do not need a message overwrite it.
+        to one rank. Ranks other than 0 do not use what they receive.
         """
         for shard in shards:
             if shard.owner == 0 and self.rank != 0:

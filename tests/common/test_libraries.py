@@ -75,7 +75,7 @@ def test_compilers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     kept."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
     cases = [(None, None, "12"), ("1", None, "12"), ("8", None, "1"), ("100", None, "1"), ("2", "3", "3")]
-    for ranks, given, expected in [*cases, ("0", None, "12")]:
+    for ranks, given, expected in [*cases, ("0", None, "12"), ("²", None, "12")]:
         values = {"LOCAL_WORLD_SIZE": ranks, "TORCHINDUCTOR_COMPILE_THREADS": given}
         environment = {name: value for name, value in values.items() if value is not None}
         with mock.patch.dict(os.environ, environment, clear=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from harness.common.errors import UserError
 from harness.common.lock import RunLock
 
 
@@ -63,3 +64,12 @@ def test_a_file_with_any_other_content_is_locked_and_overwritten(tmp_path: Path,
     path.write_text(text)
     assert work(path) is False
     assert json.loads(path.read_text())["began"] is True
+
+
+def test_a_held_lock_with_a_damaged_launcher_is_refused(tmp_path: Path) -> None:
+    """int() does not accept every digit of Unicode, such as a superscript."""
+    path = tmp_path / ".lock"
+    RunLock.take(path, "trained")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torchrun": "² ²"}))
+    with pytest.raises(UserError, match="is being trained by another process"):
+        RunLock.take(path, "trained")

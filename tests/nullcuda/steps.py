@@ -108,7 +108,7 @@ def measure(experiment: Experiment, world: World, microbatches: Sequence[int], s
         )
 
     for size in microbatches:
-        count(lambda size=size: meter.add(step.run([microbatch] * size, multiplier=1.0)))  # type: ignore[misc]
+        count(lambda size=size: meter.add(step.run([microbatch] * size, rate_factor=1.0)))  # type: ignore[misc]
     for _ in range(saves):
         count(lambda: copy_state(step, world, copies))
     return found

@@ -154,7 +154,7 @@ class Traffic(TorchDispatchMode):
 
 
 def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(muon_module.BATCH_NUMBERS, "cpu", 1)  # each matrix alone
+    monkeypatch.setitem(muon_module.BATCH_ELEMENTS, "cpu", 1)  # each matrix alone
     model = random_model(shape(emb_dim=64))
     model(random_tokens(model.config), random_tokens(model.config, seed=4)).backward()
     muon = Muon(model, TrainConfig.model_validate({**SEED_TRAIN, **MUON}), torch.bfloat16)

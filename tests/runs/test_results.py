@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from harness.runs.results import (
     write_loss,
     write_result,
 )
-from harness.training.batch_size_finder import keep_search
 
 WEIGHTS = MeasuredWeights(checkpoint="20260102Z030405-iteration-9", sha256="ab" * 32, global_step=9, is_best=True)
 TEXT = Text(
@@ -183,15 +181,3 @@ def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
     away = LOSS.model_copy(update={"weights": WEIGHTS.model_copy(update={"checkpoint": "../../x"})})
     with pytest.raises(UserError, match="result"):
         write_result(run, away)
-
-
-def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """A result that cannot be written causes a warning of one line. Here a file is in the place of the results folder.
-    A read-only folder would not do, because the tests may run as root, who could write into it."""
-    run.results.write_text("")
-    experiment: Any = SimpleNamespace(run=run)
-    keep_search(experiment, SEARCH)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"warning: {run.results}/microbatch-search-")
-    assert len(said.err.splitlines()) == 1

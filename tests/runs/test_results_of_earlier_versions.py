@@ -118,7 +118,7 @@ def test_files_with_fewer_keys() -> None:
     state = meta.state()
     assert (state.measured_from_step, state.measured_from_tokens) == (meta.global_step, meta.tokens_seen)
     assert state.measured_from_seconds == meta.seconds["training"] > 0
-    assert (meta.due, meta.is_from_notebook, meta.device) == (None, False, None)
+    assert (meta.interrupted_evaluation, meta.is_from_notebook, meta.device) == (None, False, None)
     summary = read_summary(FIXTURES / "older" / "summary.json")
     assert (summary.measured, summary.trained_tokens) == (None, None)
     assert summary.tokens_per_second is not None

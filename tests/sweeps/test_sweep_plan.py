@@ -151,7 +151,7 @@ def test_the_command_prints_the_plan_before_anything_is_made(shop: Workshop) -> 
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert [each.name for each in shop.runs.iterdir()] == ["base"]
     twice = sweep_command(shop, *asked, "--assume-device", "H100")
-    assert (twice.status, twice.stderr) == (2, "error: --assume-device and --assume-tps: give one of them\n")
+    assert (twice.status, twice.stderr) == (2, "error: --assume-device and --assume-tps: give at most one of them\n")
 
 
 # Devices

@@ -451,6 +451,19 @@ def searcher(tmp_path: Path, **keys: Any) -> InThisProcess:
     return InThisProcess(experiment, ALONE, Dataset.open(shop.datasets, experiment.config.dataset), limit)
 
 
+def test_a_folder_that_takes_nothing_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A result that cannot be written causes a warning of one line. Here a file is in the place of the results folder.
+    A read-only folder would not do, because the tests may run as root, who could write into it."""
+    search = searcher(tmp_path)
+    results = search.experiment.run.results
+    results.write_text("")
+    search.report(3, is_all_data=False)
+    said = capsys.readouterr()
+    assert said.out.startswith("Max microbatch size was 3\n")
+    assert said.err.startswith(f"warning: {results}/microbatch-search-")
+    assert len(said.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
     accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

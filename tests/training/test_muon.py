@@ -16,7 +16,7 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
-from harness.training.muon import BATCH_NUMBERS, Matrix, Muon, batches_of, orthogonalise
+from harness.training.muon import BATCH_ELEMENTS, Matrix, Muon, batches_of, orthogonalise
 from harness.training.step import OptimizerStep
 from tests.training.test_optimizer import CONFIG, TRAIN, fresh_model, update
 
@@ -178,7 +178,7 @@ def test_large_matrices_are_orthogonalised_alone() -> None:
     small = [Matrix(f"trf_blocks.{at // 3}.ff.layers.0.weight", 0, *shape) for at, shape in enumerate(shapes)]
     assert list(map(len, batches_of(small, "cpu"))) == [1, 2, 1, 2]
     assert list(map(len, batches_of(small, "cuda"))) == [2, 4]
-    for device, numbers in BATCH_NUMBERS.items():
+    for device, numbers in BATCH_ELEMENTS.items():
         side = math.isqrt(numbers // 2)
         large = [Matrix("trf_blocks.0.att.qkv.weight", at, side, side) for at in range(5)]
         assert list(map(len, batches_of(large, device))) == [2, 2, 1]
