@@ -73,14 +73,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     Files of an earlier upload that readers would take for files of this model are deleted. Raises UserError if the
     upload fails.
     """
-    work = HubWork(
-        facts.name,
-        "model",
-        exported,
-        "the repository's name",
-        "export the model and upload the folder by hand",
-        verb="write to",
-    )
+    by_hand = "export the model and upload the folder by hand"
+    work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
     files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
     if run := facts.files.run:
         known = [run.model_json, run.train_json, run.metrics, run.summary]

@@ -22,13 +22,7 @@ from harness.common.errors import RunError, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, is_hub_name
-from harness.data.preparation.encode import (
-    Encoded,
-    batches,
-    encode_batches,
-    encode_texts,
-    encoder_processes,
-)
+from harness.data.preparation.encode import Encoded, batches, encode_batches, encode_texts, encoder_processes
 from harness.data.preparation.new_tokenizer import check_tokenizer, sample_texts, write_tokenizer
 from harness.data.preparation.splits import (
     Split,
@@ -243,11 +237,8 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
     if headerless := [shard for shard in shards if not shard.has_header]:
         names = printable(abbreviated([shard.path.name for shard in headerless]))
         what = f"{headerless[0].dtype.name} tokens of {printable(given or 'GPT-2')}"
-        print(
-            f"{names}: no header, so read as {what}; --token-dtype and --tokenizer change that",
-            file=sys.stderr,
-            flush=True,
-        )
+        note = f"{names}: no header, so read as {what}; --token-dtype and --tokenizer change that"
+        print(note, file=sys.stderr, flush=True)
     files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
     work.resume_or_begin(begun_with, files, restart=options["restart"])
     tokenizer = load_tokenizer(write_tokenizer(given or "gpt2", work.dataset))
