@@ -120,7 +120,7 @@ class Checkpointer:
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
         elif planned and self.prepared.position.is_due(state.global_step, self.config.validation_interval):
-            state.record_if_best(state.val_loss)
+            state.record_if_best(state.val_loss)  # the loss of this step, not of an earlier one
         with self.prepared.clock.phase("checkpointing"):
             self.check_weights(state)
             random = {"cpu": torch.get_rng_state()}
@@ -219,7 +219,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
-        run.set_pictures_aside(make_aside())
+        run.set_summary_and_chart_aside(make_aside())
     MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
 

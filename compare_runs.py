@@ -52,14 +52,12 @@ def main(
     from harness.common.files import check_writable, replace_text
     from harness.common.messages import abbreviated, paragraph
     from harness.comparison.against_baseline import compare_with
-    from harness.comparison.arms import find_arms
     from harness.comparison.charts import chart_note, charts_of, write_png
     from harness.comparison.fits import fits
     from harness.comparison.machines import machine_lines
     from harness.comparison.records import RunRecord, find_runs
     from harness.comparison.table import RunsTable, table_json, table_lines
     from harness.planning.machines import PRICES
-    from harness.runs.directory import RunDirectory
 
     if prices is not None and not machines:
         raise UserError("--prices belongs with --machines")
@@ -76,18 +74,9 @@ def main(
         if path.is_dir():
             raise UserError(f"{path}: is a folder; name a file")
     references = _read_references(reference)
-    members: tuple[str, ...] = ()
-    if baseline is not None:
-        try:
-            members = (RunDirectory.find(runs_dir, baseline).path.name,)
-        except UserError:
-            for those in (runs, ()):  # the baseline may be an arm of the named runs, or of all runs
-                arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, those)]).runs
-                members = members or arms.get(baseline, ())
-            if not members:
-                raise
-        baseline = members[0]
-    records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *members) if runs else ())]
+    arm = () if baseline is None else _runs_of_arm(runs_dir, baseline, runs)
+    baseline = arm[0] if arm else None
+    records = [RunRecord.read(run) for run in find_runs(runs_dir, (*runs, *arm) if runs else ())]
     # Runs that ship with the repository and were never trained here would fill the table.
     trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
     left_out = [] if runs or not trained else [record for record in records if record not in trained]
@@ -124,6 +113,24 @@ def main(
         for problem in drawn.problems:
             click.echo("\n".join(paragraph(f"not drawn: {problem}")), err=True)
         click.echo(f"Drew {chart}", err=True)
+
+
+def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the runs that --baseline names, at least one: a single run, or all runs of an arm. The arm is
+    looked for among the runs `compared` (all runs if that is empty), then among all runs. Raises UserError if there is
+    no such run or arm."""
+    from harness.comparison.arms import find_arms
+    from harness.comparison.records import RunRecord, find_runs
+    from harness.runs.directory import RunDirectory
+
+    try:
+        return (RunDirectory.find(runs_dir, baseline).path.name,)
+    except UserError:
+        for names in (compared, ()):
+            arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, names)])
+            if baseline in arms.run_names:
+                return arms.run_names[baseline]
+        raise
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:

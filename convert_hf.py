@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
 MODEL_JSON = click.option("--model-json", help="The weights' model.json.  [default: that of their folder or run]")
+DTYPE = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
@@ -31,7 +32,7 @@ def main() -> None:
 @CHECKPOINT
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_JSON
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@DTYPE
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 @RUNS_DIR
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
@@ -95,7 +96,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @CHECKPOINT
 @click.argument("name", metavar="OWNER/NAME")
 @MODEL_JSON
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@DTYPE
 @click.option("--public", is_flag=True, help="Make a new repository public.  [default: private]")
 @click.option("--license", "license_", help="License on the card, as the Hub spells it: apache-2.0, mit, ...")
 @click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on a dataset in PATH.")
@@ -136,8 +137,8 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
 
 def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> TrainedModel:
-    """Find the files of the model that the arguments name. Raises UserError, without waiting for torch, if there is no
-    such model."""
+    """Return the files of the model that the command line names. Raises UserError, without waiting for torch, if there
+    is no such model."""
     from harness.runs.trained_model import find_model
 
     place = checkpoint.partition(":")[0]

@@ -44,8 +44,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
 
     VALUE is parsed as JSON if it is valid JSON, otherwise it is text; null removes the key. The file derived.json in
     NEW records BASE and the keys that differ. If --set dataset names a dataset in DATASETS_DIR, NEW also gets that
-    dataset's vocabulary, a microbatch size that its validation split can fill, at most as many training tokens and
-    validation batches as the dataset has, and a warm-up that is short beside so few tokens.
+    dataset's vocabulary, a microbatch size that its validation split can fill, and at most as many training tokens and
+    validation batches as the dataset has. If it has too few tokens, a long warm-up is shortened, too.
     To derive several runs at once, use sweep_runs.py.
 
     \b

@@ -116,7 +116,8 @@ def main(
 
 
 def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
-    """If the weights are a run's checkpoint, write the metrics of all tasks and groups to that run's results."""
+    """If the weights are those of a run's checkpoint, write the scores of all tasks and groups to the run's results. If
+    writing fails, print a warning."""
     from dataclasses import asdict
     from importlib.metadata import version
 

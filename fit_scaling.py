@@ -130,7 +130,7 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
         raise UserError(f'{run.model_json}: key "moe": the laws hold only for dense models; {remedy}')
     wanted = stated_tokens(train, model)
     if wanted is None:
-        said = f'key "{train.budget}": {getattr(train, train.budget)} does not determine the number of tokens'
+        said = f'key "{train.budget_key}": {getattr(train, train.budget_key)} does not determine the number of tokens'
         raise UserError(f"{run.train_json}: {said}; {remedy}")
     return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
 

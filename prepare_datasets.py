@@ -67,7 +67,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--workers",
     type=click.IntRange(1, 1024),
-    help="Number of processes; does not change the dataset.  [default: all cores]",
+    help="Number of processes; does not change the dataset.  [default: all cores, or fewer for a small text]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR when the new dataset is complete.")
 @click.option("--restart", is_flag=True, help="Begin again instead of continuing interrupted work.")
@@ -120,7 +120,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
     """Raise UserError if a value is invalid, or if arguments and options cannot be combined."""
-    for value in (*inputs, str(output_dir), *filter(None, map(str, options.values()))):
+    for value in (*inputs, str(output_dir), *map(str, options.values())):
         if not is_unicode(value):
             raise UserError(f"{printable(value)}: not valid UTF-8")
     if options["push_to_hub"] and not is_hub_name(options["push_to_hub"]):
@@ -140,7 +140,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
     if options["token_dtype"] and not options["from_bin"]:
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
-        raise UserError("--tokenizer and --train-tokenizer: give one of them")
+        raise UserError("--tokenizer and --train-tokenizer: give at most one of them")
     if options["validation_fraction"] + options["test_fraction"] >= 1:
         raise UserError(
             "--validation-fraction and --test-fraction leave nothing for training; their sum must be below 1"
@@ -151,8 +151,9 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     """Make the dataset, or resume its interrupted preparation. Yield lines about its splits, and the commands that
     train on it.
 
-    Also yields a remark if one document dominates training, and a remark for each held-out split that has few documents
-    or whose share of the text differs by more than a tenth from the requested one.
+    Also yield a remark if one document has more than a tenth of the training tokens. For a dataset made from text, also
+    yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents, or whose share of the text
+    differs by more than a tenth from the requested one.
     """
     from harness.data.preparation.command import make_dataset
 
@@ -182,8 +183,8 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
 
 
 def next_steps(folder: Path) -> Iterator[str]:
-    """Yield the commands that train a model like the quickstart's on a dataset folder. A dataset is named
-    owner/name, the last two parts of its path. If `folder` is a single name, the first command moves it to
+    """Yield the commands that train a model like the quickstart's on the dataset in `folder`. The last two parts of
+    the folder's path are the dataset's name, owner/name. If `folder` is a single name, the first command moves it to
     datasets/me/."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)

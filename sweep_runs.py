@@ -112,7 +112,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     if runner.waiting:
         say("The output of each run is written to sweep.log in its folder.")
     runner.run()
-    runner.leave()
+    runner.report_end()
     names = [run.name for run in found.runs]
     pattern = f"{found.name}-*"
     if {path.name for path in runs_dir.glob(pattern)} == {*names}:

@@ -74,11 +74,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     from gpt import load_model
     from harness.common.device import device_name, only_device
     from harness.evaluation.instruct import finetune, responses
-    from harness.runs.trained_model import (
-        check_tokenizer_fits,
-        model_in_run,
-        write_model,
-    )
+    from harness.runs.trained_model import check_tokenizer_fits, model_in_run, write_model
 
     data = responses.local_instructions(options["data"])
     splits, device = responses.InstructionSplits.load(data), only_device()
@@ -121,8 +117,8 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 
 def choose_judge(options: dict[str, Any]) -> JudgeSettings:
-    """Return the judge's settings. Raises UserError, before any training, if the judge's name or address is wrong, or
-    if the API key or the openai package is missing."""
+    """Return the judge's settings. Called before any training, because it raises UserError if the judge's name or
+    address is wrong, or if the API key or the openai package is missing."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
@@ -134,8 +130,9 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raise UserError if a result cannot be written or would replace a file without --overwrite, or if --name is not
-    usable. Must be called before anything is downloaded or trained."""
+    """Raise UserError if the responses file `path` or the folder --save cannot be written or would replace something
+    (a responses file is replaced with --overwrite), or if --name is not usable. Called before anything is downloaded or
+    trained."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
     check_writable(path.parent)
@@ -148,7 +145,8 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
-    """Print the judge's scores, and write them to the run. Raises RunError if the judge did not score every answer."""
+    """Ask the judge to score the answers in the responses file `path`, print the scores, and write them to the run.
+    Raises RunError if the judge did not score every answer, and RunStopped after Ctrl-C."""
     from harness.evaluation.judge.report import judge_and_report
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")

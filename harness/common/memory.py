@@ -213,7 +213,8 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Make the C library keep freed blocks from now on, if at least AMPLE times this process's peak memory is free.
+    """Make the C library keep freed blocks from now on, if `free_bytes`, the free memory that this process may use, is
+    at least AMPLE times the process's peak memory.
 
     So much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
     state may still have to be allocated. Does nothing if this process's writable memory is limited.

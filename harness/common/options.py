@@ -36,7 +36,7 @@ class Group(Command, click.Group):
 
 
 class FiniteNumber(click.FloatRange):
-    """Number in a range that is neither infinite nor NaN."""
+    """Type of an option: a number in a range. Infinity and NaN are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

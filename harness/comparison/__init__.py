@@ -1,1 +1,1 @@
-"""Comparison of finished and running runs: records, columns, replicates, noise, verdicts, charts and the page."""
+"""Comparison of runs, finished or not: records, tables, replicates, verdicts, costs on other machines, charts, page."""

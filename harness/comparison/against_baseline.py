@@ -1,5 +1,5 @@
-"""Comparison of the arms of an experiment (groups of runs that differ only in the seed) with one of them, the baseline:
-choice of the loss to compare, and verdicts as text."""
+"""Comparison of the arms of an experiment (runs that differ only in the seed) with one of them, the baseline: choice of
+the loss to compare, and verdicts as text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from harness.common.statistics import Inconclusive
 from harness.comparison.arms import Arms, find_arms
 from harness.comparison.quantities import (
     MEASURED_TOO,
-    Group,
+    Basis,
     Values,
     all_test_losses,
-    comparable_groups,
+    by_basis,
     final_validation_losses,
 )
 from harness.comparison.records import RunRecord
@@ -28,11 +28,10 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts of a comparison of the baseline's arm (its group of runs that differ only in the seed) with all other
-    arms. `verdicts` is empty if nothing can be compared. `title` says what is compared, or why nothing can be compared.
-    `closing` describes training noise and how many seeds of each arm it takes to detect a difference. `notes` has
-    remarks such as which runs were left out. `loss` is "test loss" or "validation loss", or "" if nothing can be
-    compared."""
+    """Verdicts on all arms but the baseline's; the runs of an arm differ only in the seed. `verdicts` is empty if
+    nothing can be compared. `title` says what is compared, or why nothing can be compared. `closing` describes training
+    noise and how many seeds of each arm it takes to detect a difference. `notes` has remarks such as which runs were
+    left out. `loss` is "test loss" or "validation loss", or "" if nothing can be compared."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -54,7 +53,7 @@ class BaselineComparison:
                     "baseline": verdict.baseline,
                     "verdict": verdict.word,
                     "sentence": verdict.sentence,
-                    "runs": list(verdict.runs),
+                    "runs": list(verdict.run_counts),
                     "difference": verdict.difference.value if verdict.difference else None,
                     "interval": list(verdict.interval) if verdict.interval else None,
                     "interval_level": verdict.level,
@@ -68,8 +67,8 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare the arm of the run `baseline` (its group of runs that differ only in the seed) with every other arm, by
-    their losses on one text.
+    """Compare the arm of the run `baseline` (the runs that differ from it only in the seed) with every other arm, by
+    their losses on one text. One of the `records` is that of the run `baseline`.
 
     Uses test losses if the baseline's arm and at least one other arm have test losses on the same text. Of several such
     texts, uses the one with the most runs. Otherwise uses the last validation losses in the same way. If there is no
@@ -81,32 +80,32 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         state = next(record.state.word for record in records if record.name == baseline)
         verb = "was" if state == "never trained" else "is"
         reason = f"it {verb} {state}: only runs that were trained here to their end are compared"
-    elif len(arms.runs) == 1:
+    elif len(arms.run_names) == 1:
         reason = "no other arm has finished"
     else:
         # A diverged run stays part of its arm, with NaN for a loss that is not finite.
         for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
             values = [losses_of(record) for record in records]
-            for group in comparable_groups(values):
-                measured = {arms.arm_of(records[row].name) for row in group[1]} - {None}
-                if own in measured and len(measured) > 1:
-                    return _compare(own, arms, loss, group, values, records)
+            for basis, measured in by_basis(values).items():
+                compared = {arms.arm_of(records[row].name) for row in measured} - {None}
+                if own in compared and len(compared) > 1:
+                    return _compare(own, arms, loss, basis, values, records)
         reason = "no other run has a test loss or validation loss on the same text"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 
 def _compare(
-    own: str, arms: Arms, loss: str, group: Group, values: Sequence[Values], records: Sequence[RunRecord]
+    own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
-    """Compare the arms (groups of runs that differ only in the seed) by the losses in `group`, which were measured on
-    one text. `own` is the name of the baseline's arm, and `loss` the name of the loss. `values[i]` has all measurements
-    of this loss for the run `records[i]`. If a run of an arm is not in `group`, a note says what its loss was measured
-    on, or why it has none."""
-    basis, members = group
+    """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
+    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts. If a run of an arm has no loss on
+    this text, a note says what its loss was measured on, or why it has none. If the losses of windows of an arm cannot
+    be read, a note says so, and the verdicts do without them."""
+    measured = by_basis(values)[basis]
     notes: list[str] = []
-    found = {records[row].name: (records[row], each) for row, each in members.items()}
+    found = {records[row].name: (records[row], each) for row, each in measured.items()}
     built = {}
-    for name, runs in arms.runs.items():
+    for name, runs in arms.run_names.items():
         those = [found[run] for run in runs if run in found]
         notes += [
             f"{record.name}: {loss} {each.remark}"
@@ -118,8 +117,8 @@ def _compare(
         windows: list[np.ndarray] | None = None
         if losses and len(results) == len(losses) and np.isfinite(losses).all():
             try:
-                directories = [record.directory for record, _ in those]
-                windows = [read_window_losses(*each) for each in zip(directories, results, strict=True)]
+                folders = (record.directory for record, _ in those)
+                windows = [*map(read_window_losses, folders, results)]
             except UserError as error:
                 notes.append(str(error))
         built[name] = Arm(name, losses, windows, [record.name for record, _ in those])
@@ -127,12 +126,13 @@ def _compare(
     verdicts = compare_arms(baseline, [arm for name, arm in built.items() if name != own])
     left_out: dict[str, list[str]] = {}
     for row, (record, of_run) in enumerate(zip(records, values, strict=True)):
-        if row not in members and arms.arm_of(record.name):
+        if row not in measured and arms.arm_of(record.name):
             if isinstance(of_run, Inconclusive):
                 reason = of_run.reason
             else:
                 reason = f"measured on {' and '.join(each.basis.words for each in of_run)}"
             left_out.setdefault(reason, []).append(record.name)
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
-    title = f"Against {own} ({baseline.runs} {'run' if baseline.runs == 1 else 'runs'}), by {loss} on {basis.words}:"
+    plural = "" if baseline.run_count == 1 else "s"
+    title = f"Against {own} ({baseline.run_count} run{plural}), by {loss} on {basis.words}:"
     return BaselineComparison(title, verdicts, seeds_sentences(verdicts, [*built.values()]), notes + arms.notes, loss)

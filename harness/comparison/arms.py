@@ -1,5 +1,5 @@
-"""Arms of an experiment: groups of finished runs that differ only in `random_seed` and in settings that do not affect
-the result. The runs of an arm are replicates of each other."""
+"""Arms of an experiment. An arm is a finished run, or several finished runs that differ only in `random_seed` and in
+settings that do not affect the result. The runs of an arm are replicates of each other."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from harness.common.messages import abbreviated
 from harness.common.statistics import Inconclusive
+from harness.comparison.quantities import UNKNOWN
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import as_tokens
@@ -28,30 +29,28 @@ WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
 SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
 # SURROUNDINGS do not include the precision, because summaries of earlier versions do not record which precision "auto"
 # stood for.
-UNKNOWN = "not recorded"
 
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms of an experiment: groups of finished runs that differ only in the seed. `runs` maps the name of each arm to
-    the names of its runs. `notes` has remarks on runs that are in no arm, or not in the arm where one might expect
+    """Arms of an experiment; the runs of an arm differ only in the seed. `run_names` has the names of each arm's runs,
+    by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might expect
     them."""
 
-    runs: dict[str, tuple[str, ...]]
+    run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
 
     def arm_of(self, run: str) -> str | None:
-        """Return the name of the arm (group of runs that differ only in the seed) that contains the run `run`, or None
-        if no arm does."""
-        return next((arm for arm, runs in self.runs.items() if run in runs), None)
+        """Return the name of the arm that contains the run `run`, or None if no arm does."""
+        return next((arm for arm, names in self.run_names.items() if run in names), None)
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Group the finished runs into arms (runs that differ only in the seed), in the order of `records`. If several runs
-    of an arm have the same seed, only one of them is kept: the run `baseline` if it is among them, or else the
-    first."""
+    """Divide the finished runs into arms, each of runs that differ only in the seed. The arms are in the order of their
+    first runs in `records`. A run whose settings are not known is an arm of its own. If several runs of an arm have the
+    same seed, only one of them is kept: the run called `baseline` if it is among them, or else the first."""
     unfinished: dict[str, list[str]] = {}
-    groups: dict[tuple[str, ...], list[RunRecord]] = {}  # by settings; by name if replicates are unknown
+    by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []
     for record in records:
         if record.state.word != "finished":
@@ -60,9 +59,9 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         settings = settings_of(record)
         if isinstance(settings, Inconclusive):
             unknown.append(f"{record.name}: its replicates are unknown, because {settings.reason}")
-        groups.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
-    alike: dict[str, list[RunRecord]] = {}  # the first run of each arm, by settings without SURROUNDINGS and precision
-    parts = [(key[0], part) for key, members in groups.items() for part in _by_precision(members)]
+        by_settings.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
+    first_runs: dict[str, list[RunRecord]] = {}  # of each arm, by settings without SURROUNDINGS and precision
+    parts = [(key[0], part) for key, members in by_settings.items() for part in _by_precision(members)]
     for shared, members in sorted(parts, key=lambda part: records.index(part[1][0])):
         by_seed: dict[str, str] = {}
         for record in sorted(members, key=lambda record: record.name != baseline):
@@ -72,10 +71,10 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         arms.append(tuple(record.name for record in counted))
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
-        alike.setdefault(shared, []).append(counted[0])
+        first_runs.setdefault(shared, []).append(counted[0])
     notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
     notes += unknown + repeated
-    for firsts in (firsts for firsts in alike.values() if len(firsts) > 1):
+    for firsts in (firsts for firsts in first_runs.values() if len(firsts) > 1):
         facts = {**SURROUNDINGS, "precision": "precision"}
         values = {what: [record.recorded(each) or UNKNOWN for record in firsts] for each, what in facts.items()}
         differing = [
@@ -87,37 +86,38 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Split the runs into groups that were trained in the same precision. Runs that record no precision are a group,
-    too. If the runs record at most one precision, returns them all in one group."""
+    """Split the runs by the precision that they were trained in. Runs that record no precision are a part of their own,
+    unless the other runs have all the same precision; then all runs are returned together."""
     found: dict[str | None, list[RunRecord]] = {}
     for record in members:
         found.setdefault(record.recorded("precision"), []).append(record)
     return list(found.values()) if len(found.keys() - {None}) > 1 else [[*members]]
 
 
-def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
-    """Return the arms by name. An arm of several runs gets the name that remains when the seed is cut from the end of
-    the runs' names (`wide-seed1` and `wide-seed2` give `wide`), if this is the same for all of them and is not the name
-    of a run or of another arm. Any other arm has the name of its first run, or of `baseline` if it contains this
-    run."""
+def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
+    """Return the arms (the names of their runs) by the name of the arm. An arm of several runs gets the name that
+    remains when the seed is cut from the end of the runs' names (`wide-seed1` and `wide-seed2` give `wide`), if this is
+    the same for all of them, is not in `taken` (the names of all runs) and would not be the name of another arm. Any
+    other arm has the name of its first run, or of `baseline` if it contains this run."""
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}
         stems.append(next(iter(shared)) if len(arm) > 1 and len(shared) == 1 else "")
     named = {}
     for arm, stem in zip(arms, stems, strict=True):
-        is_free = stem and stem not in runs and stems.count(stem) == 1
+        is_free = stem and stem not in taken and stems.count(stem) == 1
         named[stem if is_free else baseline if baseline in arm else arm[0]] = arm
     return named
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts of a run. Runs that differ only in the seed (replicates) have the same two texts. The first
-    has the settings that affect the result, without the seed, and their changes while the run was trained; the second
-    has torch's version, the device and the number of ranks.
+    """Return two JSON texts of a finished run. Runs that differ only in the seed (replicates) have the same two texts.
+    The first has the settings that affect the result, without the seed, and their changes while the run was trained.
+    The second has torch's version, the device and the number of ranks.
 
-    Returns Inconclusive if the run's replicates cannot be recognized. This is so if a setting was not recorded. It is
-    also so for a run with `initial_weights` if there is no dropout, because the seed then changes nothing.
+    Returns Inconclusive if the run's replicates cannot be recognized: because a setting was not recorded, because
+    `initial_weights` is not a path, or because the run has `initial_weights` and no dropout, so that the seed changes
+    nothing.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
@@ -148,8 +148,8 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration `values` of a run, with the defaults of `schema` for keys that an earlier version did
-    not write. A key that `schema` does not have belongs to a removed feature. It is left out if its value is None or
-    False, because the feature was then off."""
+    not write. A key that `schema` does not have belongs to a removed feature. Such a key is left out if its value is
+    None or False, because the feature was then off, and is kept otherwise."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}

@@ -60,7 +60,7 @@ class Curve:
     y: list[float]
     low: list[float] = field(default_factory=list)  # empty for a single run
     high: list[float] = field(default_factory=list)
-    runs: int = 1
+    run_count: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ class Chart:
 
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
-    """Return one chart for each of the `axes`. All charts show the validation losses of the runs, or the training
-    losses if no run has enough validation losses for a curve. Runs are left out if their losses were not measured on
-    the text that most runs share. Finished runs that differ only in the seed share a curve. It has the name that
-    these runs have in the comparison with the run `baseline`."""
+    """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
+    training losses if no run has enough validation losses for a curve. Runs are left out if their losses were not
+    measured on the text that most runs share. Finished runs that differ only in the seed share a curve, which has the
+    name of their arm in the comparison with the run `baseline`. A chart may have no curves; its `problems` then have
+    the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -114,7 +115,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
             reason = "in no chart: trained without validation, while the charts show validation losses"
         reasons.setdefault(reason, []).append(record.name)
     arms = find_arms(records, baseline)
-    groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
+    run_names = {**arms.run_names, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
     charts = []
     for axis in axes:
         places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
@@ -129,8 +130,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
                 places[name] = {
                     each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in of_run
                 }
-        members = {label: [places[name] for name in names if name in places] for label, names in groups.items()}
-        curves = [curve for label, runs in members.items() if (curve := _mean_curve(label, runs)).x]
+        runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
+        curves = [curve for label, those in runs.items() if (curve := _mean_curve(label, those)).x]
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
             problems.append("the text that losses were measured on is not recorded")
@@ -166,8 +167,8 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """Return a note if the comparison with the baseline is by another kind of loss than the chart shows, or else an
-    empty text."""
+    """Return a note if the verdicts are by another loss than the chart shows. Returns "" if they are not, or if there
+    are no verdicts."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -175,14 +176,15 @@ def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
 
 
 def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
-    """Draw a chart into a PNG file. An existing file is replaced atomically, by renaming."""
+    """Draw a chart with at least one curve into a PNG file. An existing file is replaced atomically, by renaming. For
+    `references` and `note`, see `_draw`."""
     with atomic_file(path.resolve()) as draft:
         _draw(chart, references, note, "png", draft)
 
 
 def svg(chart: Chart, references: Mapping[str, float]) -> str:
-    """Return a chart as an <svg> element. Its labels are text instead of outlines of letters; matplotlib escapes the
-    text."""
+    """Return a chart with at least one curve as an <svg> element. Its labels are text, which matplotlib escapes,
+    instead of outlines of letters. For `references`, see `_draw`."""
     drawn = io.StringIO()
     _draw(chart, references, "", "svg", drawn)
     text = drawn.getvalue()
@@ -190,9 +192,10 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
-    """Draw the chart into `target`, in the format `kind`. Each reference (label: loss) is a dotted line; a reference
-    outside the shown range is only in the legend, with an arrow. A curve of several runs has a band from their lowest
-    loss to their highest. `note` is printed below the axes."""
+    """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
+    has losses by label. Each is a dotted line, or, if the loss is outside the shown range, only a line of the legend
+    with an arrow. A curve of several runs has a band from their lowest loss to their highest. `note` is printed below
+    the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -204,7 +207,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     axes.set_ylim(low, high)
     for number, curve in enumerate(chart.curves):
         colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
-        label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+        label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (
+            f" ({curve.run_count} runs)" if curve.run_count > 1 else ""
+        )
         every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
         marked = sorted({*range(0, last, every), last})
         axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)

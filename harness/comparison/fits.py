@@ -29,7 +29,7 @@ def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
     over the global batch size; it takes at least three different batch sizes, and is inconclusive if another setting
     that affects the loss differs between the runs. The second fit is of device memory over microbatch size, both as
-    reported by others (reported.json)."""
+    reported by others (reported.json); it takes at least two different microbatch sizes."""
     columns = {column.key: column.cells for column in table.columns}
     batches = columns.get("global_batch", ())
     if "reported_global_batch" in columns:

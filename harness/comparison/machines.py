@@ -47,9 +47,9 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """Yield lines of 80 columns with a table of one run's time and cost on each machine, computed from the speeds in
-    the folders of `run` and of `others`. Rows with measured speeds come before rows with reported speeds; within both,
-    the cheapest machine comes first.
+    """Yield lines of at most 80 characters with a table of one run's time and cost on each machine, computed from the
+    speeds in the folders of `run` and of `others`, and the reasons for machines that are not in the table. Rows with
+    measured speeds come before rows with reported speeds; within both, the cheapest machine comes first.
 
     Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
     """
@@ -140,7 +140,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
         return Inconclusive(
-            f"its number of tokens is not known: {config.budget} is -1 (the whole split), and the run has not been "
+            f"its number of tokens is not known: {config.budget_key} is -1 (the whole split), and the run has not been "
             "trained to its end yet"
         )
     return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens

@@ -72,24 +72,25 @@ class Measurement:
 
 Number = float | Inconclusive | None  # None: not recorded
 Values = Sequence[Measurement] | Inconclusive  # measurements of one run, one per basis, or why there are none
-Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by the index of the run
+ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, by basis and by the index of the run
 
 
-def comparable_groups(values: Sequence[Values]) -> list[Group]:
-    """Group the measurements of several runs by basis (the text or task that was measured). `values` has one entry per
-    run. The largest group comes first; groups of the same size are in the order of the runs."""
-    groups: dict[Basis, dict[int, Measurement]] = {}
-    for position, of_run in enumerate(values):
+def by_basis(values: Sequence[Values]) -> ByBasis:
+    """Return the measurements of several runs by their basis (the text or task that was measured), and for each basis
+    by the index of the run in `values`. The basis with the most runs comes first; of several with the same number of
+    runs, the one that an earlier run has."""
+    found: ByBasis = {}
+    for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
-            groups.setdefault(measurement.basis, {}).setdefault(position, measurement)
-    return sorted(groups.items(), key=lambda group: -len(group[1]))
+            found.setdefault(measurement.basis, {}).setdefault(index, measurement)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 @dataclass(frozen=True)
 class Quantity:
     """Heading of a column and source of its numbers. `measure` returns a run's own number, or the reason why it has
     none. `report` selects the number that others reported: it is the name of a figure in reported.json, the name of a
-    property of `Reported`, or a function that computes the number."""
+    property of `Reported`, or a function that computes the number. It is "" if others report no such number."""
 
     key: str  # in --sort and --json
     title: str

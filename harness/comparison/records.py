@@ -1,6 +1,6 @@
 """Records of runs for a comparison. Each is read from a run's folder: configuration, progress, results, and figures
-that others reported. Loads no torch. If a file is broken, the record's `problems` has a line for it, and the other
-files are still read."""
+that others reported. If a file is broken, the record's `problems` has a line for it, and the other files are still
+read. Does not load torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class State:
-    """The state of a run, judged by the files in its folder. `detail` adds one line, or is ""."""
+    """The state of a run, judged by the files in its folder and by its lock. `detail` is a line with the reason or the
+    progress, or ""."""
 
     word: StateWord
     detail: str = ""
@@ -71,8 +72,8 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
-        """Read a run's folder. No content of a file raises an exception. If a file that decides the run's state cannot
-        be read, the state is "damaged", with the reason as its detail."""
+        """Read a run's folder. Raises no exception, whatever a file contains. If a file that decides the run's state
+        cannot be read, the state is "damaged", with the reason as its detail."""
         problems: list[str] = []
 
         def attempt(read: Callable[[], Read]) -> Read | None:
@@ -135,7 +136,8 @@ class RunRecord:
 
     @property
     def dataset(self) -> Mapping[str, Any]:
-        """Name of the dataset and, by split, the number of tokens and their hash. Empty if nothing was recorded."""
+        """Under "name" the name of the dataset, and under the name of each split its number of tokens and their hash.
+        Empty if nothing was recorded."""
         dataset = self.recorded("dataset")
         return dataset if isinstance(dataset, dict) else {}
 
@@ -177,8 +179,9 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """Dollars by phase, and in total: those of the summary, or else of the latest checkpoint, and later seconds at
-        the price per hour. Empty without a price."""
+        """Dollars by phase, and in total. They are those of the summary, or else those of the latest checkpoint and, in
+        the total, later seconds at the price per hour in train.json. If neither has dollars, all seconds are at this
+        price. Empty if there is no price, either."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta
@@ -195,14 +198,15 @@ class RunRecord:
 
     def recorded(self, key: str) -> Any:
         """Return the value of `key` in the summary, or in the latest checkpoint's meta.json if there is no summary.
-        Returns None if the value is in neither."""
+        Returns None if the value is missing there. `key` is a field of both `RunSummary` and `CheckpointMeta`."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
 
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     """Return the runs with these names, paths or patterns (`lr-*`), each once, or all runs in `runs_dir` if `names` is
-    empty. Raises UserError if a named run does not exist, or if there are no runs."""
+    empty. Raises UserError if a named run does not exist, if a named folder is not a run, or if `names` is empty and
+    there are no runs."""
     if not names:
         folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
         if not folders:
@@ -221,7 +225,8 @@ def _is_run(path: Path) -> bool:
 
 
 def log_tail(run: RunDirectory) -> list[str]:
-    """Return the last lines of a run's sweep.log, or an empty list if there is no log."""
+    """Return the lines in the last LOG_TAIL_BYTES of a run's sweep.log, or an empty list if there is no log. The first
+    of these lines may lack its beginning."""
     try:
         with run.sweep_log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))

@@ -19,9 +19,10 @@ from harness.comparison.quantities import (
     NATS,
     SPENT,
     TRAINED,
-    Group,
+    UNKNOWN,
+    ByBasis,
     Quantity,
-    comparable_groups,
+    by_basis,
     quantities,
 )
 from harness.comparison.records import RunRecord
@@ -107,7 +108,8 @@ class Column:
         return " ".join(filter(None, [HEADINGS[self.quantity], reported, further]))
 
     def sort_key(self, row: int) -> tuple[bool, Any]:
-        """Return a key that sorts rows: the best or lowest value first, and rows without a value last."""
+        """Return the key by which this column sorts a row: the best value first, or the lowest if neither direction is
+        better. Text is sorted alphabetically, and rows without a value are last."""
         value = self.cells[row].value
         if value is None:
             return True, 0
@@ -212,7 +214,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     columns = []
     for key in dict.fromkeys(key for each in settings for key in each):
         if len({_as_text(each[key]) for each in settings if key in each}) > 1:
-            cells = [Cell(None, "", "not recorded")] * len(records)
+            cells = [Cell(None, "", UNKNOWN)] * len(records)
             for row, each in enumerate(settings):
                 if key in each:
                     text = _cut(printable(_as_text(each[key])), LONGEST_SETTING)
@@ -222,30 +224,30 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
 
 
 def _as_text(value: object) -> str:
-    """Return a setting as JSON, but a string without its quotes."""
+    """Return a setting as JSON text, or a string as it is."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """Return the columns of a quantity. There is one for the largest group of runs whose numbers can be compared, and
-    one for each other group of two or more such runs. Figures that others reported have columns of their own, and are
-    never mixed with numbers that were measured here."""
+    """Return the columns of a quantity, or an empty list if no run has it. There is one column for the basis (text or
+    task) on which the most runs were measured, and one for each other basis of two or more runs. Figures that others
+    reported have columns of their own, and are never mixed with numbers that were measured here."""
     values = [quantity.values(record) for record in records]
-    groups = comparable_groups(values)
-    shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
+    found = by_basis(values)
+    shown = {basis: runs for number, (basis, runs) in enumerate(found.items()) if number == 0 or len(runs) > 1}
     reasons = []
     for of_run in values:
         if isinstance(of_run, Inconclusive):
             reasons.append(of_run.reason)
-        elif any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
+        elif any(each.basis in shown for each in of_run):
             reasons.append(
                 f"its {quantity.title} is in another column: measured on another text or task, or in another way"
             )
         else:
-            found = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
-            reasons.append(f"its {quantity.title} cannot be compared: {'; '.join(found)}")
+            alone = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
+            reasons.append(f"its {quantity.title} cannot be compared: {'; '.join(alone)}")
     columns = _columns(quantity, shown, reasons)
-    reported = comparable_groups([quantity.reported(record) for record in records])
+    reported = by_basis([quantity.reported(record) for record in records])
     if columns:
         theirs = _columns(quantity, reported, ["not reported"] * len(records), is_reported=True)
         theirs = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in theirs]
@@ -255,22 +257,21 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
     return _columns(quantity, reported, reasons, is_reported=True)
 
 
-def _columns(
-    quantity: Quantity, groups: Sequence[Group], reasons: Sequence[str], *, is_reported: bool = False
-) -> list[Column]:
-    """Return a column for each group of runs whose numbers can be compared. The columns have distinct keys and titles.
-    `reasons[row]` becomes the remark of the row's cell in each column where this cell is empty."""
+def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_reported: bool = False) -> list[Column]:
+    """Return a column for each basis (text or task that was measured) in `found`, which has the numbers on this basis
+    by the runs' rows. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the row's cell in
+    each column where this cell is empty."""
     columns = []
-    for number, (basis, members) in enumerate(groups, 1):
+    for number, (basis, measured) in enumerate(found.items(), 1):
         cells = []
         for row, reason in enumerate(reasons):
-            if found := members.get(row):
-                text = f"{number_text(found.value, quantity.style)} {found.error}".rstrip()
-                cells.append(Cell(found.value, text, found.remark, is_reported))
+            if own := measured.get(row):
+                text = f"{number_text(own.value, quantity.style)} {own.error}".rstrip()
+                cells.append(Cell(own.value, text, own.remark, is_reported))
             else:
                 cells.append(Cell(None, "", reason))
         key = f"{quantity.key}:{number}" if number > 1 else quantity.key
-        title = f"{quantity.title} ({number})" if len(groups) > 1 else quantity.title
+        title = f"{quantity.title} ({number})" if len(found) > 1 else quantity.title
         about = "" if is_reported else basis.words
         columns.append(Column(key, title, quantity.unit, tuple(cells), about, quantity.lower_is_better))
     return columns
@@ -282,7 +283,7 @@ def _columns(
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the table in lines of at most 80 characters: one block of the most important columns, the settings that
     differ, what the numbers were measured on, and the reasons for empty cells."""
-    remarks: dict[str, int] = {}
+    remarks: dict[str, int] = {}  # the numbers of the remarks in the cells
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
     texts = [_texts(column, remarks) for column in shown]
@@ -358,7 +359,8 @@ def _fitting(table: RunsTable, room: int) -> list[Column]:
 
 def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
     """Return the text of each cell and its marks: "r" for a reported figure, and the number of its remark. A new remark
-    is added to `remarks` with the next number. The texts are padded so that the numbers end in the same column."""
+    is added to `remarks` with the next number. An empty cell is "-". The marks are padded to the same width, so that
+    numbers without marks end where numbers with marks do."""
     marks = []
     for cell in column.cells:
         number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
@@ -368,8 +370,8 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
-    """Return the names, long ones cut in the middle. If two names would then look the same, all names are returned
-    whole."""
+    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle. If
+    two names would then look the same, no name is cut."""
     whole = [printable(name) for name in names]
     cut = [_cut(name, most) for name in whole]
     return cut if len(set(cut)) == len(set(names)) else whole

@@ -1,5 +1,5 @@
-"""Verdicts on arms (groups of runs that differ only in the seed) against the baseline: better, worse or inconclusive,
-with the reason."""
+"""Verdicts on arms (runs that differ only in the seed) against the baseline: better, worse or inconclusive, with the
+reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 from harness.common.messages import abbreviated
 from harness.common.statistics import Inconclusive
 from harness.comparison.noise import (
-    ALPHA,
     DIFFERENCE_TO_DETECT,
     MOST_SEEDS,
     LossEstimate,
@@ -31,10 +30,10 @@ Word = Literal["better", "worse", "inconclusive"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One run, or several runs that differ in `random_seed` alone. `losses` has the loss of each run in nats per token;
-    all arms of a comparison are measured on the same text. `windows` has, for each run, the losses of the text's
-    windows (sequences of context length) as an array [windows], or is None if a run lacks them. `names` has the names
-    of the runs, if they are known."""
+    """One run, or several runs that differ in `random_seed` alone. `losses` has the loss of each run in nats per token.
+    All arms of a comparison are measured on the same text. `windows` has an array for each run: the loss of each window
+    (sequence of context length) of the text, [windows]. It is None if these losses are missing for a run. `names` has
+    the names of the runs, if they are known; only messages use them."""
 
     name: str
     losses: Sequence[float]
@@ -42,13 +41,13 @@ class Arm:
     names: Sequence[str] = ()
 
     @property
-    def runs(self) -> int:
+    def run_count(self) -> int:
         return len(self.losses)
 
     @property
     def flaw(self) -> str:
-        """Reason why the arm cannot be compared: it has no run, or a loss that is not finite. Empty if the arm can be
-        compared."""
+        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if the arm can
+        be compared."""
         if not self.losses:
             return f"{self.name} has no run with this loss"
         if np.isfinite(self.losses).all():
@@ -58,60 +57,63 @@ class Arm:
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
-        """Mean loss of each window (sequence of context length) over the arm's runs, [windows]."""
+        """Mean loss of each window over the arm's runs, [windows]. Only for an arm with `windows`, the same number for
+        each run."""
         return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Part of the variance of a run's loss, in nats², that comes from the choice of the text: other text would
-        change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the losses of
-        windows are missing, differ in number, are too few or are not finite."""
-        if self.windows is None or self.runs < 2 or len({windows.size for windows in self.windows}) > 1:
+        """Part of the variance of a run's loss over seeds that comes from the choice of the text, in nats²: other text
+        would change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the
+        losses of windows are missing, differ in number, are too few or are not finite."""
+        if self.windows is None or self.run_count < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
         estimates = [text_noise(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
         found = [each.error**2 for each in estimates if isinstance(each, LossEstimate)]
-        return sum(found) / (self.runs - 1) if len(found) == self.runs else None
+        return sum(found) / (self.run_count - 1) if len(found) == self.run_count else None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean loss of an arm (a group of runs that differ only in the seed) minus the mean loss of the baseline, in nats.
-    Negative if the arm is better."""
+    """Mean loss of an arm (runs that differ only in the seed) minus the mean loss of the baseline, in nats. Negative if
+    the arm is better. `training`, `text` and `both` estimate this difference with the noise of one kind, or of both
+    kinds. Each is Inconclusive, with the reason, if that noise is not known."""
 
     value: float
-    training: LossEstimate | None  # with training noise alone; None if it is not known
-    text: LossEstimate | Inconclusive  # with text noise alone: the same trained models on other text
-    # With both kinds of noise, or with training noise alone if text noise is not known. None if training noise is not
+    training: LossEstimate | Inconclusive  # other seeds, the same text
+    text: LossEstimate | Inconclusive  # the same trained models on other text
+    # Other seeds and other text, or other seeds alone if text noise is not known. Inconclusive if training noise is not
     # known, or is estimated as 0: replicates that are equal to the last digit do not prove that training has no noise.
-    both: LossEstimate | None
+    both: LossEstimate | Inconclusive
     is_pooled: bool = False  # the spread over seeds is estimated from all arms together
     is_limited_by_text: bool = False  # text noise that more runs would not reduce could alone explain the difference
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one arm, a group of runs that differ only in the seed. Differences are the arm's loss minus the
-    baseline's, in nats: negative is better."""
+    """Verdict on one arm (runs that differ only in the seed). Differences are the arm's loss minus the baseline's, in
+    nats: negative is better."""
 
     arm: str
     baseline: str
-    runs: tuple[int, int]  # numbers of runs of the arm and of the baseline
+    run_counts: tuple[int, int]  # of the arm and of the baseline
     word: Word
-    sentence: str  # the verdict in words
-    reason: str | None = None  # why it is inconclusive
-    difference: Difference | None = None  # None if one of the arms lacks finite losses
+    sentence: str  # the verdict in words; if it is inconclusive, with the reason
+    difference: Difference | None = None  # None if one of the two has no run, or a loss that is not finite
+    # These are None if the difference could not be tested.
     interval: tuple[float, float] | None = None  # includes all noise that is known
     level: float | None = None  # of the interval, in percent: 95, or more with Holm's correction
-    adjusted_p: float | None = None  # with Holm's correction; None if not tested
+    adjusted_p: float | None = None  # with Holm's correction
 
 
 def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
-    """Return a verdict on each arm against the baseline, in the order of `arms`. The verdicts have Holm's correction
-    for the number of arms that can be tested. An arm is a group of runs; the baseline is an arm, too.
+    """Return a verdict on each arm against the baseline, in the order of `arms`. An arm is one run, or several runs
+    that differ only in the seed; the baseline is an arm, too. The verdicts have Holm's correction for the number of
+    arms that can be tested.
 
-    The caller ensures that all losses are of the same text, and that the runs of an arm are replicates, which differ
-    only in the seed (harness/comparison/arms.py). The losses are of one kind, such as test losses or validation losses.
-    Training noise comes from the seed, text noise from the choice of the text.
+    The caller ensures that all losses are of one kind, such as test losses, and of the same text, and that the runs of
+    an arm differ only in the seed (harness/comparison/arms.py). Training noise comes from the seed, text noise from the
+    choice of the text.
 
     - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
       it is known.
@@ -129,25 +131,24 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     differences less often than a single interval does (5 arms of 10 runs: 91 %).
     """
     differences = [difference_of(baseline, arm, [baseline, *arms]) for arm in arms]
-    tested = [each.both for each in differences if isinstance(each, Difference) and each.both]
-    corrected = iter(zip(*holm([each.p for each in tested]), strict=True))
+    estimates = [each.both if isinstance(each, Difference) else each for each in differences]
+    p_values = {index: each.p for index, each in enumerate(estimates) if isinstance(each, LossEstimate)}
+    corrected = dict(zip(p_values, zip(*holm([*p_values.values()]), strict=True), strict=True))
     verdicts = []
-    for arm, difference in zip(arms, differences, strict=True):
-        if isinstance(difference, Inconclusive):
-            sentence = f"{arm.name} against {baseline.name}: {difference}"
-            runs = (arm.runs, baseline.runs)
-            verdicts.append(Verdict(arm.name, baseline.name, runs, "inconclusive", sentence, difference.reason))
-        elif difference.both is None:
-            verdicts.append(_untested(baseline, arm, difference))
+    for index, (arm, difference) in enumerate(zip(arms, differences, strict=True)):
+        if isinstance(difference, Difference) and isinstance(difference.both, LossEstimate):
+            adjusted_p, alpha = corrected[index]
+            verdicts.append(_tested(baseline, arm, difference, difference.both, len(corrected), adjusted_p, alpha))
         else:
-            verdicts.append(_tested(baseline, arm, difference, difference.both, len(tested), *next(corrected)))
+            verdicts.append(_untested(baseline, arm, difference))
     return verdicts
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
-    """Estimate the loss of `arm`, a group of runs that differ only in the seed, minus the loss of `baseline`. `arms`
-    has all arms of the comparison: if one of the two has a single run, the spread over seeds is pooled from all arms.
-    Returns Inconclusive if one of the two has no run or a loss that is not finite."""
+    """Estimate the mean loss of `arm` minus the mean loss of `baseline`. Each is one run, or several runs that differ
+    only in the seed. `arms` has all arms of the comparison, these two included: if one of the two has a single run, the
+    spread over seeds is pooled from all arms. Returns Inconclusive if one of the two has no run, or a run whose loss is
+    not finite."""
     if flaw := arm.flaw or baseline.flaw:
         return Inconclusive(flaw)
     pair = (baseline, arm)
@@ -158,18 +159,19 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         text = Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in sizes)} windows")
         if len(sizes) == 1:
             text = text_noise(arm.mean_windows - baseline.mean_windows)  # paired by window
-    is_pooled = any(each.runs < 2 for each in pair)
+    is_pooled = any(each.run_count < 2 for each in pair)
     if not is_pooled:  # Welch: the variance of each arm's mean, estimated from its own runs
-        parts = [Variance(float(np.var(each.losses, ddof=1)) / each.runs, each.runs - 1) for each in pair]
-        by_text = sum((each.variance_by_text or 0.0) / each.runs for each in pair)
+        parts = [Variance(float(np.var(each.losses, ddof=1)) / each.run_count, each.run_count - 1) for each in pair]
+        by_text = sum((each.variance_by_text or 0.0) / each.run_count for each in pair)
     else:
         usable = [each for each in arms if not each.flaw]
         pooled = pooled_variance([each.losses for each in usable])
         if pooled is None:
-            return Difference(value, None, text, None)
-        share = sum(1 / each.runs for each in pair)
+            unknown = Inconclusive("training noise is unknown")
+            return Difference(value, unknown, text, unknown)
+        share = sum(1 / each.run_count for each in pair)
         parts = [Variance(pooled.value * share, pooled.df)]
-        known = [(each.variance_by_text, each.runs - 1) for each in usable if each.variance_by_text is not None]
+        known = [(each.variance_by_text, each.run_count - 1) for each in usable if each.variance_by_text is not None]
         by_text = share * sum(variance * df for variance, df in known) / max(1, sum(df for _, df in known))
     training, is_limited = satterthwaite(value, parts), False
     if isinstance(text, LossEstimate):
@@ -177,20 +179,22 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         common = Variance(max(0.0, text.error**2 - by_text), text.df)
         is_limited = satterthwaite(value, [common]).may_be_zero()
         parts.append(common)
-    both = satterthwaite(value, parts) if training.error else None
+    both: LossEstimate | Inconclusive = satterthwaite(value, parts)
+    if not training.error:
+        both = Inconclusive("the runs of an arm have exactly the same loss, as if the seed had no effect")
     return Difference(value, training, text, both, is_pooled, is_limited)
 
 
 # Sentences
 
 
-def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
-    """Return an inconclusive verdict on an arm (runs that differ only in the seed), because training noise, which comes
-    from the seed, is unknown or is estimated as 0. If text noise, which comes from the choice of the text, is known,
-    the verdict's sentence says whether the difference is within it."""
-    reason = "training noise is unknown"
-    if difference.training is not None:
-        reason = "the runs of an arm have exactly the same loss, as if the seed had no effect"
+def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) -> Verdict:
+    """Return the inconclusive verdict on an arm whose difference from the baseline cannot be tested. Its sentence gives
+    the reason. It also gives the difference if that is known, and says whether the difference is within text noise if
+    that is known."""
+    head, run_counts = f"{arm.name} against {baseline.name}", (arm.run_count, baseline.run_count)
+    if isinstance(difference, Inconclusive):
+        return Verdict(arm.name, baseline.name, run_counts, "inconclusive", f"{head}: {difference}")
     models = f"these models differ by {difference.value:+.3f} nats on this text"
     if isinstance(difference.text, LossEstimate):
         low, high = interval = difference.text.interval()
@@ -198,23 +202,23 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
         digits = _digits(interval)
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         models = f"{difference.value:+.{digits}f} nats {within} (95 % interval {ends})"
-    sentence = f"{arm.name} against {baseline.name}: inconclusive, because {reason}; {models}"
-    return Verdict(arm.name, baseline.name, (arm.runs, baseline.runs), "inconclusive", sentence, reason, difference)
+    sentence = f"{head}: {difference.both}; {models}"
+    return Verdict(arm.name, baseline.name, run_counts, "inconclusive", sentence, difference)
 
 
 def _tested(
     baseline: Arm, arm: Arm, difference: Difference, both: LossEstimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict on an arm, a group of runs that differ only in the seed. `both` estimates its difference from
-    the baseline, with an error that combines training noise and, if that is known, text noise. The verdict is
-    inconclusive if the interval of `both` at level 1 − alpha contains 0. Its sentence mentions `tests`, the number of
-    tested arms, if there are several."""
+    """Return the verdict on an arm (runs that differ only in the seed). `both` is `difference.both`. The verdict is
+    inconclusive if the interval of `both` at level 1 − alpha contains 0. Its sentence then names each kind of noise
+    whose interval at the same level contains 0, too. `tests` is the number of tested arms; the sentence mentions it if
+    there are several."""
     low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     digits, is_unclear = _digits(interval), both.may_be_zero(alpha)
-    facts = f"{arm.runs} and {baseline.runs} runs"
+    facts = f"{arm.run_count} and {baseline.run_count} runs"
     if difference.is_pooled:
-        single = " and ".join(each.name for each in (arm, baseline) if each.runs == 1)
+        single = " and ".join(each.name for each in (arm, baseline) if each.run_count == 1)
         facts += f", pooled spread, assuming that seeds spread {single} as much as the others"
     if not is_unclear and not isinstance(difference.text, LossEstimate):
         facts += ", this text only"
@@ -222,35 +226,33 @@ def _tested(
         facts += f", Holm for {tests} arms"
     word: Word = "inconclusive" if is_unclear else "better" if difference.value < 0 else "worse"
     if is_unclear:
-        kinds = {"training noise": (difference.training, alpha), "text noise": (difference.text, ALPHA)}
-        alone = [
-            kind for kind, (noise, own) in kinds.items() if isinstance(noise, LossEstimate) and noise.may_be_zero(own)
-        ]
+        kinds = {"training noise": difference.training, "text noise": difference.text}
+        alone = [kind for kind, each in kinds.items() if isinstance(each, LossEstimate) and each.may_be_zero(alpha)]
         which = alone[0] if len(alone) == 1 else "either kind of noise" if alone else "both kinds of noise"
-        reason = f"{difference.value:+.{digits}f} nats is within {which}"
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
-        sentence = f"{arm.name} against {baseline.name}: inconclusive, because {reason}"
+        reason = Inconclusive(f"{difference.value:+.{digits}f} nats is within {which}")
+        sentence = f"{arm.name} against {baseline.name}: {reason}"
     else:
-        reason = None
         near, far = sorted(map(abs, interval))
         ends = f"{near:.{digits}f} to {far:.{digits}f}"
         sentence = f"{arm.name} is {word} than {baseline.name} by {abs(difference.value):.{digits}f} nats"
     sentence += f" ({level:g} % interval {ends}; {facts})"
-    runs = (arm.runs, baseline.runs)
-    return Verdict(arm.name, baseline.name, runs, word, sentence, reason, difference, interval, level, adjusted_p)
+    run_counts = (arm.run_count, baseline.run_count)
+    return Verdict(arm.name, baseline.name, run_counts, word, sentence, difference, interval, level, adjusted_p)
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
-    to detect a difference of 0.01 nats. `arms` are all compared groups of runs, including the baseline; the runs of an
-    arm differ only in the seed.
+    to detect a difference of 0.01 nats. `arms` are all compared arms, including the baseline; the runs of an arm differ
+    only in the seed. If no arm has two runs, or if seeds do not change the loss, returns one sentence that says so.
 
     Up to two more sentences are about inconclusive verdicts. One gives the number of seeds to detect a difference of
     the size that was measured, for each arm where training noise alone can explain this difference. The other names the
-    arms where text noise (from the choice of the text) can explain the difference. More seeds would not reduce text
-    noise.
+    arms where text noise (from the choice of the text) can explain the difference, because more seeds would not reduce
+    text noise.
 
-    The numbers of seeds are those of a t test of two arms, without Holm's correction and text noise.
+    Neither these numbers of seeds nor the choice of the arms has Holm's correction: they are those of a test of one arm
+    against the baseline. The numbers leave out text noise.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
@@ -273,11 +275,11 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
     seeds, limited = [], []
     for verdict in verdicts:
         found = verdict.difference
-        if verdict.word != "inconclusive" or verdict.interval is None or found is None or found.training is None:
+        if verdict.word != "inconclusive" or verdict.interval is None or found is None:
             continue
         if found.is_limited_by_text:
             limited.append(verdict.arm)
-        if found.training.may_be_zero():
+        if isinstance(found.training, LossEstimate) and found.training.may_be_zero():
             size = abs(found.value)
             likely, low, high = numbers(size)
             seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")

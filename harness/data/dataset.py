@@ -22,18 +22,18 @@ from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
+LONGEST_HUB_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
 
 class SplitMeta(BaseModel):
-    """Entry of one split in meta.json. Every key is optional."""
+    """Entry of one split in meta.json: counts, and the hash of the split's file. Every key is optional."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     tokens: Count | None = Field(default=None, ge=0)
-    bytes: Count | None = Field(default=None, ge=0)
+    bytes: Count | None = Field(default=None, ge=0)  # of UTF-8 text
     documents: Count | None = Field(default=None, ge=0)
     sha256: str | None = None
 
@@ -62,7 +62,7 @@ class TokenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises UserError if it is missing, damaged or not a token file."""
+        """Open the file and read its header. Raises UserError if it is missing, damaged or not a token file."""
         self.path = path
         try:
             self._tokens = safe_open(path, "numpy").get_slice("tokens")
@@ -84,7 +84,8 @@ class TokenFile:
         return self._length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens from position `start` on, in the file's dtype; fewer at the end of the file."""
+        """Return (count,) tokens from position `start` on, in the file's dtype. At the end of the file, return fewer or
+        none."""
         end = min(start + count, len(self))  # safetensors does not clamp a slice to the length, and rejects empty ones
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
@@ -96,8 +97,11 @@ class TokenFile:
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the dtype, the length and samples from all parts of the file. It differs if the
-        tokenization, the order or the selection of documents differs. Computing it takes milliseconds for 20 GiB."""
+        """Return the SHA-256 of the dtype, the length, and FINGERPRINT_SAMPLES samples at equal distances.
+
+        A file with another tokenization, order or selection of documents has another fingerprint. A few changed tokens
+        between the samples do not change the fingerprint. Computing it takes milliseconds for 20 GiB.
+        """
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
             digest.update(self.read(int(at), FINGERPRINT_SAMPLE_TOKENS).tobytes())
@@ -106,7 +110,8 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Dataset folder on this machine."""
+    """Dataset folder on this machine, with the contents of its meta.json. If there is no meta.json, `meta` has its
+    defaults, so the tokenizer is GPT-2's."""
 
     name: str
     folder: Path
@@ -114,19 +119,22 @@ class Dataset:
 
     @classmethod
     def open(cls, datasets_dir: Path, name: str) -> Dataset:
-        """Open DATASETS_DIR/<name>. Raises UserError if the name or meta.json is invalid, or if the folder is missing
-        or incomplete."""
+        """Open DATASETS_DIR/<name>. Raises UserError as `dataset_folder` and `at` do."""
         return cls.at(dataset_folder(datasets_dir, name), name)
 
     @classmethod
     def at(cls, folder: Path, name: str | None = None) -> Dataset:
         """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
-        folder's path. Raises UserError if the folder is missing or incomplete, or if meta.json is invalid."""
+        folder's path. Reads meta.json, but no token file.
+
+        Raises UserError if the folder is missing, if meta.json is invalid, or if the folder lacks the tokenizer or one
+        of the files that meta.json lists.
+        """
         if not folder.is_dir():
             raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
         meta_path = folder / "meta.json"
-        present = meta_path.exists()
-        meta = parse_config(DatasetMeta, read_json_object(meta_path), meta_path) if present else DatasetMeta()
+        raw = read_json_object(meta_path) if meta_path.exists() else {}
+        meta = parse_config(DatasetMeta, raw, meta_path)
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
             if file.endswith((".safetensors", ".json")) and not _is_file(folder, file):
                 raise UserError(
@@ -151,25 +159,27 @@ class Dataset:
 
     @property
     def tokenizer(self) -> str | Path:
-        """Tokenizer for `load_tokenizer`: "gpt2", or the path of the tokenizer file."""
+        """Argument of `load_tokenizer` for the dataset's tokenizer: "gpt2", or the path of the tokenizer's file. Raises
+        UserError if the tokenizer in meta.json is not a plain file name."""
         if self.meta.tokenizer == "gpt2":
             return "gpt2"
         return self.folder / check_name(self.meta.tokenizer, f"{self.folder}/meta.json: tokenizer")
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Return the mean number of UTF-8 bytes of text per token of the split, or None if meta.json has no counts."""
+        """Return the mean number of UTF-8 bytes of text per token of the split, or None if meta.json has no counts, or
+        counts of 0."""
         counts = self.meta.splits.get(split, SplitMeta())
         return counts.bytes / counts.tokens if counts.bytes and counts.tokens else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the number of tokens and a sampled hash of the train and validation splits, as far as they exist. They
-        distinguish this dataset from others of the same name."""
+        """Return {split: {"tokens": its number of tokens, "sha256": `TokenFile.fingerprint`}} for those of the train
+        and validation splits that exist. It distinguishes this dataset from others of the same name."""
         files = {split: self.split(split) for split in ("train", "validation") if self.has_split(split)}
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
 
 
 def _is_file(folder: Path, name: str) -> bool:
-    """Return True if `name` is the relative path of a file in the folder."""
+    """Return True if `name` is the relative path of an existing file in the folder, without `..`."""
     try:
         return ".." not in Path(name).parts and not Path(name).is_absolute() and (folder / name).is_file()
     except OSError:  # the name is too long for the file system
@@ -181,15 +191,15 @@ def check_dataset_name(name: str) -> tuple[str, str]:
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
-    if max(map(len, parts)) > LONGEST_NAME:
-        raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_NAME} characters")
+    if max(map(len, parts)) > LONGEST_HUB_NAME:
+        raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_HUB_NAME} characters")
     owner, short = (check_name(part, f"dataset {quoted(name)}") for part in parts)
     return owner, short
 
 
 def dataset_folder(datasets_dir: Path, name: str) -> Path:
-    """Return the path DATASETS_DIR/owner/name. Raises UserError if `name` is not a valid owner/name, if one of the
-    folders is a file, or if a link leads out of DATASETS_DIR."""
+    """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is not a valid
+    owner/name, if one of the three folders is a file, or if a link leads out of DATASETS_DIR."""
     try:
         owner, short = check_dataset_name(name)
     except UserError as error:
@@ -202,8 +212,9 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
 
 
 def did_you_mean(datasets_dir: Path, name: str) -> str:
-    """Return the end of an error about a dataset that is not on this machine: `; did you mean "owner/name"?`, with the
-    name of a dataset that is. It is a similar name, or `name` with an owner in front. Return "" if there is none."""
+    """Return the text `; did you mean "owner/name"?`, which completes a message about a missing dataset. It names a
+    dataset in DATASETS_DIR whose name is similar to `name`, or whose short name is `name`. Return "" if there is
+    none."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
@@ -211,10 +222,11 @@ def did_you_mean(datasets_dir: Path, name: str) -> str:
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
-    """Return True if the dataset's folder holds the files of `splits`, or False if the folder is missing or empty.
+    """Return True if the dataset's folder holds the files of `splits`, or False if the folder is missing or empty. If
+    `splits` is empty, return True for any folder with files.
 
     Raises UserError if the folder holds other files but lacks one of the splits, because the dataset must not be
-    downloaded into a folder with the user's own files.
+    downloaded into a folder with the user's own files. Also raises UserError as `dataset_folder` does.
     """
     folder = dataset_folder(datasets_dir, name)
     if not folder.exists() or not any(folder.iterdir()):
@@ -231,11 +243,11 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
 def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
 
-    The message names the file, the token id, and the vocab_size that the whole dataset needs. The result of scanning
-    the file is saved in DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
+    The message names the file, the token id, and the vocab_size that the whole dataset needs. The first call scans the
+    whole file. The result is saved in DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
-    if vocab_size > np.iinfo(tokens.dtype).max:
+    if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype has no larger token id, so the scan is not needed
         return
     largest = _remembered_largest(dataset, tokens)
     if largest < vocab_size:
@@ -251,8 +263,8 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """Return the largest token id in the file. If the file has not changed since an earlier scan, read the saved result
-    of that scan. Otherwise scan the file and save the result."""
+    """Return the largest token id in the file. If the file has not changed since an earlier scan, return the saved
+    result of that scan. Otherwise scan the file and save the result."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]

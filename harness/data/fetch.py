@@ -12,8 +12,11 @@ from harness.data.dataset import Dataset, dataset_folder, did_you_mean, is_prese
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     """Make sure that DATASETS_DIR/<name> holds the splits: build or download the dataset if the folder is missing or
-    empty. A folder that holds the splits is left unchanged, without a network call. Raises UserError if the folder is
-    incomplete or the dataset cannot be obtained."""
+    empty, and print a line about it. A folder that holds the splits is left unchanged, without a network call.
+
+    Several processes of one machine may call this at the same time. Raises UserError if the name is invalid, if the
+    folder is incomplete, or if the dataset cannot be obtained.
+    """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
         try:
@@ -35,26 +38,27 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
         finally:
             with suppress(OSError):
                 folder.parent.rmdir()  # removes the owner's folder only if it is empty, as no dataset was written to it
-    if not is_present(datasets_dir, name, splits):
-        raise UserError(
-            f"{folder}: lacks {' and '.join(splits)} after the dataset was fetched; run the same command again"
-        )
-    Dataset.open(datasets_dir, name)
+        is_present(datasets_dir, name, splits)  # raises UserError if the fetched dataset lacks a split
+    Dataset.open(datasets_dir, name)  # raises UserError if the folder is incomplete
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it. With `ask_hub`,
-    ask the Hub for the dataset's list of files; otherwise make no network call. Downloads nothing."""
+    """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it, or if the dataset's
+    folder is incomplete. Downloads nothing.
+
+    If the dataset would be downloaded from the Hub, and `ask_hub` is true, ask the Hub for the dataset's list of files.
+    If `ask_hub` is false, make no network call, and assume that the Hub has the dataset.
+    """
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):
         _builder(name)
     elif ask_hub:
         from harness.common.hub import list_files
-        from harness.data.hub import reading
+        from harness.data.hub import download_work
 
         try:
-            list_files(reading(name, dataset_folder(datasets_dir, name)))
+            list_files(download_work(name, dataset_folder(datasets_dir, name)))
         except UserError as error:
             raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
 

@@ -30,10 +30,8 @@ from harness.data.preparation.work import is_dataset_file
 AGAIN = "running the same command again resumes the download of the missing files"
 
 
-def reading(name: str, folder: Path) -> HubWork:
-    """Return a HubWork that describes the download of dataset `name` from the Hub to `folder`, which is
-    DATASETS_DIR/<name>. Calls to the Hub are made with its method `call`. Their error messages are built from
-    its fields."""
+def download_work(name: str, folder: Path) -> HubWork:
+    """Return the HubWork for a download of dataset `name` to `folder`, which is DATASETS_DIR/<name>."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 
@@ -41,12 +39,14 @@ def reading(name: str, folder: Path) -> HubWork:
 def download_dataset(name: str, folder: Path) -> None:
     """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
-    `folder` must be missing or empty. Until all files are verified, they are kept in a hidden folder beside `folder`,
-    from which the next call resumes. The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply,
-    as always in huggingface_hub. SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if
-    the dataset cannot be downloaded or written.
+    Until all files are verified, they are kept in a hidden folder beside `folder`, from which the next call resumes. If
+    another process of this machine downloads the dataset, wait for it. If `folder` then has files, download nothing.
+
+    The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply, as always in huggingface_hub. In
+    the main thread, SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
+    cannot be downloaded or written.
     """
-    work = reading(name, folder)
+    work = download_work(name, folder)
     partial = folder.parent / f".{folder.name}.partial"
     try:
         with _leaving_at_once(name), _alone_in(partial):
@@ -59,6 +59,8 @@ def download_dataset(name: str, folder: Path) -> None:
 
 
 def _fetch(work: HubWork, partial: Path) -> None:
+    """Download the files that `partial` lacks, verify all files, and rename `partial` to `work.folder`. Raises
+    UserError if the disk has too little space, or if a file cannot be downloaded."""
     hide_bars_from_files()
     revision, files = list_files(work)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}
@@ -83,9 +85,9 @@ def _fetch(work: HubWork, partial: Path) -> None:
 
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
-    """Context manager that creates and locks `partial`, the folder of an unfinished download, so that only one process
-    of this machine at a time downloads the dataset. Waits for a process that has the lock. Raises UserError if
-    `partial` is a link."""
+    """Create and lock `partial`, the folder of an unfinished download, for the `with` body, so that only one process of
+    this machine at a time downloads the dataset. Waits for a process that has the lock. After the body, deletes
+    `partial` if it is empty. Raises UserError if `partial` is a link."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +111,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 @contextmanager
 def _leaving_at_once(name: str) -> Iterator[None]:
-    """Context manager inside which SIGINT and SIGTERM end the process immediately. Otherwise huggingface_hub would
-    first finish its current files, which can be gigabytes.
+    """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread. Otherwise
+    huggingface_hub would first finish its current files, which can be gigabytes.
 
     A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """
@@ -134,9 +136,10 @@ def _leaving_at_once(name: str) -> Iterator[None]:
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     """Upload the dataset's files as one commit to the dataset repository `name`, and return the repository's address.
 
-    If the repository does not exist, it is created, as a public one if `public` is true. An existing repository keeps
-    its visibility. Other files in the folder are the user's own and are not uploaded. Files that the Hub already has
-    are not sent again. Raises UserError if the upload fails.
+    If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
+    An existing repository keeps its visibility. The card replaces its README.md. Dataset files of an earlier upload are
+    deleted if the dataset no longer has them. Other files in the folder are the user's own and are not uploaded. Files
+    that the Hub already has are not sent again. Raises UserError if the upload fails.
     """
     again = f"prepare_datasets.py --verify {dataset.folder} --push-to-hub {name} sends what is missing"
     work = HubWork(
@@ -147,8 +150,7 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     paths = [dataset.folder / "meta.json", *map(dataset.split_path, splits), *tokenizer]
     files: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
     files[CARD] = card(dataset, name).encode()
-    # Dataset files of an earlier upload are removed if the new dataset lacks them, such as a test split whose documents
-    # are now in the train split, or the file of another tokenizer.
+    # A file of an earlier upload would mislead: the documents of a test split may now be in the train split.
     return upload(work, files, f"{dataset.name}: {', '.join(splits)}", public=public, is_replaced=is_dataset_file)
 
 
@@ -178,7 +180,8 @@ Where it came from:
 
 
 def card(dataset: Dataset, name: str) -> str:
-    """Return the repository's README.md: front matter for the Hub, and a description for readers."""
+    """Return the README.md for the dataset in the repository `name`: front matter for the Hub, and a description for
+    readers."""
     meta, rows = dataset.meta, []
     for split in SPLITS:
         if dataset.has_split(split):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Division of one optimizer step's tokens among ranks, accumulation steps and sequences."""
+    """Division of one optimizer step's tokens among ranks, accumulation steps and sequences. `microbatch_size` is in
+    sequences, `context_length` in tokens."""
 
     world_size: int
     accumulation_steps: int
@@ -61,8 +62,11 @@ class BatchSchedule:
 
     @classmethod
     def ramp(cls, layouts: Sequence[tuple[int, BatchLayout]], tokens_seen: int) -> BatchSchedule:
-        """Return the schedule of a run that has seen `tokens_seen` tokens at the schedule's start. Each entry of
-        `layouts` is (tokens, layout): the layout applies to steps that begin after the run has seen `tokens` tokens."""
+        """Return the schedule of a run that has seen `tokens_seen` tokens at the schedule's start.
+
+        Each entry of `layouts` is (tokens, layout): the layout applies to steps that begin when the run has seen at
+        least `tokens` tokens. The entries are in ascending order of tokens, and the first entry's tokens are 0.
+        """
         current = max(index for index, (seen, _) in enumerate(layouts) if seen <= tokens_seen)
         stages = [Stage(0, 0, layouts[current][1])]
         for seen, layout in layouts[current + 1 :]:
@@ -99,8 +103,8 @@ class BatchSchedule:
         number of steps for which there are enough tokens.
 
         `available` is the number of tokens in the file from the starting token on. The steps need one token more than
-        they read as inputs, because the last input's target is the token after it. Raises UserError with the wanted and
-        the available number if there are too few tokens.
+        they read as inputs, because the last input's target is the token after it. Raises UserError with the needed and
+        the available number if there are too few tokens or, for -1, too few for one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -117,11 +121,11 @@ class Microbatch:
     """Microbatch of B sequences of T tokens, kept as B·T + 1 consecutive tokens of a token file. The extra token is
     the last target, because targets are inputs shifted by one."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray  # (B·T + 1,) in the file's dtype
     context_length: int
 
     def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, (B, T) int64 each, on `device`."""
+        """Return inputs and targets, (B, T) int64 each, on `device`. The copy to a GPU is asynchronous."""
         import torch  # imported here, because commands that only inspect a dataset do not need torch
 
         tokens = torch.from_numpy(self.tokens.astype(np.int64))
@@ -131,8 +135,11 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Data loader of a split: consecutive microbatches of one size from a starting token on. If the number of
-    microbatches per step changes during the run, `batches` gives each step's batch layout."""
+    """Data loader of a split: consecutive microbatches of one size from a starting token on.
+
+    `batches` gives each step's batch layout if the number of accumulation steps changes during the run. World size,
+    microbatch size and context length are always those of `layout`.
+    """
 
     def __init__(
         self, tokens: TokenFile, start_token: int, layout: BatchLayout, batches: BatchSchedule | None = None
@@ -143,7 +150,8 @@ class TokenLoader:
         self.batches = batches or BatchSchedule.constant(layout)
 
     def microbatch(self, index: int) -> Microbatch:
-        """Return microbatch number `index`; microbatch 0 begins at the starting token."""
+        """Return microbatch number `index`. Microbatch 0 begins at the starting token. The file must have all of the
+        microbatch's tokens."""
         size = self.layout.microbatch_tokens
         return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 
@@ -153,7 +161,7 @@ class TokenLoader:
         In accumulation step a, the rank reads microbatch (n + a)·world_size + rank, where n is the number of
         accumulation steps in all earlier steps: steps_from_start·A if every step has A accumulation steps.
         """
-        size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
-        before = tokens_before // (size * self.layout.microbatch_tokens)
-        steps = self.batches.at(steps_from_start).accumulation_steps
-        return [self.microbatch((before + a) * size + rank) for a in range(steps)]
+        world_size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
+        n = tokens_before // (world_size * self.layout.microbatch_tokens)
+        accumulation_steps = self.batches.at(steps_from_start).accumulation_steps
+        return [self.microbatch((n + a) * world_size + rank) for a in range(accumulation_steps)]

@@ -26,15 +26,15 @@ class SplitFacts:
     """Counts from one pass over a split's tokens."""
 
     tokens: int = 0
-    bytes: int = 0
-    documents: int = 0
+    bytes: int = 0  # of UTF-8 text, without end-of-text
+    documents: int = 0  # number of end-of-text tokens
     largest: int = -1  # token id; -1 if there are no tokens
     longest: int = 0  # length of the longest document, in tokens
 
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
-    """Count a split's tokens, documents and bytes of text. If a token id is beyond the vocabulary, the count of bytes
-    is incomplete."""
+    """Count a split's tokens, documents and bytes of text. Reads the whole file. If a token id is beyond the
+    vocabulary, the count of bytes is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -63,8 +63,8 @@ def _check_is_dataset(dataset: Dataset) -> None:
 
 
 def verify(dataset: Dataset) -> list[str]:
-    """Compare the tokenizer and every split with meta.json: hash, dtype, range of token ids, and counts. Return a line
-    of text for each split, and a line for the whole dataset.
+    """Compare the tokenizer and every split with meta.json: hashes, dtype, range of token ids, and counts, as far as
+    meta.json has them. Return a line of text for each split, and a line for the whole dataset.
 
     Raises RunError with a list of all differences, or UserError if there is no dataset or a file cannot be read.
     """
@@ -111,7 +111,8 @@ def verify(dataset: Dataset) -> list[str]:
 
 
 def describe(dataset: Dataset) -> Iterator[str]:
-    """Yield a summary of the dataset for a terminal, line by line. Raises UserError if there is no dataset."""
+    """Yield a summary of the dataset for a terminal, line by line. Raises UserError if there is no dataset, if a
+    file cannot be read, or if it has a token id beyond the vocabulary."""
     _check_is_dataset(dataset)
     tokenizer = load_tokenizer(dataset.tokenizer)
     yield from textwrap.wrap(f"{dataset.name}: {printable(dataset.meta.description) or 'no description'}", COLUMNS)
@@ -120,6 +121,9 @@ def describe(dataset: Dataset) -> Iterator[str]:
     for split in filter(dataset.has_split, SPLITS):
         tokens = dataset.split(split)
         facts = survey(tokens, tokenizer)
+        if facts.largest >= tokenizer.vocab_size:
+            problem = f"token id {facts.largest} is not in the tokenizer's vocabulary; --verify lists all faults"
+            raise UserError(f"{tokens.path}: {problem}")
         per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
         yield ""
         yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"

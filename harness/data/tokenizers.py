@@ -1,5 +1,5 @@
-"""Tokenizers, which convert text to token ids and back: GPT-2's and other encodings of tiktoken, and byte-level BPEs
-trained by this tool.
+"""Tokenizers, which convert text to token ids and back: GPT-2's and other encodings of tiktoken, and byte-level BPEs in
+a tokenizer.json, which this module can also train.
 
 The libraries `tiktoken` and `tokenizers` are imported where they are used, because a command's --help does not need
 them.
@@ -43,9 +43,13 @@ class Tokenizer:
         encode: Callable[[str], np.ndarray],
         place: str | Path,
     ) -> None:
-        """Store the vocabulary: token `i` decodes to `token_bytes[i]`. The ids in `special_tokens` stand for no
-        text: `token_byte_lengths` is 0 for them. `place` is the name or the file from which `load_tokenizer` loaded the
-        tokenizer."""
+        """Store the vocabulary.
+
+        Token id i decodes to `token_bytes[i]`. `eot_token` is the id of the end-of-text token. `special_tokens` has the
+        ids of all special tokens, including end-of-text. They decode to their names, but do not count as text.
+        `encode` returns the token ids of a text as (tokens,) uint32. `place` is the name or the file from which the
+        tokenizer was loaded.
+        """
         self.vocab_size = len(token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)  # dtype of the tokens in a dataset
         self.eot_token = eot_token
@@ -55,11 +59,12 @@ class Tokenizer:
         self.place = place
 
     def has_tokens_of(self, other: Tokenizer) -> bool:
-        """Return True if every token id stands for the same bytes in both tokenizers."""
+        """Return True if every token id decodes to the same bytes in both tokenizers, and both have the same
+        end-of-text token."""
         return self.eot_token == other.eot_token and list(self._token_bytes) == list(other._token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text. Raises UserError for a lone surrogate, which UTF-8 cannot encode."""
+        """Return the token ids of a text. Raises UserError if the text has a lone surrogate, which is no character."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
@@ -72,7 +77,7 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`. A character whose bytes are not all in `tokens` becomes U+FFFD.
+        """Return the text of `tokens`. Bytes that are not valid UTF-8, such as a part of a character, become U+FFFD.
 
         Raises UserError for an id that is not in the vocabulary.
         """
@@ -81,8 +86,9 @@ class Tokenizer:
         return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of each token in turn. If a character consists of several tokens, the last of them
-        yields it, and the others yield an empty string. An incomplete character at the end is yielded as U+FFFD."""
+        """Yield the text of each token in turn, and one more text at the end. For a character of several tokens, yield
+        an empty string for each token but the last, and the character for the last. The text at the end is U+FFFD if
+        the tokens end inside a character, otherwise empty."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[token])
@@ -97,11 +103,11 @@ class Tokenizer:
 
 
 def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
-    """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file: a byte-level BPE's tokenizer.json, or an
-    encoding of tiktoken as `encoding_file` writes it.
+    """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file. A file whose name ends in TIKTOKEN_SUFFIX
+    has the contents that `encoding_file` returns. Any other file is the tokenizer.json of a byte-level BPE.
 
-    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing or damaged, or
-    if text changes when the tokenizer encodes and decodes it.
+    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing or damaged, if
+    the tokenizer has no end-of-text token, or if text changes when the tokenizer encodes and decodes it.
     """
     if name_or_file == "gpt2":
         return load_encoding("gpt2")
@@ -137,9 +143,9 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
     return Tokenizer(token_bytes, special[END_OF_TEXT], set(special.values()), encode, name_or_file)
 
 
-def load_encoding_offline(name: str) -> Tokenizer | None:
-    """Return the tokenizer of a tiktoken encoding, or None if its vocabulary is not on this machine. Downloads
-    nothing."""
+def load_gpt2_offline() -> Tokenizer | None:
+    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. Meanwhile, no
+    other thread can load a vocabulary, because tiktoken's function for downloads is replaced."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:
@@ -148,7 +154,7 @@ def load_encoding_offline(name: str) -> Tokenizer | None:
     download = tiktoken.load.read_file
     tiktoken.load.read_file = refuse
     try:
-        return load_encoding(name)
+        return load_encoding("gpt2")
     except UserError:
         return None
     finally:
@@ -209,7 +215,7 @@ def read_encoding(name_or_file: str | Path) -> Any:
 
 def load_bpe(path: Path) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json. Raises UserError if the file is missing, damaged or not a byte-level
-    BPE."""
+    BPE, or if the tokenizer has no token with a name in ENDS_OF_TEXT."""
     import tokenizers
 
     try:
@@ -223,9 +229,11 @@ def load_bpe(path: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # encodes their names as ordinary text, despite the option's name
-    eot = next((token for name in ENDS_OF_TEXT if (token := backend.token_to_id(name)) is not None), None)
-    if eot is None:
+    name = next((name for name in ENDS_OF_TEXT if backend.token_to_id(name) is not None), None)
+    if name is None:
         raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
+    # The file may list end-of-text as an ordinary token. Its name inside a text would then end the document.
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
 
     def encode(text: str) -> np.ndarray:
         [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # "fast": without offsets
@@ -240,13 +248,14 @@ def load_bpe(path: Path) -> Tokenizer:
             token_bytes[token] = text.encode() if token in added else bytes([byte_of[character] for character in text])
         except KeyError:
             raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}") from None
-    return Tokenizer(token_bytes, eot, {token for token, each in added.items() if each.special}, encode, path)
+    special = {token for token, each in added.items() if each.special}
+    return Tokenizer(token_bytes, vocabulary[name], special, encode, path)
 
 
 def character_of_byte() -> dict[int, str]:
     """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2. A
     printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other bytes, in
-    order.
+    order. (The soft hyphen, U+00AD, is not printable.)
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

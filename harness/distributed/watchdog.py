@@ -101,7 +101,7 @@ class Progress:
         self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not reached these yet
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> None:
-        """Record that the main thread passes a milestone."""
+        """Record that the main thread passes a Milestone with these fields now."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
         is_done = self._record() if self._record else None
         with self._lock:

@@ -1,5 +1,4 @@
-"""Text generation: rows of tokens that grow by one token at a time, with a key-value cache so that each token is
-computed once. Also reads prompts and prints samples for test_smoke.py."""
+"""Text generation with a key-value cache. Also reads prompts and prints samples for test_smoke.py."""
 
 from __future__ import annotations
 
@@ -25,8 +24,9 @@ COLDEST = 1e-4  # at a lower temperature the division would overflow, and the li
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which the next token is chosen: at `temperature` 0 the likeliest token, else a random draw from the
-    `top_k` likeliest tokens (None: all tokens), with the logits divided by the temperature."""
+    """Rule by which the next token is chosen. At a temperature below COLDEST it is the likeliest token. Otherwise it is
+    drawn at random from the `top_k` likeliest tokens (None: all tokens), with the logits divided by the temperature.
+    Row i of a batch draws with the seed `seed + i`."""
 
     temperature: float = 1.0
     top_k: int | None = 25
@@ -53,7 +53,7 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
     """Return the prompt continued by up to `count` tokens. The text ends before an end-of-text token. Raises UserError
-    as `encode_prompt` does."""
+    as `encode_prompt` does, and RunError if a logit is not finite."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
     return tokenizer.decode(tokens + more)
@@ -67,8 +67,9 @@ def continue_prompts(
     sampling: Sampling,
     stops: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Return up to `count` new tokens for every prompt. A row ends before an end-of-text token, or with the token that
-    completes one of `stops`."""
+    """Return up to `count` new tokens for every prompt. `count` is at least 1, and each prompt has at least one token.
+    The new tokens end before an end-of-text token, or with the token that completes one of the texts `stops`. Raises
+    RunError if a logit is not finite."""
     # Number of last tokens to search for a stop string. Each token has at least one byte, so a stop string of n bytes
     # that has just been completed is in the last n tokens. The first of these n tokens may begin inside a character.
     # Decoding CHARACTER_BYTES more tokens completes this character.
@@ -94,8 +95,9 @@ def continue_prompts(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, one by one and without end, also after an end-of-text token. They are drawn
-    as `continue_prompts` draws those of its first prompt."""
+    """Yield tokens that continue `prompt`, one by one and without end, also after an end-of-text token. They are the
+    tokens that `continue_prompts` draws for its first prompt. Token ids of `vocab_size` or more are never chosen (None:
+    all token ids of the model can be chosen). Raises RunError if a logit is not finite."""
     rows = GrowingRows(model, [prompt], sampling, vocab_size)
     while True:
         yield from rows.grow()
@@ -112,11 +114,12 @@ class GrowingRows:
     def __init__(
         self, model: GPTModel, prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int | None
     ) -> None:
-        """Create one row of tokens from each of `prompts`. Token ids of `vocab_size` or more, which exist if the output
-        head is padded, are never chosen.
+        """Create one row of tokens from each of `prompts`, which have at least one token each. Token ids of
+        `vocab_size` or more, which exist if the output head is padded, are never chosen (None: all token ids of the
+        model can be chosen).
 
-        Row i draws with the seed `sampling.seed + i`, so that it does not depend on the other rows. The global random
-        state does not change.
+        Each row has a random generator of its own, so that its tokens do not depend on the other rows. The global
+        random state does not change.
         """
         self.model = model
         self.sampling = sampling
@@ -174,8 +177,9 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
-    """Return the prompts from the options --prompts (`file`) and --prompt, or the default prompt if neither is given.
-    Raises UserError if both are given, if the file cannot be read or has no prompts, or, with the line's number, if a
+    """Return the prompts that the options --prompts (`file`) or --prompt give, or the default prompt if neither is
+    given. The file has one prompt in each line, as JSON if its name ends in .jsonl; blank lines are skipped. Raises
+    UserError if both options are given, if the file cannot be read or has no prompts, or, with the line's number, if a
     line of a .jsonl file is not a prompt."""
     if file is None:
         return [default if prompt is None else prompt]
@@ -209,10 +213,11 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
 def print_samples(
     model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
 ) -> None:
-    """Print each prompt with `samples` continuations of up to `count` tokens. A single continuation is printed token by
-    token while it is computed.
+    """Print each prompt with `samples` continuations of up to `count` tokens. If `samples` is 1, the continuation is
+    printed while it is computed.
 
-    Raises UserError, before anything is printed, if `encode_prompt` refuses one of the prompts.
+    Raises UserError, before anything is printed, if `encode_prompt` refuses one of the prompts, and RunError if a logit
+    is not finite.
     """
     encoded = [encode_prompt(model, tokenizer, prompt) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):

@@ -21,18 +21,17 @@ from harness.model.precision import Precision
 
 Tokens = tuple[int, ...]
 # A function that is called with (work, batches). It calls work(batch) for each batch, in this process or shared among
-# several, and returns the results in the order of the batches.
+# several processes, and returns the results in the order of the batches.
 EachBatch = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 LOGITS_AT_ONCE = 2**26  # 256 MiB in fp32; all logits of a batch of long texts would take gigabytes
 
 
 class Likelihood(NamedTuple):
-    """Natural logarithm of a continuation's probability, and whether all of its tokens are the likeliest ones at their
-    positions."""
+    """Log-likelihood of a continuation."""
 
-    total: float
-    is_greedy: bool
+    total: float  # natural logarithm of the continuation's probability
+    is_greedy: bool  # True if each of its tokens is the likeliest one at its position
 
 
 class Window(NamedTuple):
@@ -56,15 +55,18 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
 
 
 def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-    """Call `work` for each batch in this process, with a progress bar on a terminal."""
+    """Return the results of `work` for all batches, computed in this process, with a progress bar on a terminal."""
     return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=not sys.stderr.isatty())]
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer that computes log-likelihoods with one model. `vocab_size` is the tokenizer's. Token ids of `vocab_size`
-    or more, which exist if the output head is padded, take part in the softmax, but never count as the likeliest
-    token."""
+    """Scorer that computes log-likelihoods with one model, in batches of `batch_size` rows. `each_batch` processes the
+    batches (see EachBatch).
+
+    `vocab_size` is that of the tokenizer. Token ids of `vocab_size` or more, which exist if the output head is padded,
+    take part in the softmax, but never count as the likeliest token.
+    """
 
     model: GPTModel
     precision: Precision
@@ -77,11 +79,12 @@ class Scorer:
         return replace(self, each_batch=each_batch)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
-        """Return the likelihood of each (context, continuation). An empty continuation has log-likelihood 0.
+        """Return the likelihood of each pair (context, continuation) of token ids. A context must have at least one
+        token. An empty continuation has log-likelihood 0. Collective if `each_batch` is.
 
-        Windows are put into batches before the batches are shared among ranks, so that the numbers are the same to the
-        last bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, share one row
-        of a forward pass.
+        The division into batches does not depend on the number of ranks, so that the results are the same to the last
+        bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, share one row of a
+        forward pass.
         """
         own = [list(windows(*pair, self.model.config.context_length)) for pair in pairs]
         wanted: dict[Tokens, dict[Tokens, None]] = {}
@@ -121,7 +124,8 @@ class Scorer:
         return [Likelihood(float(values.sum()), bool(greedy.all())) for values, greedy in parts]
 
     def _log_probabilities(self, features_NxC: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each target's log-probability in fp64, and whether it is the likeliest token; both are on the CPU."""
+        """Return each target's log-probability (fp64), and True for each target that is the likeliest token. Both
+        tensors have shape (N,) and are on the CPU."""
         values, greedy = [], []
         size = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for some_NxC, wanted in zip(features_NxC.split(size), targets_N.split(size), strict=True):

@@ -1,6 +1,6 @@
-"""Losses of a model on text. Validation during training measures the loss of each microbatch. For test_loss.py and
-model cards, the loss of each sequence of a held-out text is measured. The losses are formatted as a table and written
-to the run's results."""
+"""Losses of a model on text: of each microbatch, for validation during training, and of each sequence of a held-out
+text, for test_loss.py and model cards. Losses on held-out text are written to the run's results and formatted as a
+table."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ from harness.common.json_files import finite
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
-from harness.data.tokenizers import Tokenizer, load_encoding_offline, load_tokenizer
+from harness.data.tokenizers import Tokenizer, load_gpt2_offline, load_tokenizer
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
 from harness.runs.results import MEASURED_BATCH, LossResult, Text, now, write_loss
-from harness.runs.trained_model import (
-    TrainedModel,
-    model_in_run,
-    warned_if_not_kept,
-)
+from harness.runs.trained_model import TrainedModel, model_in_run, warned_if_not_kept
 
 # Test text of the lab notebook: the part of FineWeb's validation split that none of the notebook's runs validated on.
 NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
@@ -46,7 +42,8 @@ BY_MEAN = "from the mean bytes per token of the whole split, since the tokenizer
 
 
 def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
-    """Return the loss of each microbatch, in order, without dropout. The model's mode is restored afterwards."""
+    """Return the loss of each microbatch, in order: the mean cross-entropy in nats per token, without dropout. The
+    model's mode (training or evaluation) is restored afterwards."""
     device = next(model.parameters()).device
     with evaluating(model), precision.autocast():
         losses = [model(*microbatch.to(device)).double() for microbatch in microbatches]
@@ -54,8 +51,9 @@ def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], prec
 
 
 def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> np.ndarray:
-    """Return the mean loss of each sequence, in order: fp32 of shape [sequences], nats per token, without dropout. The
-    mean over a microbatch is the loss that `microbatch_losses` returns. The model's mode is restored afterwards."""
+    """Return the loss of each sequence (window) of the microbatches, in order: the mean cross-entropy in nats per
+    token, without dropout, as fp32 of shape [sequences]. There must be at least one microbatch. The model's mode
+    (training or evaluation) is restored afterwards."""
     device, losses = next(model.parameters()).device, []
     with evaluating(model), precision.autocast():
         for microbatch in microbatches:
@@ -69,7 +67,7 @@ def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision
 
 
 def mean(losses: Sequence[float]) -> float:
-    """Return the mean of the losses, or NaN if one of them is not finite."""
+    """Return the mean of one or more losses, or NaN if one of them is not finite."""
     return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
@@ -80,22 +78,22 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 @dataclass(frozen=True)
 class TestLoss:
-    """Test loss of a model, and the text on which it was measured."""
+    """Loss of a model on held-out text."""
 
     __test__ = False  # not a test for pytest
 
     text: Text
-    place: str  # a description of `text` and the precision for people
+    description: str  # `text` and `precision` in words
     precision: str
     loss: float  # nats per token
     bits_per_byte: float | None
-    is_exact: bool  # True: bits_per_byte counts the predicted tokens' bytes. False: it uses the split's mean
+    is_exact: bool  # True: the predicted tokens' bytes were counted. False: the split's mean bytes per token were used
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Held-out text on which the model in the file `weights` is tested: the first `batches` microbatches that `loader`
-    reads from a split of a dataset."""
+    """Held-out text for testing the model in the file `weights`: the first `batches` microbatches that `loader` reads
+    from a split of a dataset."""
 
     weights: Path
     dataset: Dataset
@@ -115,19 +113,23 @@ class HeldOutText:
         batches: int | None = None,
         batch_size: int = MEASURED_BATCH,
     ) -> HeldOutText:
-        """Return the text for testing a model.
+        """Return the text for testing a model. A dataset that is missing in `datasets_dir` is downloaded.
 
-        The default dataset is the one that the model was trained on, or NOTEBOOK_DATASET if that is not known. A
-        missing dataset is downloaded. The default split is "test" if there is one, or else "validation". By default the
-        text is the whole split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text starts at
-        that token (unless `start_token` is given) and has at most NOTEBOOK_BATCHES batches (unless `batches` is given).
-        The NOTEBOOK_ values are those of the lab notebook (the project that this one grew from).
+        The default dataset is the one that the model was trained on. If that is not known, it is NOTEBOOK_DATASET for a
+        model with GPT-2's tokenizer; for other models UserError is raised. The default split is "test" if the dataset
+        has it, or else "validation".
 
-        Raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not in the
-        model's vocabulary, or if the dataset's tokenizer is not the one that meta.json beside the weights names.
+        The text consists of whole batches of `batch_size` sequences. By default it begins at the split's first token
+        and has as many batches as the split. If a validation split has more than NOTEBOOK_START_TOKEN tokens, the text
+        begins at that token by default, and has at most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are those of
+        Giles Thomas's lab notebook, the project that this one grew from.
+
+        Also raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not
+        in the model's vocabulary, or if it was made with another tokenizer than the one that the meta.json beside the
+        weights names.
         """
-        own, weights, length = model.tokenizer_file, model.weights, model.config.context_length
-        name = dataset or model.dataset or (NOTEBOOK_DATASET if own == "gpt2" else None)
+        tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
+        name = dataset or model.dataset or (NOTEBOOK_DATASET if tokenizer == "gpt2" else None)
         if name is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
@@ -135,7 +137,7 @@ class HeldOutText:
         split = split or ("test" if opened.has_split("test") else "validation")
         tokens = opened.split(split)
         check_token_ids(opened, split, model.config.vocab_size)
-        if "tokenizer" in model.meta and not _is_same_tokenizer(own, opened.tokenizer):
+        if "tokenizer" in model.meta and not _is_same_tokenizer(tokenizer, opened.tokenizer):
             raise UserError(
                 f"{name}: made with another tokenizer than that of {weights}, so its token ids stand for other "
                 "tokens in this model; give a dataset made with the model's tokenizer"
@@ -143,10 +145,10 @@ class HeldOutText:
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
         layout = BatchLayout(1, 1, batch_size, length)
-        there = (len(tokens) - start - 1) // layout.microbatch_tokens
+        available = (len(tokens) - start - 1) // layout.microbatch_tokens
         if batches is None:
-            batches = min(there, NOTEBOOK_BATCHES) if is_from_notebook else there
-        if not 0 < batches <= there:
+            batches = min(available, NOTEBOOK_BATCHES) if is_from_notebook else available
+        if not 0 < batches <= available:
             least = max(batches, 1)
             wanted = start + least * layout.microbatch_tokens + 1
             raise UserError(
@@ -157,22 +159,22 @@ class HeldOutText:
         return cls(weights, opened, split, TokenLoader(tokens, start, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """Measure and return the model's loss, with a progress bar on a terminal. If the weights belong to a run, the
-        loss is also written to the run's results; if writing fails, a warning is printed. Raises UserError if the
-        model's device does not support the precision."""
+        """Measure and return the loss of `model` (loaded from `self.weights`), with a progress bar on a terminal. If
+        the weights are those of a run's checkpoint, the loss is also written to the run's results; if writing fails, a
+        warning is printed. Raises UserError if the model's device does not support the precision."""
         device = next(model.parameters()).device
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
         columns, lines = shutil.get_terminal_size()
         indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
         losses = window_losses(model, map(self.loader.microbatch, indexes), precision)
-        loss, exact = mean(losses.tolist()), self._bytes_per_token()
-        bytes_per_token = exact or self.dataset.bytes_per_token(self.split)
+        loss, counted = mean(losses.tolist()), self._counted_bytes_per_token()
+        bytes_per_token = counted or self.dataset.bytes_per_token(self.split)
         bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
         tokenizer, tokens, layout = self.dataset.tokenizer, self.loader.tokens, self.loader.layout
         start, end = self.loader.start_token, self.loader.start_token + self.batches * layout.microbatch_tokens
         size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"
-        place = (
+        description = (
             f"{self.dataset.name}, {self.split} split, tokens {start:,} to {end:,} of {len(tokens):,} ({size}), "
             f"in {precision.name}"
         )
@@ -196,16 +198,16 @@ class HeldOutText:
                     precision=precision.name,
                     loss=finite(loss),
                     bits_per_byte=finite(bits),
-                    bits_are_exact=exact is not None,
+                    bits_are_exact=counted is not None,
                 )
                 write_loss(measured.run, result, losses)
-        return TestLoss(text, place, precision.name, loss, bits, exact is not None)
+        return TestLoss(text, description, precision.name, loss, bits, counted is not None)
 
-    def _bytes_per_token(self) -> float | None:
-        """Return the mean number of UTF-8 bytes of a predicted token, counted with the dataset's tokenizer.
+    def _counted_bytes_per_token(self) -> float | None:
+        """Return the mean number of UTF-8 bytes of the predicted tokens, counted with the dataset's tokenizer.
 
-        Returns None if this machine has no tokenizer for these tokens (GPT-2's vocabulary is not downloaded for this),
-        or if the tokens have no bytes at all.
+        Returns None if GPT-2's vocabulary is needed and not on this machine (it is not downloaded for this), if a token
+        is not in the tokenizer's vocabulary, or if the tokens have no bytes at all.
         """
         tokenizer = _tokenizer_here(self.dataset.tokenizer)
         if tokenizer is None:
@@ -213,15 +215,15 @@ class HeldOutText:
         lengths, total = tokenizer.token_byte_lengths(), 0
         for index in range(self.batches):
             targets = self.loader.microbatch(index).tokens[1:]
-            if int(targets.max()) >= len(lengths):  # from another tokenizer, which the dataset does not record
+            if int(targets.max()) >= len(lengths):  # made with another tokenizer than the dataset records
                 return None
             total += int(lengths[targets].sum())
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None
 
 
 def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
-    """Return True if the two tokenizers ("gpt2", or a file) give the same bytes to each token id, or if one of them is
-    GPT-2's and its vocabulary is not on this machine."""
+    """Return True if each token id stands for the same bytes in both tokenizers ("gpt2", or a tokenizer's file). Also
+    return True if one of them is GPT-2's and its vocabulary is not on this machine."""
     if first == second:
         return True
     one, other = _tokenizer_here(first), _tokenizer_here(second)
@@ -230,7 +232,7 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
 
 def _tokenizer_here(name: str | Path) -> Tokenizer | None:
     """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine."""
-    return load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
+    return load_tokenizer(name) if isinstance(name, Path) else load_gpt2_offline()
 
 
 def _number_of_batches(count: int) -> str:
@@ -238,15 +240,19 @@ def _number_of_batches(count: int) -> str:
 
 
 def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
-    """Yield lines of 80 columns. For a single model they give its loss. For several models there is one table for each
-    text, with the lowest loss first. A description of the text follows the loss or the table."""
+    """Yield the lines of a report, of at most 80 columns.
+
+    A single model's report has its loss and, if known, its bits per byte. For several models, there is one table for
+    each text and precision, with the lowest loss first. A description of the text and precision follows the losses.
+    Several tables are followed by a remark that losses of different tables are not comparable.
+    """
     if len(measured) == 1:
         test = measured[0][1]
         lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
         if test.bits_per_byte is not None:
             about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
             lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
-        for line in [*lines, f"Measured on {test.place}"]:
+        for line in [*lines, f"Measured on {test.description}"]:
             yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
         return
     groups: dict[object, list[tuple[TrainedModel, TestLoss]]] = {}
@@ -284,7 +290,7 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
             f"{model.config.parameters:,}",
         )
     test = group[0][1]
-    notes = [f"Measured on {test.place}"]
+    notes = [f"Measured on {test.description}"]
     if any(test.bits_per_byte is not None and not test.is_exact for _, test in group):
         notes.append(f"~ {BY_MEAN}")
     for note in notes:

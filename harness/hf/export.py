@@ -38,12 +38,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
-    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. If a native
-    class of transformers computes this model, the folder is in that class's format. Otherwise the folder also contains
-    the model's own code.
+    """Write `model`, which was loaded from `files`, and its tokenizer to a new folder for transformers. `dtype` is a
+    key of DTYPES. If a native class of transformers computes this model, the folder is in that class's format.
+    Otherwise the folder also contains the model's own code.
 
-    Raises UserError if the folder exists and is not empty, or RunError if it cannot be written; no partial folder
-    remains.
+    Raises UserError if the folder exists and is not empty, if the tokenizer cannot be loaded or converted, or if it has
+    more tokens than the model. Raises RunError if the folder cannot be written. No partial folder remains.
     """
     shape, kind = model.config, native_class(model.config) or OWN_TYPE
     tokenizer = files.tokenizer_file
@@ -69,10 +69,11 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     can load. Return remarks for the user.
 
     The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
-    the tokenizer, and the tokenizer's file if there is one.
+    the tokenizer, and the tokenizer's file unless it is GPT-2's. `dtype` is a key of DTYPES.
 
-    Raises UserError if the notebook's program cannot compute the model, or if the folder exists and is not empty.
-    Raises RunError if the folder cannot be written; no partial folder remains.
+    Raises UserError if the notebook's program cannot compute the model, if the tokenizer has more tokens than the
+    model, or if the folder exists and is not empty. Raises RunError if the folder cannot be written. No partial folder
+    remains.
     """
     shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
@@ -101,7 +102,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
-    """Write the tokenizer that `load_tokenizer(name_or_file)` loads to `folder`, in the format of transformers.
+    """Write tokenizer.json and tokenizer_config.json to `folder`: in the format of transformers, the tokenizer that
+    `load_tokenizer(name_or_file)` loads. `context_length` is recorded as the greatest length of a text in tokens.
 
     Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer would split text differently.
     """

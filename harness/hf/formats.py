@@ -27,7 +27,7 @@ from harness.model.weights import checkpoint_views
 OWN_TYPE = "ddp_pretrain"  # `model_type` of a model that is exported with its own code
 WRAPPER = Path(__file__).with_name("modeling_ddp_pretrain.py")
 CLASSES = {"AutoConfig": "DdpPretrainConfig", "AutoModelForCausalLM": "DdpPretrainForCausalLM"}
-DERIVED = ("head_width", "query_width", "kv_width", "mlp_width")
+DERIVED = ("head_width", "query_width", "kv_width", "mlp_width")  # properties of ModelConfig that gpt.py reads
 
 # Names in the files of the lab notebook's program. Its author's published models were saved inside a wrapper, hence the
 # prefix of their tensor names.
@@ -70,14 +70,14 @@ MODULES = {
         "model.layers.*.self_attn.k_norm": "trf_blocks.*.att.k_norm",
     },
 }
-WITHOUT_BIAS = {"tok_emb", "pos_emb", "out_head"}
+WITHOUT_BIAS = {"tok_emb", "pos_emb", "out_head"}  # in every class
 # GPT-2's Conv1D layers, whose weights are (in, out), while ours are (out, in)
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 def peer_names(kind: str, shape: ModelConfig) -> dict[str, str]:
     """Return a dict from the tensor names of transformers' class `kind` ("gpt2", "llama" or "qwen3") to our names of
-    these tensors. Some of the biases and norm gains in the dict may be missing in our model."""
+    these tensors. A tied head is left out. Our model may lack some of the biases and norm gains in the dict."""
     names = {}
     for module, own_module in MODULES[kind].items():
         if own_module == "out_head" and shape.tie_weights:
@@ -113,7 +113,7 @@ def peer_tensors(kind: str, model: GPTModel) -> dict[str, Tensor]:
 
 def peer_config(kind: str, shape: ModelConfig) -> dict[str, Any]:
     """Return the contents of config.json for a model of transformers' type `kind`, except for the dtype and for the ids
-    of the tokens at the beginning and the end of a text.
+    of the tokens at the beginning and the end of a text. `kind` is "gpt2", "llama", "qwen3" or OWN_TYPE.
 
     Llama's `attention_bias` adds biases to the query, key, value and output projections together. If only the output
     projection of our model has a bias, `peer_tensors` returns zeros for the other biases. If `kind` is OWN_TYPE (a

@@ -21,7 +21,7 @@ from harness.data.tokenizers import END_OF_TEXT, load_tokenizer
 from harness.hf.formats import NOTEBOOK_KEYS, NOTEBOOK_PREFIX, NOTEBOOK_TYPE, TRANSPOSED, peer_names, peer_tensors
 from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
 from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
-from harness.runs.trained_model import fill, new_folder
+from harness.runs.trained_model import new_folder, write_model_files
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
@@ -31,12 +31,13 @@ OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
     """Write model.json, model.safetensors, meta.json and the tokenizer (if there is one) to a new run directory `run`.
-    Return a line of text about the tokenizer.
+    Return a text about the tokenizer for the user.
 
     `source` is a folder with a GPT-2 in transformers' format, or with a model that Giles Thomas (github.com/gpjt) has
-    published.
-    `name` is the model's name on the Hub, or None for a local folder. Raises UserError if the folder holds anything
-    else, or RunError if the run cannot be written; no partial run directory remains.
+    published. meta.json records `name`, the model's name on the Hub, or None for a local folder.
+
+    Raises UserError if the folder holds anything else, if its weights are not those that its config.json describes, or
+    if `run` exists and is not empty. Raises RunError if the run cannot be written. No partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
@@ -68,7 +69,7 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
             _from_vocabulary(source, draft / TOKENIZER)
         else:
             own = "gpt2"
-        fill(draft, shape, tensors, tokenizer=own, imported_from=name)
+        write_model_files(draft, shape, tensors, tokenizer=own, imported_from=name)
         if own == "gpt2":
             return "no tokenizer in the folder: GPT-2's will be used"
         tokens = load_tokenizer(draft / TOKENIZER).vocab_size
@@ -90,7 +91,7 @@ class Gpt2Config(BaseModel):
     layer_norm_epsilon: float = Field(default=EPSILON, ge=EPSILON, le=EPSILON)
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
-    reorder_and_upcast_attn: Literal[False] = False  # True only changes the order of sums, and only in training
+    reorder_and_upcast_attn: Literal[False] = False  # True: fp32 and another order of sums, in "eager" attention
     add_cross_attention: Literal[False] = False
     resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
     embd_pdrop: float = Field(default=0.1, ge=0, lt=1)
@@ -105,9 +106,10 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from `source`. The config has three
-    dropout rates, which only matter if the model is trained further. The rate for residuals is used in place of all
-    three.
+    """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from the file `source`.
+
+    The config has three dropout rates, which only matter if the model is trained further. The rate for residuals is
+    used in place of all three.
 
     Raises UserError, naming the key, if the model computes something that our models do not.
     """
@@ -128,8 +130,9 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
-    """Return a GPT-2's tensors under the names that our checkpoints use. `offered` has the tensors under transformers'
-    names, with or without the prefix `transformer.`. Buffers of attention masks are left out.
+    """Return a GPT-2's tensors, of the folder `source`, under the names that our checkpoints use. `offered` has the
+    tensors under transformers' names, with or without the prefix `transformer.`. Buffers of attention masks are left
+    out.
 
     Raises UserError, naming the tensors, if they are not those of the model that `config` describes.
     """
@@ -177,6 +180,8 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
+    """Return the tensors of model.safetensors, or else of all files that model.safetensors.index.json lists. Raises
+    UserError if the folder has neither, or if a file cannot be read."""
     if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
     if (source / INDEX).is_file():
@@ -212,9 +217,9 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """Return the local folder with the files of a model repository. The files are in huggingface_hub's cache, or are
-    downloaded from the Hub. Raises UserError if `name` is a path instead of a name, or if the model cannot be
-    fetched."""
+    """Return the folder with the files of the model repository `name`, in huggingface_hub's cache. Files that the cache
+    lacks are downloaded from the Hub. Only files that match WANTED are fetched, and no code. Raises UserError if `name`
+    is the path of a file, or if the model cannot be fetched."""
     if Path(name).exists():
         raise UserError(f"{name}: not a folder; give the folder that holds config.json and model.safetensors")
     import huggingface_hub

@@ -46,6 +46,7 @@ class ModelFacts:
 
     @property
     def train(self) -> dict[str, Any]:
+        """Keys of train.json that meta.json records; empty if it records none."""
         train = self.files.meta.get("train")
         return train if isinstance(train, dict) else {}
 
@@ -58,14 +59,19 @@ class ModelFacts:
 
     @property
     def dataset(self) -> str | None:
+        """Name of the training data that meta.json records, or None."""
         dataset = self.files.meta.get("dataset")
         name = dataset.get("name") if isinstance(dataset, dict) else None
         return name if isinstance(name, str) else None
 
 
 def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
-    """Upload an exported folder with its card as one commit to the model repository `facts.name`. Returns the
-    repository's address. Raises UserError if the upload fails.
+    """Upload the folder `exported`, the model card and the files of the run that trained the model (settings, metrics,
+    summary, chart) as one commit to the model repository `facts.name`. Return the repository's address.
+
+    If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
+    Files of an earlier upload that readers would take for files of this model are deleted. Raises UserError if the
+    upload fails.
     """
     work = HubWork(
         facts.name,
@@ -145,8 +151,8 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
-    """Yield the name and value of each loss, and a description of the tokens on which it was measured. The training
-    loss in a checkpoint is a mean over the steps before the checkpoint."""
+    """Yield the name and value of each loss, and a description of the tokens on which it was measured. The value is
+    None if it was not recorded. The training loss in a checkpoint is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.dataset:
         keys = ("start_train_token", "start_val_token", "validation_batches", "microbatch_size")
@@ -168,12 +174,14 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
 
 
 def _count(value: Any) -> int | None:
-    """Return `value` if it is a number of tokens or batches, or None if it is not. The value is from a file that
-    another program may have written."""
+    """Return `value` if it is an integer that is not negative, otherwise None. The value is from a file that another
+    program may have written."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table on training: a name and a value as text. Facts that were not recorded have no
+    row."""
     meta, run = facts.files.meta, facts.files.run
     if facts.dataset:
         yield "data", _code(facts.dataset)

@@ -243,7 +243,7 @@ class Experiment:
         Raises UserError if the budget is less than one global batch, or more tokens than can be counted.
         """
         config, recorded = self.config, meta.budget if meta else None
-        key, value = config.budget, getattr(config, config.budget)
+        key, value = config.budget_key, getattr(config, config.budget_key)
         if recorded is not None and (recorded.key, recorded.value) == (key, value):
             return recorded
         if config.min_train_tokens is not None:
@@ -288,7 +288,7 @@ class Experiment:
         try:
             steps = 0 if exhausted else batches.num_steps(wanted, available)
         except UserError as error:
-            keys = f"{config.budget} or the batch"
+            keys = f"{config.budget_key} or the batch"
             keys = f"start_train_token, {keys}" if config.start_train_token else keys
             raise UserError(
                 f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "

@@ -71,13 +71,13 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
     if warmup_steps > total_steps:
         raise UserError(
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
-            f"{total_steps} global steps; shorten the warm-up or raise {config.budget}"
+            f"{total_steps} global steps; shorten the warm-up or raise {config.budget_key}"
         )
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '
-            f"longer than the run of {total_steps} global steps; shorten one of them or raise {config.budget}"
+            f"longer than the run of {total_steps} global steps; shorten one of them or raise {config.budget_key}"
         )
     ramp_tokens = largest_batch_tokens if config.scale_with_batch else None
     return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio, ramp_tokens)

@@ -1,3 +1,3 @@
 """A run directory: the settings in it (model.json, train.json), its budget of tokens, and the files that commands write
-into it (metrics, summary, checkpoints, results, chart). Reading these files needs no process group.
+into it (metrics, summary, checkpoints, results, chart). Nothing in this package needs a process group.
 """

@@ -1,4 +1,4 @@
-"""The training budget of train.json, resolved to a number of tokens and of global steps.
+"""The training budget of train.json, resolved to a number of tokens.
 
 A budget is resolved when a run starts and recorded in every checkpoint. The recorded budget is used until train.json
 gives another one.
@@ -27,19 +27,20 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
-    key: str
-    value: float | int
-    # of the whole run, in whole global batches of the size that was in use when the budget was resolved
+    key: str  # of train.json
+    value: float | int  # of this key
+    # Tokens of the whole run, in whole global batches of the size that was in use when the budget was resolved
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]
 
     def describe(self) -> str:
+        """Return the budget as text: "train_steps 100: 3,276,800 tokens"."""
         value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
         return f"{self.key} {value}: {self.tokens:,} tokens"
 
 
 def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
-    """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of a run. `layout` says
-    how the largest global batch is divided among ranks, accumulation steps and sequences.
+    """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of a run. `layout` is
+    the layout of the largest global batch.
 
     Raises UserError if a batch of a ramp is not a whole number of microbatches on every rank.
     """
@@ -55,18 +56,18 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
     split.
 
     `batches` must be the schedule from the start of the run. `min_train_tokens` and `tokens_per_parameter` are rounded
-    up to whole batches. `target_flops` is divided by `flops_per_token` and rounded down to whole batches.
+    up to whole batches. `target_flops` is divided by the model's FLOPs per token and rounded down to whole batches.
 
     `tokens_per_parameter` counts all parameters except the inactive experts of a mixture, because the training FLOPs of
-    N active parameters and D tokens are 6ND. The three fits of Hoffmann et al. (arXiv:2203.15556) agree on a value of
-    about 20. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
+    N active parameters and D tokens are about 6ND. The three fits of Hoffmann et al. (arXiv:2203.15556) agree on a
+    value of about 20. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
     wanted = stated_tokens(config, model)
     if wanted is None:
         return None
-    paid_batches, key = wanted / batches.tokens_before(1), config.budget
+    paid_batches, key = wanted / batches.tokens_before(1), config.budget_key
     if paid_batches < 1 and key != "min_train_tokens":
         value, remedy = getattr(config, key), "raise it"
         if paid_batches:  # the quotient underflows to 0.0 for tiny budgets; no remedy can be computed from it
@@ -98,9 +99,9 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return a recorded train.json with its budget replaced by `min_train_tokens` from the recorded budget. Runs whose
-    different budgets resolve to the same number of tokens then compare as equal. If `recorded` is None, `train` is
-    returned unchanged."""
+    """Return a copy of the recorded train.json `train` whose budget is given as `min_train_tokens`, from the recorded
+    budget. Two runs have the same budget in this form if their budgets resolve to the same number of tokens. If
+    `recorded` is None, `train` is returned unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}

@@ -1,6 +1,7 @@
-"""Charts of one run, drawn from its metrics.jsonl. Charts over several runs are in harness/comparison/charts.py.
+"""The chart of one run, drawn from its metrics.jsonl. Charts of several runs are in harness/comparison/charts.py.
 
-python -m harness.runs.chart METRICS PICTURE TITLE draws one; training starts this command."""
+The command `python -m harness.runs.chart METRICS PICTURE TITLE` draws it. Training runs this command, so that drawing
+does not delay training."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ ACCURACIES = ("acc_norm", "acc", "exact_match")
 
 
 def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
-    """Draw training loss (mean, and range over microbatches) and validation loss over global steps. Benchmark
-    accuracies, if there are any, are drawn below the losses. An existing picture is replaced in one rename."""
+    """Draw the chart of the file `metrics` into the PNG file `picture`: training loss (mean, and range over
+    microbatches) and validation loss over global steps, and below them benchmark accuracies, if there are any. An
+    existing picture is replaced in one rename. Raises OSError if a file cannot be read or written."""
     events = read_metrics(metrics)
     accuracies = benchmark_lines(events)
     # an installed font of the xkcd family
@@ -63,8 +65,8 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
 
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
-    """Return the lines to draw for benchmarks, as label -> [(global step, value), ...], for each task with an
-    accuracy."""
+    """Return a line of the chart, [(global step, value), ...], for each benchmark task with an accuracy (see
+    ACCURACIES), by the line's label."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:

@@ -26,7 +26,7 @@ from harness.runs.throughput import Measured, cost_by_phase, same_kernels
 
 OPTIMIZER = "optimizer.pt"  # file in the same folder; a checkpoint of the notebook's program may lack it
 
-# Keys in every meta.json that this program writes. The notebook's program writes none of them. It writes train_loss,
+# Keys in every meta.json that this program writes. The notebook's program writes none of them, only train_loss,
 # val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
@@ -39,7 +39,8 @@ PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 
 class Progress(BaseModel):
-    """The progress of a run at a global step, as checkpoints record it. Files of earlier versions lack some keys.
+    """The progress of a run at a global step, as checkpoints record it. A field that a file of an earlier version lacks
+    has its default.
 
     The order of the fields is that of the keys in meta.json.
     """
@@ -48,15 +49,15 @@ class Progress(BaseModel):
 
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: Count = 0
-    # mean loss of the last report; `begin_checkpoint` replaces it by the mean over all reports since the previous
-    # checkpoint
+    # Mean loss of the last report. Before a checkpoint that is due by train.json's interval, `begin_checkpoint`
+    # replaces it by the mean over all reports since the previous such checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None
     best_step: Count | None = None
-    skipped_steps: Count = 0
-    loss_sum: Loss | None = 0.0  # sum over the microbatches reported since the last checkpoint; null if not finite
-    loss_count: Count = 0
+    skipped_steps: Count = 0  # steps without an update, because a gradient was not finite
+    loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `begin_checkpoint`; null if not finite
+    loss_count: Count = 0  # number of these microbatches
     foreign_tokens: Count = 0  # part of tokens_seen that another program trained; their seconds are not recorded
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
     # with other kernels or on another machine.
@@ -71,24 +72,25 @@ class TrainState(Progress):
     loss_sum: float = 0.0
 
     def values(self) -> dict[str, Any]:
-        """Return the fields as they are written into meta.json, with None for numbers that are not finite."""
+        """Return the fields for meta.json, by name. Numbers that are not finite become None."""
         return {key: finite(value) for key, value in self}
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens that the run was trained on by this program. The recorded seconds of training are the time
-        for these tokens; tokens that another program trained before are left out."""
+        """Number of tokens that this program trained on in the recorded seconds of training. Tokens that another
+        program trained on before are left out."""
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
-        """Restart the measurement of the speed at the last completed step. `training_seconds` is the run's training
-        time so far."""
+        """Restart the measurement of the training speed at the last completed step. `training_seconds` is the time that
+        the run has trained so far."""
         self.measured_from_step, self.measured_from_tokens = self.global_step, self.tokens_seen
         self.measured_from_seconds = training_seconds
 
     def measured(self, training_seconds: float) -> Measured:
         """Return the steps, tokens and seconds of training since the measurement of the speed began (see
-        `measure_from_here`). `training_seconds` is the run's training time so far, including the time before that."""
+        `measure_from_here`). `training_seconds` is the time that the run has trained so far, including the time before
+        the measurement."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,
@@ -96,31 +98,33 @@ class TrainState(Progress):
         )
 
     def add_report(self, loss: float, microbatches: int, skipped_steps: int) -> None:
-        """Add a report: the mean loss over `microbatches` microbatches of all ranks, and the number of skipped
-        steps."""
+        """Add the results of the steps since the previous report: the mean loss over `microbatches` microbatches of all
+        ranks, and the number of skipped steps."""
         self.train_loss = loss
         self.loss_sum += loss * microbatches
         self.loss_count += microbatches
         self.skipped_steps += skipped_steps
 
     def begin_checkpoint(self) -> None:
-        """Set `train_loss` to the mean since the previous checkpoint, and reset the sums for the next one."""
+        """Set `train_loss` to the mean loss over the reports since the previous call, or None if there were none.
+        Called before each checkpoint that is due by train.json's interval."""
         self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
         self.loss_sum, self.loss_count = 0.0, 0
 
     def record_if_best(self, loss: float | None) -> None:
-        """Record this loss and the last completed step as the best if the loss is the lowest so far."""
+        """Record this loss and the last completed step as the best if the loss is the lowest so far. Does nothing for
+        None or NaN."""
         if loss is not None and loss < (math.inf if self.best_loss is None else self.best_loss):
             self.best_loss, self.best_step = loss, self.global_step
 
     @property
     def is_best(self) -> bool:
-        """True if the last completed step is the best so far."""
+        """True if the best loss so far is that of the last completed step."""
         return self.best_step == self.global_step
 
     def forget_best(self) -> None:
-        """Reset the best loss and the last validation loss. Called when losses are measured on another text from now on
-        and cannot be compared with the earlier ones."""
+        """Reset the best loss and the last validation loss. Called if the losses from now on are measured on another
+        text than the earlier ones, and cannot be compared with them."""
         self.best_loss = self.best_step = self.val_loss = None
 
 
@@ -136,7 +140,7 @@ class Provenance:
 
 
 class ValidationText(NamedTuple):
-    """The part of a validation split that a run computes its validation losses on."""
+    """The part of a validation split on which a run measures its validation loss."""
 
     sha256: str  # of the validation split
     start_token: int
@@ -147,8 +151,9 @@ class ValidationText(NamedTuple):
 def validation_text(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]
 ) -> ValidationText | None:
-    """Return the part of the validation split that a run computes its losses on, from its recorded model.json,
-    train.json and dataset, or None if they do not record it.
+    """Return the part of the validation split on which a run measures its validation loss, or None if it is not
+    recorded or the run does not validate. The arguments are the contents of a meta.json's or summary.json's keys
+    "model", "train" and "dataset".
 
     The validation losses of two runs are comparable if the returned values are equal. The dataset's name and the size
     of a microbatch are not part of the value.
@@ -165,12 +170,12 @@ def validation_text(
 
 
 class ProgramAndSettings(BaseModel):
-    """The program and the resolved settings that trained a run, as meta.json and summary.json record them. Files of
-    earlier versions lack some keys."""
+    """The program and the resolved settings that trained a run, as meta.json and summary.json record them. A field that
+    a file of an earlier version lacks has its default."""
 
     model_config = ConfigDict(strict=True)
 
-    precision: PrecisionName | None = None  # the precision that training used; earlier versions did not record it
+    precision: PrecisionName | None = None  # the one that training used, never "auto"
     versions: dict[str, str] = {}  # of the libraries, by name
     commit: str | None = None  # Git commit of this program's sources; null if unknown
     # Resolved from train.json: a budget that is not given in tokens, and the keys that its scaling rules changed.
@@ -196,7 +201,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     validation_due: bool = False  # a signal stopped the run before this step's validation was done
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
-    seconds: dict[str, Seconds] = {}  # by phase
+    seconds: dict[str, Seconds] = {}  # by phase (see metrics.PHASES)
     dollars: dict[str, Dollars] = {}  # by phase, each second at the price of its time; empty without a price
     metrics_bytes: Count = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
@@ -214,12 +219,13 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     sha256: dict[str, str] = {}  # by file name: SHA-256 of the other files, and of this file's own values
 
     def state(self) -> TrainState:
-        """Return the run's state at the time when the checkpoint was saved."""
+        """Return the run's state at the time when the checkpoint was saved. A `loss_sum` that was not finite is NaN. If
+        an earlier version saved the checkpoint, the measurement of the training speed restarts at the checkpoint."""
         values = {key: getattr(self, key) for key in Progress.model_fields}
         state = TrainState(**values | {"loss_sum": math.nan if self.loss_sum is None else self.loss_sum})
         if "measured_from_step" not in self.model_fields_set:
-            # Saved by an earlier version: another program may have trained some of the tokens, and another machine may
-            # have spent some of the seconds. So the measurement of the speed restarts here.
+            # Another program may have trained some of the tokens, and another machine may have spent some of the
+            # seconds. Earlier versions did not record this.
             state.measure_from_here(self.seconds.get("training", 0.0))
         return state
 
@@ -245,15 +251,16 @@ class CheckpointMeta(ProgramAndSettings, Progress):
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
-        """Return True if the checkpoint was trained on `world_size` devices named `device`, with the same values as
-        `train` in all keys that affect the time of a step. Anything that the checkpoint does not record counts as the
-        same."""
+        """Return True if the checkpoint was trained on `world_size` devices named `device`, and its train.json has the
+        values of `train` in all keys that affect the time of a step. Anything that the checkpoint does not record
+        counts as the same."""
         is_same_machine = self.world_size in (None, world_size) and self.device in (None, device)
         return is_same_machine and same_kernels(self.train, train, same_batch=True)
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Read the meta.json of the checkpoint folder `path`. Raises UserError naming the key that is wrong."""
+    """Read the meta.json of the checkpoint folder `path`. Raises UserError if it cannot be read, naming the key if one
+    is wrong, or if its global step is not the one in the folder's name."""
     file = path / META
     raw = read_json_object(file)
     try:
@@ -276,8 +283,8 @@ def verify_meta(path: Path) -> None:
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write a checkpoint's meta.json. Its key "sha256" holds the hashes of the other files and of the file's own
-    values."""
+    """Write meta.json into the checkpoint folder `path`. The key "sha256" gets the hashes of the other files, from
+    `meta.sha256`, and a hash of the values in meta.json itself."""
     values = meta.model_dump(exclude_unset=True)
     values["sha256"] = {**meta.sha256, META: _own_sha256(values)}
     (path / META).write_text(json.dumps(values, indent=2) + "\n")
@@ -298,8 +305,8 @@ def upgrade_notebook_meta(
 
     The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin
     (model, train.json and dataset), or None if it is not known yet; then the keys of the origin are not added. The
-    number of tokens is taken from the run's `batches`, from the start up to the checkpoint's global step. No seconds
-    are recorded for these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
+    number of tokens is computed from the run's `batches`, which begin at the run's first step. No seconds are recorded
+    for these tokens. An optimizer.pt, if there is one, is assumed to be AdamW's state.
     """
     if not meta.is_from_notebook:
         return meta

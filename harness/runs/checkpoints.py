@@ -39,9 +39,10 @@ SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
 def find_checkpoint(folder: Path, name: str) -> Path:
-    """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`, with links resolved.
+    """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`. For a link, return
+    the path of the checkpoint that it points to.
 
-    Raises UserError if there is none, or if the name leads out of the folder.
+    Raises UserError if there is no such checkpoint, or if the link leads out of `folder`.
     """
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
@@ -57,13 +58,16 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from: `name` if it is given, else `latest`, or None if there is no checkpoint.
-    Raises UserError as `find_checkpoint` does."""
+    """Return the checkpoint to resume from: `name` or, if it is None, `latest`. If `latest` is wanted and there is no
+    such link, return the newest checkpoint. If `name` is None, return None if there is no checkpoint.
+
+    Raises UserError as `find_checkpoint` does, and if `latest` is a folder and there is no other checkpoint.
+    """
     latest = folder / LATEST
     if name not in (None, LATEST) or latest.is_symlink():
         return find_checkpoint(folder, LATEST if name is None else name)
-    # The link `latest` is lost, or is a folder because the checkpoints were copied with links followed. The link must
-    # have pointed to the newest checkpoint.
+    # The link is lost, or is a folder because the checkpoints were copied with links followed. It must have pointed to
+    # the newest checkpoint.
     if known := list_checkpoints(folder):
         return known[-1][1]
     if latest.is_dir():
@@ -96,8 +100,9 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint into `folder` and point the link `latest` to it. If `checkpoint.meta.is_best` is true, point
-    the link `best` to it, too. Return the checkpoint's path.
+    """Write a checkpoint into `folder`, flush it to disk, and point the link `latest` to it. If
+    `checkpoint.meta.is_best` is true, point the link `best` to it, too. Return the checkpoint's path. `folder` is
+    created if necessary, and half-written files that killed processes left in it are removed.
 
     Raises RunError if the checkpoint cannot be written. Earlier checkpoints are unchanged in that case.
     """
@@ -116,8 +121,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
-    """Return the message, with a remedy, for a checkpoint that could not be written. The message quotes the first line
-    of `error`, or of the OSError that caused `error`, if there is one."""
+    """Return the message, with a remedy, about the checkpoint of step `step`, which could not be written into `folder`.
+    The message quotes the first line of `error` or, if an OSError caused it, of that OSError."""
     from harness.common.memory import is_out_of_memory, says_out_of_memory
 
     link: BaseException | None = error
@@ -160,8 +165,8 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:
-    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files. Its copy in the checkpoint
-    would overwrite that file."""
+    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files, which its copy in the
+    checkpoint would overwrite. "gpt2" has no file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
 
@@ -175,7 +180,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def point(folder: Path, link: str, target: Path) -> None:
-    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename."""
+    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename. A
+    folder of the link's name is kept under another name."""
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
     try:
@@ -190,13 +196,13 @@ def point(folder: Path, link: str, target: Path) -> None:
 
 
 def open_start(folder: Path, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
-    """Verify the checkpoint to resume from, and return its path and its meta.json, or None if there is nothing to
-    resume from. Only one process of the run may call this, because it removes files that killed processes left
-    half-written. With `verify` false, only read meta.json, and change no file.
+    """Verify the checkpoint to resume from (see `choose_start`), and return its path and its meta.json, or None if
+    there is nothing to resume from. Half-written files that killed processes left are removed, so only one process of
+    the run may call this. With `verify` false, only read meta.json, and change no file.
 
     Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
     checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
-    For such a checkpoint, raises UserError unless the user named it.
+    For such a checkpoint, raises UserError if `name` is None.
     """
     if verify:
         _remove_leftovers(folder)
@@ -208,7 +214,7 @@ def open_start(folder: Path, name: str | None, *, verify: bool = True) -> tuple[
         if verify and not meta.is_from_notebook:
             verify_checkpoint(start)
     except UserError as error:
-        # If there is no checkpoint `name`, the message already says what a name is, or lists the checkpoints.
+        # If there is no checkpoint `name`, the error's message already says what a name is, or lists the checkpoints.
         if name is not None and not (SAFE_NAME.fullmatch(name) and os.path.lexists(folder / name)):
             raise
         whole = newest_whole(folder)
@@ -232,8 +238,8 @@ def newest_whole(folder: Path) -> Path | None:
 
 def verify_checkpoint(path: Path) -> None:
     """Compare every file of a checkpoint with its hash in meta.json. Raises UserError naming the first file that is
-    missing or damaged. Also raises UserError if the training program of Giles Thomas's lab notebook (upstream.py)
-    wrote the checkpoint, because that program's meta.json has no hashes."""
+    missing, damaged, or a link that leads out of the checkpoint. Also raises UserError if the training program of Giles
+    Thomas's lab notebook (upstream.py) wrote the checkpoint, because that program's meta.json has no hashes."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -253,7 +259,11 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint that `open_start` has returned. Raises UserError naming a file that cannot be read."""
+    """Read the checkpoint folder `path` into the CPU's memory, without verifying hashes. Raises UserError naming a file
+    that cannot be read.
+
+    States that a checkpoint of Giles Thomas's lab notebook lacks are empty. The tokenizer is not read.
+    """
     from harness.model.weights import load_weights
 
     meta = read_meta(path)
@@ -297,8 +307,8 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
     # best checkpoint may be of a later step. The best step recorded in `start` is right.
     best = [path for at, path in known if at == meta.best_step]
     for link, path in ((LATEST, start), *((BEST, path) for path in best[-1:])):
-        leads = (folder / link).is_symlink() and os.path.realpath(folder / link) == os.path.realpath(path)
-        if not leads:
+        is_right = (folder / link).is_symlink() and os.path.realpath(folder / link) == os.path.realpath(path)
+        if not is_right:
             point(folder, link, path)  # before anything is moved, so that the link never dangles
     if not best and (folder / BEST).is_symlink():
         (folder / BEST).unlink(missing_ok=True)  # the link's target was pruned, or is moved below
@@ -311,8 +321,8 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:
-    """Delete checkpoints, except for `best`, `latest`, those named in `protected`, and the newest `keep` of the others.
-    A checkpoint that cannot be deleted is left for a later call."""
+    """Delete checkpoints, except `best`, `latest`, those whose folders' names are in `protected`, and the newest `keep`
+    of the others. A checkpoint that cannot be deleted is left for a later call."""
     safe = protected | {os.path.basename(os.path.realpath(folder / link)) for link in (LATEST, BEST)}
     candidates = [path for _, path in list_checkpoints(folder) if path.name not in safe]
     for path in candidates[: max(0, len(candidates) - keep)]:

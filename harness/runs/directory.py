@@ -22,14 +22,15 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _known_runs(runs_dir: Path) -> list[str]:
-    """Return the names of all folders in `runs_dir`, sorted, without drafts, whose names are hidden."""
+    """Return the names of all folders in `runs_dir`, sorted. Drafts, whose names begin with a dot, are left out."""
     folders = [entry.name for entry in runs_dir.iterdir() if entry.is_dir()] if runs_dir.is_dir() else []
     return sorted(name for name in folders if not name.startswith("."))
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:
-    """Return a run's name, given this name or the path of the run's folder in `runs_dir`. Raises UserError for any
-    other path. The message suggests the run that was probably meant."""
+    """Return the name of a run, given as `text`: its name, or the path of its folder in `runs_dir`. The run need not
+    exist. Raises UserError if `text` is not a valid name, or if the path is not one of a folder in `runs_dir`; then the
+    message suggests the run that was probably meant."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
@@ -47,8 +48,8 @@ def _plain_name(runs_dir: Path, text: str) -> str:
 
 
 def unused_name(folder: Path, ending: str = "") -> Path:
-    """Return an unused path in `folder`. Its name is the current second, or a later one if the clock was set back or
-    the second is used already, followed by `ending`."""
+    """Return an unused path in `folder`. Its name is the current second (UTC, NAME_OF_SECOND) and `ending`. If a path
+    of this name exists, the name has the first later second that is not used."""
     moment = time.time()
     while True:
         path = folder / f"{time.strftime(NAME_OF_SECOND, time.gmtime(moment))}{ending}"
@@ -58,7 +59,8 @@ def unused_name(folder: Path, ending: str = "") -> Path:
 
 
 class RunDirectory:
-    """The folder of one experiment. `model.json` and `train.json` are its inputs; commands write the other files."""
+    """The paths in the folder of one run. `model.json` and `train.json` are the run's inputs, and may be missing;
+    commands write the other files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,18 +71,16 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.chart = path / "training-run-chart.png"
         self.checkpoints = path / "checkpoints"
-        self.results = (
-            path / "results"
-        )  # measurements of the run's checkpoints, and results of microbatch searches (-f)
+        self.results = path / "results"  # measurements of checkpoints, and results of microbatch searches (-f)
         self.sweep_log = path / "sweep.log"  # output of the run's processes in a sweep, and how the last of them ended
-        self.aside = path / "aside"
+        self.aside = path / "aside"  # folders of old results
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
         """Return the run `runs_dir/name`. `name` may also be the path of that folder, as tab completion in a shell
-        gives it.
+        gives it. Only the folder must exist, not its files.
 
-        Raises UserError if the name leads out of `runs_dir`, or if there is no such run.
+        Raises UserError if the name leads out of `runs_dir`, or if there is no such folder.
         """
         path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
@@ -99,8 +99,8 @@ class RunDirectory:
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:
-        """Return the run `name` in a list. If `name` is a pattern like `lr-*`, return all runs whose names match,
-        sorted by name.
+        """Return the run `name` in a list. If `name` is a pattern like `lr-*` (which may follow the path of
+        `runs_dir`), return all runs whose names match, sorted by name.
 
         Raises UserError as `find` does, and also if no run's name matches the pattern.
         """
@@ -116,15 +116,15 @@ class RunDirectory:
         return [cls.find(runs_dir, each) for each in found]
 
     def new_aside(self) -> Path:
-        """Create a new folder below `aside/` and return its path. Old results are moved into such folders to make room
-        for new ones; they are never deleted."""
+        """Create a new folder below `aside/` and return its path. Old results are moved into such folders instead of
+        being deleted."""
         folder = unused_name(self.aside)
         folder.mkdir(parents=True)
         return folder
 
     def set_results_aside(self) -> Path | None:
-        """Move everything that the run wrote, and all measurements of the run, to a new folder below `aside/`. Return
-        that folder, or None if there was nothing to move.
+        """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder,
+        or None if there was nothing to move.
 
         If the moves are interrupted, their order ensures that the run can still resume or start again, and that
         `results/` never holds measurements of weights that are gone.
@@ -156,20 +156,22 @@ class RunDirectory:
 
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
         """Move the measurements of checkpoints after global step `last_step` into `results/` of the folder that
-        `make_aside` returns. The name of a measurement's file contains the name of its checkpoint, and so the step."""
+        `make_aside` returns. `make_aside` must return the same folder each time. It is not called if there is nothing
+        to move."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
-            checkpoint = CHECKPOINT_NAME.search(path.name)
+            checkpoint = CHECKPOINT_NAME.search(path.name)  # which the name of a measurement's file contains
             if checkpoint and int(checkpoint.group(1)) > last_step:
                 folder = make_aside() / self.results.name
                 folder.mkdir(exist_ok=True)
                 move(path, folder / path.name)
 
-    def set_pictures_aside(self, folder: Path) -> None:
-        """Move the chart and the summary into `folder`, because the results that they show are about to change."""
+    def set_summary_and_chart_aside(self, folder: Path) -> None:
+        """Move the summary and the chart, if there are any, into `folder`."""
         for path in (self.summary, self.chart):
             if path.exists():
                 move(path, folder / path.name)
 
     def lock(self) -> RunLock:
-        """Lock this run for this process until the process ends. Raises UserError if another process has the lock."""
+        """Lock this run for this process, and return the lock, which is held until the process ends. Raises UserError
+        if another process has the lock."""
         return RunLock.take(self.path / ".lock", "trained")

@@ -22,13 +22,12 @@ from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
-# None if the number is not finite, which JSON cannot express, or if an earlier version did not write it.
+# A number, or None if it is not finite, which JSON cannot express, or if an earlier version did not write it.
 MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
 
 
 class Event(BaseModel):
-    """One line of metrics.jsonl: a kind of event, with the global step, the tokens seen and the seconds spent in all
-    phases up to this event.
+    """One event, which is one line of metrics.jsonl.
 
     The order of the fields is that of the keys in the line. Lines of earlier versions may lack keys and may have
     others.
@@ -36,20 +35,20 @@ class Event(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
-    event: str
+    event: str  # kind of event
     global_step: int
     tokens_seen: int = 0
-    seconds: MaybeNumber = None
+    seconds: MaybeNumber = None  # spent in all phases up to this event
 
 
 class TrainEvent(Event):
-    """Training metrics of all ranks since the last report."""
+    """Report: training metrics of all ranks since the previous report."""
 
     event: str = "train"
-    loss: MaybeNumber = None
+    loss: MaybeNumber = None  # mean over microbatches
     loss_min: MaybeNumber = None
     loss_max: MaybeNumber = None
-    gradient_norm: MaybeNumber = None
+    gradient_norm: MaybeNumber = None  # the largest
     skipped_steps: int = 0
     learning_rate: MaybeNumber = None
     tokens_per_second: MaybeNumber = None
@@ -70,8 +69,7 @@ class ValidationEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A checkpoint that was due by train.json's checkpoint interval. A checkpoint saved because of a signal has no such
-    event."""
+    """A checkpoint that was due by train.json's interval. A checkpoint saved because of a signal has no such event."""
 
     event: str = "checkpoint"
     is_best: bool = False
@@ -99,7 +97,8 @@ KINDS: dict[str, type[Event]] = {str(kind.model_fields["event"].default): kind f
 
 
 def parse_event(line: str | bytes) -> Event | None:
-    """Return the event in a line of metrics.jsonl, or None if the line is not an event."""
+    """Return the event in a line of metrics.jsonl, or None if the line is not an event. A kind of event that this
+    version does not know is returned as a plain Event."""
     try:
         values = json.loads(line)
         kind = KINDS.get(str(values.get("event")), Event) if isinstance(values, dict) else Event
@@ -109,19 +108,20 @@ def parse_event(line: str | bytes) -> Event | None:
 
 
 class MetricsFile:
-    """metrics.jsonl, with one JSON object per line. Training only appends to it.
+    """The file metrics.jsonl, with one JSON object per line. Training only appends to it.
 
-    Each line is passed to the operating system at once, so that it survives the end of the process. `make_durable`
-    flushes the lines to the disk. It is called before a checkpoint gets its final name. Lines after the last checkpoint
-    need not be on the disk, because a run that resumes cuts the file back to the length recorded in its checkpoint.
-    Training itself does not wait for the disk.
+    Each line is passed to the operating system at once, so that the line survives the end of the process. Training does
+    not wait until the line is on the disk. `make_durable`, which is called before a checkpoint gets its final name,
+    flushes the lines to the disk. Lines after the last checkpoint need not be there, because a run that resumes
+    truncates the file to the length recorded in its checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, event: Event) -> None:
-        """Append one line. Raises RunError if it cannot be written."""
+        """Append an event as one line, with the fields that were given to its class. Raises RunError if the line cannot
+        be written."""
         line = json.dumps({"event": event.event, **event.model_dump(exclude_unset=True)}, allow_nan=False)
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -130,7 +130,7 @@ class MetricsFile:
             raise self._failure(error) from None
 
     def make_durable(self) -> None:
-        """Flush all lines written so far to the disk. Any thread may call this. Raises RunError if it fails."""
+        """Flush all lines written so far to the disk. Any thread may call this. Raises RunError if flushing fails."""
         try:
             if self.path.exists():
                 sync(self.path)
@@ -149,8 +149,8 @@ class MetricsFile:
         if any, are first written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be
         written there; metrics.jsonl is unchanged in that case.
 
-        If that checkpoint was due by train.json's checkpoint interval, its own line (a CheckpointEvent) is written only
-        after the checkpoint. This line is kept, or appended if it is missing.
+        The line of the checkpoint itself (a CheckpointEvent) is written after the checkpoint, if that was due by
+        train.json's interval. This line is kept, or appended if it is missing.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         size = meta.metrics_bytes
@@ -179,33 +179,35 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[Event]:
     """Return the events of a metrics.jsonl. Lines that are not an event, such as a last line that a crash cut off, are
-    left out."""
+    left out. Raises OSError if the file cannot be read."""
     events = (parse_event(line) for line in path.read_bytes().split(b"\n"))
     return [event for event in events if event is not None]
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest numbers in a run's metrics.jsonl. A number that the run has not reported is None."""
+    """The newest numbers of the last training in a run's metrics.jsonl. A number that the run has not reported is
+    None."""
 
     global_step: int
     tokens_seen: int
-    seconds: float | None  # total of set-up, training, validation and checkpoints
+    seconds: float | None  # of all phases
     train_loss: float | None
     validation_loss: float | None
     tokens_per_second: float | None
     mfu: float | None
-    silent_seconds: float  # since the last line was written
+    silent_seconds: float  # since the file was last changed
 
 
 def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
-    """Format the percentage of `tokens_wanted` that an unfinished run has seen, rounded down and at most 99 %."""
+    """Format the percentage of `tokens_wanted` that an unfinished run has seen, rounded down and at most 99: "42 %"."""
     return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
 
 
 def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_on: bool = True) -> str:
     """Return the progress of a run as text for a terminal. `wanted` is the number of tokens of the whole run, or None
-    if it is not known. If the run is still training (`goes_on`), the text includes the time left."""
+    if it is not known. The text includes the time left if the run is still training (`goes_on`) and its speed is
+    known."""
     if progress is None:
         return "nothing reported yet"
     parts = [f"global step {progress.global_step:,}"]
@@ -220,7 +222,7 @@ def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_
 
 
 def rough_duration(seconds: float) -> str:
-    """Format seconds in the largest unit that fits at least once: 90 -> "2 min"."""
+    """Format seconds as a whole number of the largest unit (days to seconds) that fits at least once: 90 -> "2 min"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -228,8 +230,8 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Read the newest numbers of a metrics.jsonl. Returns None if the file does not exist or no line in it is an event
-    of this program. Raises UserError if the file cannot be read."""
+    """Return the newest numbers of the last training in a metrics.jsonl. Returns None if the file does not exist or no
+    line in it is an event. Raises UserError if the file cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None
@@ -254,8 +256,8 @@ def read_progress(path: Path) -> RunProgress | None:
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
-    """Return the scores of the last evaluation of benchmarks while training. Returns an empty list if the last training
-    in this metrics.jsonl evaluated none. Raises UserError if the file cannot be read."""
+    """Return the scores of the last evaluation of benchmarks in the last training of a metrics.jsonl. The list is empty
+    if that training evaluated none, or if there is no file. Raises UserError if the file cannot be read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:
@@ -267,19 +269,22 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     """Yield the events of the last training in a metrics.jsonl, the newest first. The file may begin with the events of
-    earlier trainings. Where the global step falls from one line to the next, a new training began. Yields nothing if
-    the file does not exist, or if the bytes `with_bytes` occur nowhere in it. Skips lines that are not events, such as
-    a line that a crash cut off. Raises UserError if the file cannot be read."""
+    earlier trainings. A new training began where the global step falls from one line to the next. Lines that are not
+    events, such as a line that a crash cut off, are skipped.
+
+    Yields nothing if the file does not exist. Also yields nothing, and saves the time for parsing, if the bytes
+    `with_bytes` occur nowhere in the file. Raises UserError if the file cannot be read.
+    """
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    following: int | None = None
+    next_step: int | None = None
     for line in reversed(content.split(b"\n") if with_bytes in content else []):
         event = parse_event(line)
         if event is None:
             continue
-        if following is not None and event.global_step > following:
+        if next_step is not None and event.global_step > next_step:
             return
-        following = event.global_step
+        next_step = event.global_step
         yield event

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 
-# The state tensors that each optimizer keeps for each of its parameters. They have the parameter's shape and are fp32.
+# The state tensors that each optimizer keeps for each parameter that it updates. They have the parameter's shape and
+# are fp32.
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 MOMENT_BYTES = 4
 NEWTON_SCHULZ_STEPS = 5  # used by harness/training/muon.py
@@ -37,7 +38,8 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
-    """Return the bytes of the state of train.json's optimizer, over all ranks together."""
+    """Return the bytes of the optimizer's state in a whole model. With `shard_optimizer` the ranks share them; without
+    it, each rank has as many."""
     by_muon = 0
     if config.optimizer == "muon":
         by_muon = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))

@@ -13,7 +13,8 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.data.loader import BatchLayout
 from harness.runs.directory import RunDirectory
 
-# Names of figures that this program uses. A file may have other figures. Figures in POSITIVE must be above 0.
+# LOOKED_FOR has the names of the figures that this program uses. A file may have other figures. Figures in POSITIVE
+# must be above 0.
 POSITIVE = ("microbatch_size", "global_batch_size", "train_seconds", "tokens_seen", "tokens_per_second")
 LOOKED_FOR = (
     *POSITIVE,
@@ -29,13 +30,13 @@ LARGEST = 1e18  # of a figure; larger ones make no sense, and products of severa
 
 
 class ReportedFigure(BaseModel):
-    """A number, its unit, and the place in the source where it was found."""
+    """A published number."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     value: Annotated[float, Field(ge=0, le=LARGEST)]
-    unit: str
-    place: str
+    unit: str  # for people; the program knows the units of the figures that it uses
+    place: str  # in the source
 
 
 class Reported(BaseModel):
@@ -74,7 +75,7 @@ class Reported(BaseModel):
     @property
     def whole_run_speed(self) -> float | None:
         """Reported tokens per second of a whole run, including its validation, or None if unknown. The reported speed
-        is taken to be that of the whole run only if the run's tokens and seconds are reported, too."""
+        counts as that of a whole run if the run's tokens and seconds are reported, too."""
         is_whole = self.value("tokens_seen") is not None and self.value("train_seconds") is not None
         return self.value("tokens_per_second") or None if is_whole else None
 
@@ -82,8 +83,8 @@ class Reported(BaseModel):
     def training_speed(self) -> float | None:
         """Tokens per second of training alone, or None if unknown.
 
-        If the tokens of a whole run and its seconds without validation are known, this is their quotient. Otherwise it
-        is the reported speed. But if the reported speed includes validation (`whole_run_speed`), this is None.
+        It is the tokens of the run divided by its seconds without validation, if both are reported. Otherwise it is the
+        reported speed, unless that includes validation (`whole_run_speed`).
         """
         tokens, seconds = self.value("tokens_seen"), self.value("seconds_without_validation")
         if tokens and seconds:

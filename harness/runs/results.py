@@ -1,5 +1,5 @@
-"""Results in `results/` of a run's folder: measurements of its models after training, and the results of microbatch
-searches (`-f`). Each result is one file, and each kind of result has one class, which writes and reads it.
+"""Results in `results/` of a run's folder: measurements of the run's checkpoints after training, and the results of
+microbatch searches (`-f`). Each result is one JSON file. Each kind of result has one class, for writing and reading.
 
 A file is named after what it measured. A repeated measurement therefore replaces the earlier one, and any other
 measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison does
@@ -27,6 +27,7 @@ from harness.common.json_files import RecordedCount, read_json_object
 from harness.runs.directory import RunDirectory
 
 NAME_CHARACTERS = 12  # number of characters of the hash in a file's name
+MEASURED_BATCH = 6  # sequences per batch of test_loss.py, if --batch-size is not given
 MOVE_AWAY = "or move the file away"
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -45,11 +46,8 @@ class MeasuredWeights(Recorded):
     sha256: str  # of model.safetensors
     global_step: RecordedCount | None = None
     tokens_seen: RecordedCount | None = None
-    is_best: bool = False  # whether the link `best` led to it when it was measured
+    is_best: bool = False  # True if the link `best` pointed to the checkpoint when it was measured
     is_latest: bool = False  # the same for the link `latest`
-
-
-MEASURED_BATCH = 6  # sequences per batch of test_loss.py, if --batch-size is not given
 
 
 class Text(Recorded):
@@ -65,14 +63,15 @@ class Text(Recorded):
 
     @property
     def content(self) -> tuple[str, str, int, int, int]:
-        """Key that is equal for equal texts, whatever the names of their dataset and split."""
+        """All that identifies the tokens of the text and their division into windows. Two losses were measured on the
+        same text if these values are equal; the names of dataset and split do not matter."""
         return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
 class StoredResult(Recorded):
-    """One file of `results/`."""
+    """Base class of all kinds of results. A result is one file of `results/`."""
 
-    same: ClassVar[tuple[str, ...]] = ()  # the keys that identify what was measured
+    same: ClassVar[tuple[str, ...]] = ()  # the keys that are equal if a measurement was repeated
     again: ClassVar[str] = "measure again"  # the remedy in an error message about a damaged file
 
     kind: str
@@ -82,20 +81,23 @@ class StoredResult(Recorded):
 
     @classmethod
     def prefix(cls) -> str:
-        """Return the beginning of the file names of all results of this kind."""
+        """Return the beginning of the file names of all results of this kind, such as "test-loss"."""
         return str(cls.model_fields["kind"].default).replace("_", "-")
 
     def name(self) -> str:
-        """Return the name of the result's file, without suffix. A repeated measurement has the same name."""
+        """Return the name of the result's file, without suffix. It has a hash of the keys `same`, so that a repeated
+        measurement has the same name."""
         return f"{self.prefix()}-{_digest(self.model_dump(mode='json', include={*self.same}))}"
 
 
 class Result(StoredResult):
-    """One measurement of one model."""
+    """Base class of measurements of one checkpoint."""
 
     weights: MeasuredWeights
 
     def name(self) -> str:
+        """Return the name of the result's file, without suffix. It has the checkpoint's name, and a hash of the weights
+        and of the keys `same`."""
         values = self.model_dump(mode="json", include={*self.same})
         digest = _digest([self.kind, self.weights.sha256, values])
         return f"{self.prefix()}-{self.weights.checkpoint}-{digest}"
@@ -122,7 +124,7 @@ class LossResult(Result):
     bits_are_exact: bool = True
 
     @model_validator(mode="after")
-    def _both_are_nothing_or_none(self) -> LossResult:
+    def _check_bits_per_byte(self) -> LossResult:
         if self.loss and self.bits_per_byte == 0:
             raise ValueError('key "bits_per_byte": 0, but the loss is not 0')
         return self
@@ -159,18 +161,19 @@ class BenchmarkResult(Result):
 
 
 class InstructionResult(Result):
-    """Scores that a judge gave to a model's answers. The scores of two models are comparable if they come from the same
-    judging, or if both models' answers were judged alone by the same judge with the same prompt."""
+    """Scores from 0 to 100 that a judge gave to a model's answers. The scores of two models are comparable if they come
+    from the same judging, or if the same judge judged each answer alone, with the same prompt about the same
+    questions."""
 
     same: ClassVar[tuple[str, ...]] = ("judge", "base_url", "prompt", "questions_sha256", "judging", "repeats")
 
     kind: str = "instructions"
     judge: str
     base_url: str | None = None
-    prompt: str
-    questions_sha256: str
+    prompt: str  # "together", "book" or "notebook"
+    questions_sha256: str  # Responses.questions_sha256
     questions: RecordedCount
-    repeats: RecordedCount
+    repeats: RecordedCount  # times that each answer was judged
     judging: str  # hash of everything that was judged together: all answers of all models
     judged_with: list[str]  # labels of all models in that judging, including this one
     mean: Number | None
@@ -187,8 +190,8 @@ class TriedMicrobatch(Recorded):
 
 
 class MicrobatchSearch(StoredResult):
-    """Result of ddp_train.py -f: the largest microbatch that fits, and the peak memory of each size that was tried
-    and fits."""
+    """Result of ddp_train.py -f: the largest microbatch that fits into memory, and the peak memory of each tried size
+    that fits."""
 
     same: ClassVar[tuple[str, ...]] = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
     again: ClassVar[str] = "use -f again"
@@ -218,12 +221,13 @@ AnyStored = TypeVar("AnyStored", bound=StoredResult)
 
 @dataclass(frozen=True)
 class Results:
-    """All results of a run. `problems` has a line of text for each file that cannot be read."""
+    """All results of a run."""
 
     found: list[StoredResult] = field(default_factory=list)  # sorted by the names of their files
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # a line of text for each file that cannot be used
 
     def of(self, kind: type[AnyStored]) -> list[AnyStored]:
+        """Return the results of this class."""
         return [each for each in self.found if isinstance(each, kind)]
 
 
@@ -240,8 +244,9 @@ def write_result(run: RunDirectory, result: StoredResult) -> Path:
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
-    """Write a loss result and the file with the losses of its windows, and return the result's path. The losses are
-    written first, so that no result refers to a missing file. Raises RunError if a file cannot be written."""
+    """Write a loss result and the file with the losses of its windows ([windows], written as fp32), and return the
+    result's path. The losses are written first, so that no result refers to a missing file. Raises RunError if a file
+    cannot be written."""
     losses = save({"losses": window_losses.astype(np.float32)})
     _write(run, result.windows_name, losses, "the losses of the windows")
     return write_result(run, result)
@@ -259,8 +264,8 @@ def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
 
 
 def read_results(run: RunDirectory) -> Results:
-    """Return all results of a run. A loss result counts as unreadable if its loss is not the mean of its windows'
-    losses."""
+    """Return all results of a run. A file that cannot be read, or a loss result whose loss is not the mean of its
+    windows' losses, is not a result but a problem."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         try:
@@ -286,8 +291,8 @@ def _read(path: Path) -> StoredResult:
 
 
 def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
-    """Raise UserError if the loss of a result is not the mean of its windows' losses. The result is accepted if the
-    file of these losses is missing or unreadable, or has another number of windows."""
+    """Raise UserError if the loss of a result is not the mean of its windows' losses. A result is accepted if the file
+    of these losses is missing or unreadable, or has another number of windows."""
     try:
         losses = read_window_losses(run, result)
     except UserError:
@@ -301,8 +306,9 @@ def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
 
 
 def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
-    """Return the loss of each window, fp32 of shape [windows]. Raises UserError if the file is missing or has another
-    number of windows. `read_results` has already compared the mean of these losses with the result's loss."""
+    """Return the loss of each window, fp32 of shape [windows], in nats per token. Raises UserError if the file cannot
+    be read or has another number of windows. The mean of the losses is not checked, because `read_results` does
+    that."""
     path = run.results / result.windows_name
     try:
         with safe_open(path, "numpy") as file:

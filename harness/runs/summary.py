@@ -1,6 +1,4 @@
-"""The summary of a run that has ended: the contents of summary.json, and the text that is printed. One class writes and
-reads the file.
-"""
+"""The summary of a finished run: the contents of summary.json, and the text that is printed."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ class Outcome(BaseModel):
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total
     tokens_seen: Count | None = None
-    trained_tokens: Count | None = None  # part of tokens_seen that this program trained, in its seconds of training
-    # Speed of training, over the tokens that this program trained with the batch and on the machine named below; null
-    # if it trained none.
+    trained_tokens: Count | None = None  # part of tokens_seen that this program trained on, in its seconds of training
+    # Speed of training over `measured`, the part of the run that this program trained with the batch and on the machine
+    # named below. None if there is no such part.
     tokens_per_second: Amount | None = None
-    # None in files of earlier versions, whose speed is all tokens divided by the seconds of this program alone
+    # None in files of earlier versions. Their speed is all tokens divided by this program's seconds of training.
     measured: Measured | None = None
     global_steps: Count | None = None
     final_train_loss: Amount | None = None
@@ -71,15 +69,15 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     @property
     def changes(self) -> list[str]:
-        """The changes in `changed`, and before them the number of tokens that another program trained, if any. Empty
+        """The changes in `changed`, and before them a text on the tokens that another program trained on, if any. Empty
         for a run that kept its settings from its first step to its last."""
         seen, trained = self.tokens_seen or 0, self.trained_tokens
         foreign = 0 if trained is None else seen - trained
         return [*([f"another program trained the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
 
     def has_shape(self, config: ModelConfig) -> bool | None:
-        """Return True if the run's model has the shape of `config`, or None if the summary does not record the model.
-        Keys that an earlier version did not write count as their defaults."""
+        """Return True if the run's model.json is equal to `config`, False if it differs or is not valid, or None if the
+        summary does not record it. Keys that an earlier version did not write count as their defaults."""
         if self.model is None:
             return None
         try:
@@ -96,8 +94,9 @@ def read_summary(path: Path) -> RunSummary:
 def summarise(
     run: str, meta: CheckpointMeta, model: ModelConfig, *, peak_memory_gib: float | None = None
 ) -> RunSummary:
-    """Return the summary of the run `run` that ended in the state that `meta` records. `meta` must have the machine and
-    the batch layout, which files of earlier versions may lack. `model` is the run's model."""
+    """Return the summary of the run named `run`, which ended in the state that `meta` records. `meta` must have the
+    device and the number of ranks, which files of earlier versions may lack. `peak_memory_gib` is the largest peak of
+    any device, in GiB, or None if it was not measured."""
     assert meta.device is not None
     assert meta.world_size is not None
     state = meta.state()
@@ -143,7 +142,7 @@ def summarise(
 
 
 def write_summary(run: RunDirectory, summary: RunSummary) -> None:
-    """Write and print a run's summary. Raises RunError if it cannot be written."""
+    """Write a run's summary.json, and print the summary. Raises RunError if the file cannot be written."""
     text = json.dumps(summary.model_dump(exclude_unset=True), indent=2, allow_nan=False)
     try:
         replace_text(run.summary, text + "\n")
@@ -153,7 +152,7 @@ def write_summary(run: RunDirectory, summary: RunSummary) -> None:
 
 
 def describe_summary(summary: RunSummary) -> str:
-    """Return the text of a summary for a terminal. The summary must have all keys that the current version writes."""
+    """Return the text of a summary for a terminal. The summary must have all keys that this version writes."""
     seconds, dollars, trained = summary.seconds, summary.dollars, summary.trained_tokens
     foreign = "" if trained == summary.tokens_seen else f"; this program trained on {trained:,} of them"
     speed = "not measured, because the run's records show no training with this batch on this machine"

@@ -1,5 +1,5 @@
-"""Speeds of training: the steps, tokens and seconds that a speed was measured over, whether a speed applies to another
-train.json, and conversion into MFU and dollars. Does not import torch.
+"""Speeds of training: how they are measured, to which train.json they apply, and their conversion into MFU and dollars.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training over which its speed was measured. In this part, this program did all the training,
-    and none of these changed: the device, the number of ranks, and the keys of train.json for batch and kernels."""
+    """The part of a run's training over which the speed was measured. In this part, this program did all the training,
+    and these did not change: the device, the number of ranks, and the keys of train.json for batch and kernels."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -33,7 +33,7 @@ class Measured(BaseModel):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The measured speed, or None if nothing was measured."""
+        """Tokens of all ranks per second of training, or None if nothing was measured."""
         return self.tokens / self.seconds if self.tokens > 0 and self.seconds > 0 else None
 
     @property
@@ -51,10 +51,12 @@ class Measured(BaseModel):
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
-    """Return True if all keys that affect the time of a step are equal in the train.json `then` and `now`, so that a
-    step with the same model and batch takes the same time. A key that is missing in `then` or `now` is not compared.
-    `batch_ramp` is compared, too, because a speed that was measured during a ramp includes smaller batches. With
-    `same_batch`, all keys of the batch must be equal."""
+    """Return True if the two train.json `then` and `now` have the same kernels: equal values of all keys in KERNEL_KEYS
+    and of `batch_ramp` and, with `same_batch`, of all keys in BATCH_KEYS. A step with the same model and batch then
+    takes the same time. A key that is missing in `then` or `now` is not compared.
+
+    `batch_ramp` is compared, because a speed that was measured during a ramp includes smaller batches.
+    """
     keys = (*KERNEL_KEYS, *(BATCH_KEYS if same_batch else ("batch_ramp",)))
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 
@@ -96,8 +98,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def unknown_peak(device_name: str) -> str | None:
-    """Return a remark if the device is a GPU whose peak is unknown, else None. A CPU gets no remark, because nobody
-    expects its MFU."""
+    """Return a remark if the peak FLOP/s of a GPU is unknown, else None. A CPU gets no remark, because nobody expects
+    its MFU."""
     is_known = device_name.endswith(" CPU") or peak_flops(device_name) is not None
     return None if is_known else f"MFU unknown: the peak of {device_name} is in no table of this program"
 
@@ -115,8 +117,8 @@ def cost(seconds: float, price_per_hour: float) -> float:
 
 
 def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
-    """Return the dollars of each phase, rounded to a millionth of a dollar as in summary.json, or None if there is no
-    price."""
+    """Return the dollars of each phase, given its seconds, rounded to a millionth of a dollar as in summary.json.
+    Return None if there is no price."""
     if price_per_hour is None:
         return None
     return {phase: round(cost(spent, price_per_hour), 6) for phase, spent in seconds.items()}

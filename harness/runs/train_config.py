@@ -28,10 +28,8 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """Value of the key `scale_with_batch`: the tokens of the global batch with which the learning rate was tuned, and
-    the tokens of the run with which weight decay was tuned (None if weight decay does not depend on them).
-    harness/planning/rates.py has the formulas that scale learning rates and weight decays to this run's batch and
-    length."""
+    """Value of the key `scale_with_batch`: the global batch and the length of run that learning rates and weight decay
+    were tuned with. harness/planning/rates.py has the formulas that scale them to this run's batch and length."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -44,7 +42,7 @@ class BatchScale(BaseModel):
 
 class DepthScale(BaseModel):
     """Value of the key `scale_with_depth`: the number of layers that weight decay was tuned with.
-    harness/planning/rates.py has the formula that converts weight decay to the model's number of layers."""
+    harness/planning/rates.py has the formula that scales weight decay to this model's number of layers."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -55,8 +53,8 @@ MUON_FIRST_MOMENTUM = 0.85  # Muon's momentum at the start of its warm-up
 
 
 class Affects(Enum):
-    """Effect of a key of train.json, given in the annotation of its field; `keys_affecting` lists the keys with one
-    effect. A key without such an annotation affects only the result of training."""
+    """Effect of a key of train.json, given in the annotation of the key's field. `keys_affecting` returns the keys with
+    one effect. A key without such an annotation affects only the result of training."""
 
     BATCH = "the number of tokens of a step"
     SPEED = "the kernels of a step, and thereby its time and its rounding errors"
@@ -258,8 +256,8 @@ class TrainConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _linear_to_zero(cls, raw: Any) -> Any:
-        """Add `min_lr_ratio` with the value 0, its default for a linear schedule, if the key is missing. It is added to
-        the settings themselves, so that every file that records them also records this default."""
+        """If the schedule is linear and `min_lr_ratio` is missing, add it with the value 0, its default for such a
+        schedule. It is added as if the file had it, so that every file that records the given keys records it, too."""
         if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
             return {**raw, "min_lr_ratio": 0.0}
         return raw
@@ -276,6 +274,7 @@ class TrainConfig(RunFile):
 
     @property
     def validates(self) -> bool:
+        """True if the run measures its validation loss."""
         return self.validation_interval is not None
 
     @property
@@ -286,7 +285,7 @@ class TrainConfig(RunFile):
         return every
 
     @property
-    def budget(self) -> str:
+    def budget_key(self) -> str:
         """The key of train.json that says how much is trained, one of BUDGETS."""
         return next(key for key in BUDGETS if getattr(self, key) is not None)
 
@@ -301,9 +300,9 @@ class TrainConfig(RunFile):
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
         """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
-        `sequences` is the size of the global batch. If it is None, train.json's size is used (the last size of a ramp).
-        If train.json gives no global batch, its gradient_accumulation_steps are returned. Raises UserError if the
-        global batch is not a whole number of microbatches on every rank.
+        `sequences` is the size of the global batch over all ranks. If it is None, it is train.json's size (the last
+        size of a ramp) or, if train.json gives none, its gradient_accumulation_steps are returned. Raises UserError if
+        the global batch is not a whole number of microbatches on every rank.
         """
         if sequences is None:
             if not self.global_batches:
@@ -421,10 +420,10 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
     """Read and check a train.json. Keys of the training program of Giles Thomas's lab notebook are replaced by this
-    program's keys (`translate_upstream`). `has_experts` says whether the model is a mixture of experts, which affects
-    this replacement.
+    program's keys (`translate_upstream`), in a way that depends on `has_experts`: True if the model is a mixture of
+    experts.
 
-    Raises UserError naming the file, the key and the remedy.
+    Raises UserError naming the file and the key.
     """
     raw = read_json_object(path)
     try:

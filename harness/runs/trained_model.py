@@ -49,11 +49,13 @@ class TrainedModel:
 
     @classmethod
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
-        """Read the model in the folder `path`, or the model whose weights are the file `path`.
+        """Read the model in the folder `path`, or the model whose weights are the file `path`. The weights themselves
+        are not read.
 
-        The configuration is read from `model_json`. If `model_json` is None, the configuration is read from the first
-        of these files that has it: a model.json beside the weights, the checkpoint's meta.json, model.json of the run
-        directory that contains the checkpoint. Raises UserError if there are no weights or no configuration.
+        The configuration is read from `model_json`. If `model_json` is None, it is read from the first of these files
+        that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
+        checkpoint. `label` is the model's name in tables. If it is None, it is RUN:CHECKPOINT for a run's checkpoint,
+        and otherwise the path of the weights. Raises UserError if there are no weights or no configuration.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
@@ -72,7 +74,7 @@ class TrainedModel:
             if candidate.is_file() or model_json:
                 raw = meta["model"] if candidate.name == META else read_json_object(candidate)
                 config = parse_config(ModelConfig, raw, candidate)
-                if label is None:  # RUN:CHECKPOINT if the path is that of a run's checkpoint, else the path
+                if label is None:
                     place = Path(os.path.abspath(named))
                     is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
                     own = f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name)
@@ -90,16 +92,16 @@ class TrainedModel:
 
     @property
     def run(self) -> RunDirectory | None:
-        """The run directory that contains the weights, or None if they are not in one. A folder with weights and a
-        model.json counts as one."""
+        """The run directory that contains the weights, in a checkpoint or beside its model.json. None if the weights
+        are in no run directory. Any folder with a model.json counts as a run directory."""
         found = _place_in_run(self.weights)
         run = RunDirectory((found.run.path if found else self.weights.parent).resolve())
         return run if run.model_json.is_file() else None
 
     @property
     def folder(self) -> Path:
-        """Folder for files that commands make with the model: the folder that contains its model.json or, if there is
-        none, the folder that contains its meta.json."""
+        """Folder for files that commands make with the model: the run directory if the configuration is from a
+        checkpoint's meta.json, else the folder of the file that the configuration was read from."""
         return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
 
     @property
@@ -110,18 +112,20 @@ class TrainedModel:
 
     @property
     def tokenizer_file(self) -> str | Path:
-        """The argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
+        """The model's tokenizer: "gpt2", or the file beside the weights that their meta.json names. Raises UserError if
+        that name is not a plain file name."""
         name, folder = self.meta.get("tokenizer", "gpt2"), self.weights.parent
         return "gpt2" if name == "gpt2" else folder / check_name(str(name), f"{folder / META}: tokenizer")
 
     def tokenizer(self) -> Tokenizer:
-        """Load the model's tokenizer: the one beside the weights, or else GPT-2's."""
+        """Load and return the model's tokenizer (see `tokenizer_file`)."""
         return load_tokenizer(self.tokenizer_file)
 
     @property
     def dataset(self) -> str | None:
-        """Name of the dataset that the model was trained on, from the meta.json beside the weights. If that has none
-        (as in the lab notebook's checkpoints), from train.json of the weights' run. None if neither gives it."""
+        """Name of the dataset that the model was trained on, from the meta.json beside the weights. If that does not
+        name it (as in the lab notebook's checkpoints), from the train.json of the run whose checkpoint the weights are.
+        None if neither gives it."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])
@@ -190,20 +194,21 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
 
 
 def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
-    """Return the models without repetitions. If different models have the same label, the paths of their weights become
-    their labels."""
+    """Return the models without those that repeat an earlier one under the same label. If different models have the
+    same label, the paths of their weights become their labels."""
     known: dict[str, set[tuple[str, str]]] = {}
     for model in models:
         known.setdefault(model.label, set()).add(model.identity)
-    told = [model if len(known[model.label]) == 1 else replace(model, label=str(model.weights)) for model in models]
-    return list({(model.label, model.identity): model for model in told}.values())
+    distinct = [model if len(known[model.label]) == 1 else replace(model, label=str(model.weights)) for model in models]
+    return list({(model.label, model.identity): model for model in distinct}.values())
 
 
 # Files beside the weights
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
-    """Raise UserError if the tokenizer has more tokens than a model of `vocab_size`. It may have fewer."""
+    """Raise UserError if the tokenizer has more than `vocab_size` tokens, the model's number. It may have fewer. The
+    message names the folder of `weights`."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, but the model only "
@@ -229,7 +234,7 @@ class ModelInRun(NamedTuple):
 
 def model_in_run(weights: Path) -> ModelInRun | None:
     """Return the run and the checkpoint that this weights file belongs to, or None if it is not the weights of a
-    checkpoint in any run's `checkpoints/`. Raises OSError if the file cannot be read."""
+    checkpoint in a run's `checkpoints/`. Reads the whole file for its hash. Raises OSError if it cannot be read."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
@@ -249,7 +254,7 @@ class _PlaceInRun(NamedTuple):
 
 
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
-    """Return the run, and the checkpoint's folder, that contain this weights file, or None if it is not in any run's
+    """Return the run, and the checkpoint's folder, that contain this weights file, or None if it is not in a run's
     `checkpoints/`. The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a
     link."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
@@ -271,8 +276,8 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
 
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
-    """Print a warning instead of raising an error if the body fails to store a result. The result may have taken
-    minutes and has already been printed."""
+    """Print a warning instead of raising UserError, RunError or OSError if the body fails to write a measurement to a
+    run's results. The measurement may have taken minutes, and is not lost, because it is printed, too."""
     try:
         yield
     except (UserError, RunError, OSError) as error:
@@ -287,8 +292,8 @@ def warned_if_not_kept() -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder for the body to fill; then rename it to `folder` (see `atomic_folder`), so that no
-    incomplete folder has that name.
+    """Yield a draft folder for the body to fill; then rename the draft to `folder`, so that no incomplete folder has
+    that name (see `atomic_folder`).
 
     Raises UserError if `folder` exists and is not an empty folder, and RunError if it cannot be written.
     """
@@ -305,8 +310,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_model(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
 ) -> None:
-    """Write a new folder with model.json, the weights by their names in published checkpoints, the tokenizer ("gpt2" or
-    a file to copy), and a meta.json that also holds `facts`.
+    """Write a new folder with a model: model.json, the weights, the tokenizer ("gpt2", or a file to copy), and a
+    meta.json that also holds `facts`. `tensors` are the weights by their names in published checkpoints.
 
     Raises UserError and RunError as `new_folder` does.
     """
@@ -314,15 +319,15 @@ def write_model(
         if isinstance(tokenizer, Path):
             shutil.copyfile(tokenizer, draft / tokenizer.name)
         name = tokenizer.name if isinstance(tokenizer, Path) else tokenizer
-        fill(draft, config, tensors, tokenizer=name, **facts)
+        write_model_files(draft, config, tensors, tokenizer=name, **facts)
 
 
-def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor], **facts: Any) -> None:
+def write_model_files(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor], **facts: Any) -> None:
     """Write model.json, model.safetensors, and a meta.json with the configuration and `facts` about the weights into
-    the folder `draft`."""
+    the folder `draft`. `tensors` are the weights by their names in published checkpoints, and may share memory."""
     from harness.model.weights import save_weights
 
     replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")
-    # safetensors refuses tensors that share memory
+    # Cloned, because safetensors refuses tensors that share memory
     save_weights({name: tensor.clone() for name, tensor in tensors.items()}, draft / WEIGHTS)
     replace_text(draft / META, json.dumps({"model": config, **facts}, indent=2, allow_nan=False) + "\n")

@@ -40,9 +40,11 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
     """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Upstream is
     the training program of Giles Thomas's lab notebook.
 
-    `has_experts` says whether the model is a mixture of experts. Upstream does not balance experts. So if the model has
+    `has_experts` is true if the model is a mixture of experts. Upstream does not balance experts. So if the model has
     experts and `raw` has any key that only upstream uses, the result has moe_router_loss_scale 0, unless `raw` itself
-    gives this scale. Raises ValueError if `raw` has upstream's key and our key for the same setting, or if a key of
+    gives this scale.
+
+    Raises ValueError, naming the key, if `raw` has upstream's key and our key for the same setting, or if a key of
     upstream that must be true or false has another value.
     """
     result = {key: value for key, value in raw.items() if key not in NOTEBOOK_KEYS}
@@ -64,10 +66,11 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state `saved` of an upstream checkpoint as a dict from our parameters' names to their
-    states. In `saved`, the parameters are numbered. Upstream is the training program of Giles Thomas's lab notebook.
+    states. `saved` is the contents of optimizer.pt, AdamW's state dict, in which parameters are numbered. Upstream is
+    the training program of Giles Thomas's lab notebook.
 
     `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
-    same keys, and its tensors are fp32. Our model may fuse parameters that upstream keeps apart, such as query, key and
+    same keys and shapes, in fp32. Our model may fuse parameters that upstream keeps apart, such as query, key and
     value; the state of a fused parameter is the concatenated state of its parts.
 
     Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if `saved` is the state of another model or

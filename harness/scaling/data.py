@@ -37,8 +37,8 @@ class Point:
 
 
 class Points:
-    """Trained models as one array [n] per quantity. `left_out` names the models that are not included, each with the
-    reason."""
+    """Data points of n trained models, with an array [n] for each of parameters, tokens, FLOPs and loss. `left_out` has
+    a line for each model that is not included, with its name and the reason."""
 
     def __init__(self, points: Sequence[Point], left_out: Sequence[str] = ()) -> None:
         self.points, self.left_out = [*points], [*left_out]
@@ -53,7 +53,8 @@ class Points:
 
     def without_highest(self, count: int) -> Points:
         """Return the points without the `count` highest losses, which often belong to models whose size is far from the
-        best (Besiroglu et al., arXiv:2404.10102, leave out five). Raises UserError if no points would be left."""
+        best (Besiroglu et al., arXiv:2404.10102, leave out five). A line of `left_out` has these losses. Raises
+        UserError if no points would be left."""
         if not count:
             return self
         if count >= len(self):
@@ -130,13 +131,13 @@ def read_points(path: Path) -> Points:
     try:
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise UserError(f"{path}: not CSV: {error}") from None
+        raise UserError(f"{path}:{reader.line_num}: not CSV: {error}; correct the line") from None
     columns = [name.strip().lower() for name in rows[0][1]] if rows else []
     _check_columns(path, columns)
     points = []
     for line, row in rows[1:]:
         if len(row) != len(columns):
-            raise UserError(f"{path}:{line}: {len(row)} values for {len(columns)} columns")
+            raise UserError(f"{path}:{line}: {len(row)} values for {len(columns)} columns; give one for each")
         points.append(_point(f"{path}:{line}", line, dict(zip(columns, row, strict=True))))
     finite = [point for point in points if math.isfinite(point.loss)]
     if not finite:
@@ -153,8 +154,8 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     for name in COLUMNS:
         if name not in columns:
             raise UserError(f"{path}: column {name}: missing; there are: {abbreviated(columns)}")
-    if len({*columns}) < len(columns):
-        raise UserError(f"{path}: a column is named twice; rename one of {abbreviated(columns)}")
+    if twice := next((name for name in columns if columns.count(name) > 1), None):
+        raise UserError(f"{path}: column {twice}: named twice; rename or remove one of the two")
     for name in {*columns}.difference(COLUMNS, OPTIONAL_COLUMNS):
         # A misspelled `tokens` column would otherwise be ignored, and the tokens computed by the rule C = 6ND.
         if meant := nearest(name, OPTIONAL_COLUMNS):

@@ -47,7 +47,7 @@ def describe(analysis: Analysis) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number with three digits and a unit: 1.46M."""
+    """Format a number with three digits, and a unit if it is 1,000 or more: 1.46M."""
     for size, unit in UNITS:
         if size <= value < 1000 * UNITS[0][0]:
             return f"{value / size:.3g}{unit}" if value / size < 999.5 else f"{value / size:.0f}{unit}"
@@ -55,7 +55,8 @@ def short(value: float) -> str:
 
 
 def power(value: float) -> str:
-    """Format a number with three digits and a power of ten: 5.76e23."""
+    """Format a number with three digits, and a power of ten if it is 1,000 or more: 5.76e23. Infinity is
+    "unbounded"."""
     return UNBOUNDED if math.isinf(value) else re.sub(r"e\+0?", "e", f"{value:.3g}")
 
 

@@ -70,7 +70,7 @@ class DerivedRun:
     of its files when this run was derived. `sweep` is the name of the sweep to which the run belongs, or None.
     """
 
-    run: RunDirectory
+    directory: RunDirectory
     model: dict[str, Any]
     train: dict[str, Any]
     model_config: ModelConfig
@@ -81,7 +81,7 @@ class DerivedRun:
 
     @property
     def name(self) -> str:
-        return self.run.path.name
+        return self.directory.path.name
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -89,12 +89,12 @@ class DerivedRun:
         return _settings(self.model_config, self.train_config)
 
     def experiment(self, datasets_dir: Path) -> Experiment:
-        return Experiment(self.run, self.train_config, self.model_config, datasets_dir)
+        return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
         """Return True if the run's folder exists. Raises UserError if its path holds something else, such as another
         run or a file, or if model.json or train.json is damaged."""
-        folder, files = self.run.path, (self.run.train_json, self.run.model_json)
+        folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
             return False
@@ -103,7 +103,9 @@ class DerivedRun:
         elif missing := [path.name for path in files if not os.path.lexists(path)]:
             other = f"is a folder without {' and '.join(missing)}, so it is not a run"
         else:
-            there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
+            there = _settings(
+                load_model_config(self.directory.model_json), load_train_config(self.directory.train_json)
+            )
             found = (first_difference({key: there.get(key)}, {key: value}) for key, value in self.settings.items())
             if different := [each for each in found if each]:
                 other = f"there is another run of this name ({abbreviated(different, SHOWN_DIFFERENCES)})"
@@ -112,15 +114,15 @@ class DerivedRun:
         return True
 
     def check_startable(self, train_tokens: int | None = None) -> int:
-        """Raise UserError if training would refuse the run, however many processes it has. `train_tokens` is the number
+        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` is the number
         of tokens in the train split. If it is None, only problems that do not depend on the data are found. Return the
-        number of global steps with one process, or 0 if it depends on the data.
+        number of global steps with one process, or 0 if this number depends on the data and `train_tokens` is None.
 
         The check assumes one process, because a run that can start with several processes can also start with one. One
         process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most
         steps, so that the longest warm-up fits.
         """
-        experiment = self.experiment(self.run.path)  # any folder will do, because no data is read
+        experiment = self.experiment(self.directory.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
             experiment.check_together()
             layout = experiment.layout(1)
@@ -173,7 +175,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
-    run = RunDirectory(base.run.path.parent / check_name(name, "run"))
+    run = RunDirectory(base.directory.path.parent / check_name(name, "run"))
     given = {key: value for key, value in changes.items() if value is not None}
     dropped = {*changes}.difference(given).union(*(ALTERNATIVES.get(key, ()) for key in given))
     model, train = (
@@ -183,7 +185,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     )
     weights = base.train.get("initial_weights")
     if weights is not None and "initial_weights" not in changes and not os.path.isabs(weights):
-        train["initial_weights"] = os.path.normpath(os.path.join("..", base.run.path.name, weights))
+        train["initial_weights"] = os.path.normpath(os.path.join("..", base.directory.path.name, weights))
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
     check_dataset_name(configs[1].dataset)
     before = base.settings
@@ -261,15 +263,15 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
     try:
         for run in runs:
             derived = {"parent": run.parent, "sweep": run.sweep, "differs": run.differs}
-            with atomic_folder(run.run.path) as draft:
+            with atomic_folder(run.directory.path) as draft:
                 for name, values in (("model.json", run.model), ("train.json", run.train), ("derived.json", derived)):
                     text = json.dumps(values, indent=4, allow_nan=False)
                     (draft / name).write_text(f"{text}\n", encoding="utf-8")
-            made.append(run.run.path)
+            made.append(run.directory.path)
     except BaseException as error:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        place = error.filename or run.run.path.parent
+        place = error.filename or run.directory.path.parent
         raise RunError(f"{place}: the runs cannot be written: {error.strerror}") from None

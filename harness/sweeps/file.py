@@ -53,9 +53,9 @@ Settings = dict[str, JsonValue]
 
 
 class Sweep(BaseModel):
-    """Contents of a SWEEP.json. `vary` maps keys to lists of values, and each entry of `together` sets several keys at
-    once. There is one run for each combination of an entry of `together` with one value of each key of `vary`. Either
-    of the two may be left out."""
+    """Contents of a SWEEP.json, without the key "$schema". `vary` maps keys to lists of values, and each entry of
+    `together` sets several keys at once. There is one run for each combination of an entry of `together` with one value
+    of each key of `vary`. Either of the two may be left out."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 

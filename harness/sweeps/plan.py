@@ -51,7 +51,7 @@ def status_of(run: DerivedRun) -> Status:
             return Status(run, "not made")
     except UserError as error:
         return Status(run, "damaged", str(error))
-    record = RunRecord.read(run.run)
+    record = RunRecord.read(run.directory)
     state, said, summary = record.state.word, record.state.detail, record.summary
     if state == "finished" and summary is not None:
         losses = (("validation", summary.final_validation_loss), ("train", summary.final_train_loss))
@@ -62,7 +62,7 @@ def status_of(run: DerivedRun) -> Status:
             parts.append(f"${amount_text(dollars)}")
         said = ", ".join(parts)
     elif state == "failed":
-        said = f"{said}; {run.run.sweep_log} ends:"
+        said = f"{said}; {run.directory.sweep_log} ends:"
     elif state in ("going on", "stopped") and record.progress is not None:
         wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
         said = describe_progress(record.progress, wanted, goes_on=state == "going on")
@@ -89,7 +89,7 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
             lines.append(f"{each.run.name:<{width}}  {each.state}")
             lines += paragraph(f"    {said}", indent=4)
         if each.state == "failed":
-            log = [text for text in log_tail(each.run.run) if text.strip() and not SWEEP_MARK.fullmatch(text)]
+            log = [text for text in log_tail(each.run.directory) if text.strip() and not SWEEP_MARK.fullmatch(text)]
             lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
     return lines
 

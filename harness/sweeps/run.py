@@ -1,4 +1,5 @@
-"""Execution of a sweep: ddp_train.py trains each run in a process of its own, until all runs are finished.
+"""Execution of a sweep: each run is trained by a ddp_train.py process of its own, one run after another or several at a
+time.
 
 ddp_train.py leaves a finished run unchanged and resumes a stopped run, and the state of each run is read from its
 folder. Therefore a sweep that was killed can simply be started again.
@@ -40,7 +41,9 @@ C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between 
 START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
 TIME_MARK = re.compile(r"^# took (\d+\.\d) s$", re.MULTILINE)  # written by `SweepRunner._end`
 
-Group = tuple[str, dict[str, str]]  # devices that train one run at a time: name, environment variables
+# Devices that train one run at a time: their name, which is "" for the whole machine, and the environment variables
+# that give a process these devices.
+DeviceGroup = tuple[str, dict[str, str]]
 
 
 def is_on_terminal() -> bool:
@@ -50,19 +53,19 @@ def is_on_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line. On a terminal, the line replaces the text that `show` has written."""
+    """Print a line at once. On a terminal, the line replaces the text that `show` has written."""
     print(f"{CLEAR_LINE}{text}" if is_on_terminal() else text, flush=True)
 
 
 def show(text: str) -> None:
-    """Replace the last line on the terminal with this text, cut to the terminal's width."""
+    """Replace the last line on the terminal with this text, cut to the terminal's width. Only for a terminal."""
     print(f"{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
-def device_groups(groups: int, processes: int) -> list[Group]:
-    """Divide the machine's GPUs, or its cores if it has no GPUs, into groups, each of which trains one run at a time. A
-    single group gets the whole machine, like a run outside a sweep. Raises UserError if the groups need more GPUs than
-    there are."""
+def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
+    """Divide the machine's GPUs, or its cores if it has no GPUs, into `groups` groups. Each group trains one run at a
+    time, with `processes` processes. A single group gets the whole machine, like a run outside a sweep. Without GPUs,
+    OMP_NUM_THREADS keeps its value if it is set. Raises UserError if several groups need more GPUs than there are."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -78,10 +81,11 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 
 
 def groups_before(run: DerivedRun) -> int:
-    """Return the number of groups into which the machine was divided when earlier sweeps trained the run, as recorded
-    in the run's sweep.log. Return the smallest number if there are several, or 1 if the log has none. Also return 1 if
-    metrics.jsonl is newer than the log, because then the run was last trained outside a sweep."""
-    log, metrics = run.run.sweep_log, run.run.metrics
+    """Return the number of device groups into which the machine was divided when earlier sweeps trained the run, as
+    recorded in the run's sweep.log. Return the smallest number if there are several, so that the run's share of the
+    cost is not underestimated, or 1 if the log has none. Also return 1 if metrics.jsonl is newer than the log, because
+    then the run was last trained outside a sweep."""
+    log, metrics = run.directory.sweep_log, run.directory.metrics
     if not log.is_file() or (metrics.is_file() and metrics.stat().st_mtime > log.stat().st_mtime):
         return 1
     marks = START_MARK.findall(log.read_text(encoding="utf-8", errors="replace"))
@@ -89,22 +93,24 @@ def groups_before(run: DerivedRun) -> int:
 
 
 def logged_dollars(run: DerivedRun) -> float:
-    """Return what the machine has cost while earlier sweeps trained the run, by the seconds in the run's sweep.log.
-    Unlike the run's own records they include attempts that ended before the run had recorded anything."""
-    log = run.run.sweep_log
+    """Return what the machine has cost while earlier sweeps trained the run: the seconds in the run's sweep.log, at the
+    run's price per hour. Unlike the run's own records, these seconds include attempts that ended before the run had
+    recorded anything. 0 without a log or a price."""
+    log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return cost(sum(map(float, TIME_MARK.findall(text))), run.train_config.price_per_hour or 0.0)
 
 
 @dataclass
 class Attempt:
-    """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
-    not known. `dollars_before` is what the run had cost when the attempt began. `dollars_at_end` is its planned cost at
-    the end, or `dollars_before` if that is unknown. Both count the whole machine's price, even if the run shares the
-    machine with other runs."""
+    """A run that is being trained on the devices `group`. `tokens` is the number of tokens that the run will have seen
+    at its end, or None if that is not known. `dollars_before` is what the run had cost when the attempt began.
+    `dollars_at_end` is its planned cost at the end, or `dollars_before` if that is unknown. Both count the whole
+    machine's price, even if the run shares the machine with other runs. `is_stopped` is True once the sweep has asked
+    the process to stop."""
 
     run: DerivedRun
-    group: Group
+    group: DeviceGroup
     process: subprocess.Popen[bytes]
     tokens: int | None
     dollars_before: float
@@ -123,25 +129,24 @@ class Attempt:
 
 
 def _end_with_parent() -> None:
-    """Make Linux send SIGTERM to this process when its parent process is killed, so that this process stops with a
-    checkpoint. On other systems this is impossible. There the run continues, and a sweep that is started again waits
-    for the run."""
+    """Make Linux send SIGTERM to this process when its parent process ends, so that this process stops with a
+    checkpoint if the sweep is killed. On other systems this is impossible. There the run continues, and a sweep that is
+    started again waits for the run."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _note(run: DerivedRun, *lines: str) -> None:
-    """Append lines to the run's sweep.log."""
-    with suppress(OSError), run.run.sweep_log.open("ab") as log:  # a full disk must not end other runs
+    """Append lines to the run's sweep.log, or do nothing if it cannot be written."""
+    with suppress(OSError), run.directory.sweep_log.open("ab") as log:  # a full disk must not end other runs
         log.write("".join(f"{line}\n" for line in lines).encode())
 
 
 class SweepRunner:
     """Runner that trains the unfinished runs. Damaged runs, which have a file that cannot be read, are left unchanged.
 
-    `planner` plans the remaining work of a run. `max_dollars` limits the cost of all `runs` together, including what
-    they cost before this sweep began. `reason` says why the sweep ended before all runs were trained. `signal` is the
-    number of the signal that ended the sweep, or 0.
+    `planner` plans the remaining work of a run, `script` is ddp_train.py, and `max_dollars` limits the cost of all
+    `runs` together, including what they cost before this sweep began.
     """
 
     def __init__(
@@ -155,30 +160,34 @@ class SweepRunner:
                 'into the sweep\'s "set", and start the sweep again under another name'
             )
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
-        self.free = device_groups(planner.groups, planner.processes)
+        self.free_groups = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
         self.waiting = [each.run for each in statuses if each.state not in ("finished", "damaged")]
-        # `dollars` has what each run has cost at the price of the whole machine. `spent` is what all runs have cost
-        # together: runs that were trained at the same time shared the machine's cost.
+        # `dollars` has what each run has cost at the price of the whole machine, by the run's name. `spent` is what all
+        # runs have cost together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
         self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
         self.attempts: list[Attempt] = []
-        self.reason = ""
-        self.signal = 0
+        self.stop_reason: str | None = None  # why no more runs are started; None while runs are started
+        self.signal = 0  # number of the first signal that asked the sweep to stop; 0 if there was none
         self._said_waiting: set[str] = set()
 
     def run(self) -> None:
         """Train the runs. Returns when all runs are finished or have failed, or when a signal or the limit
-        `max_dollars` has ended the sweep and its processes have stopped. On a terminal, progress is shown in place of
-        the last line; elsewhere it is printed every REPORT_SECONDS."""
+        `max_dollars` has ended the sweep and its processes have stopped. Handles the signals that ask a process to
+        stop. On a terminal, progress is shown in place of the last line; elsewhere it is printed every
+        REPORT_SECONDS."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
-        while self.attempts or (self.waiting and not self.reason):
+        while self.attempts or (self.waiting and self.stop_reason is None):
             self._stop_if_due()
-            while self.free and not self.reason and (chosen := self._first_startable()):
-                self.reason = self._why_unaffordable(*chosen)
-                if not self.reason:
-                    self._start(*chosen)
+            while self.free_groups and self.stop_reason is None and (run := self._next_run()):
+                planned = None
+                with suppress(UserError):  # raised if training refuses the run, whose process will print the error
+                    planned = self.planner.plan(run)
+                self.stop_reason = self._why_unaffordable(run, planned)
+                if self.stop_reason is None:
+                    self._start(run, planned)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
@@ -202,68 +211,69 @@ class SweepRunner:
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """Ask all runs to write a checkpoint and end, if a signal has arrived or `max_dollars` are spent."""
+        """If a signal has arrived or `max_dollars` are spent, start no more runs, and ask the runs under way to write a
+        checkpoint and end. Does nothing otherwise."""
         if self.signal:
-            self.reason = f"stopped by {signal.Signals(self.signal).name}"
+            self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
-            self.reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
+            self.stop_reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
         else:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
         if going_on:
-            say(f"{self.reason}: waiting for the checkpoints of {', '.join(each.run.name for each in going_on)}")
+            say(f"{self.stop_reason}: waiting for the checkpoints of {', '.join(each.run.name for each in going_on)}")
         for attempt in going_on:
             attempt.is_stopped = True
             attempt.process.terminate()
 
-    def _first_startable(self) -> tuple[DerivedRun, RunPlan | None] | None:
-        """Return the first waiting run that can be trained now, and its plan. The plan is None if the run will fail at
-        once. Return None if no run can be trained now.
+    def _next_run(self) -> DerivedRun | None:
+        """Return the first waiting run that can be started now, or None if there is none. A run cannot be started while
+        another process on this machine trains it, such as a process that a killed sweep left behind, or while another
+        run is downloading the same dataset. For each run that another process trains, print a line the first time.
 
-        A run cannot be trained while another process trains it, such as a process that a killed sweep left behind, or
-        while another run is downloading the same dataset.
+        A run that a process on another machine may be training counts as one that can be started, because that process
+        cannot be seen. The run's own process then takes the lock, or fails with an error that names the owner.
         """
         fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
         for run in self.waiting:
-            if is_held(run.run.path / ".lock"):
+            if is_held(run.directory.path / ".lock"):  # None, which is neither held nor free, if on another machine
                 if run.name not in self._said_waiting:
                     self._said_waiting.add(run.name)
                     say(f"{run.name}: is being trained by another process; waiting for it")
                 continue
-            planned = None
-            with suppress(UserError):  # the run itself will fail with this error and print it
-                experiment = run.experiment(self.planner.datasets_dir)
-                dataset = experiment.config.dataset
+            experiment = run.experiment(self.planner.datasets_dir)
+            dataset = experiment.config.dataset
+            with suppress(UserError):  # a faulty folder; the run's process will fail with this error and print it
                 if dataset in fetched and not is_present(experiment.datasets_dir, dataset, experiment.splits):
                     continue
-                planned = self.planner.plan(run)
-            return run, planned
+            return run
         return None
 
-    def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str:
+    def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
         """Return a message if the machine costs more than `max_dollars` up to the end of `run` and of the runs under
-        way. Return an empty string if it does not, or if there is no such limit. A run of unknown cost counts as free.
-        """
+        way. Return None if it does not, or if there is no such limit. A run of unknown cost counts as free."""
         if self.max_dollars is None:
-            return ""
+            return None
         wanted = (planned.dollars if planned else None) or 0.0
         to_come = (each.dollars_at_end - self.dollars[each.run.name] for each in self.attempts)
+        # The largest, not the sum: the runs share the machine, which costs its whole price until the last of them ends.
         total = self.spent + max([wanted, *to_come])
         if total <= self.max_dollars and self.spent < self.max_dollars:
-            return ""
+            return None
         others = " and the runs under way" if self.attempts else ""
         said = f", and with {run.name}{others} the total would be ${amount_text(total)}" if wanted else ""
         return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
-        """Start the run's process, whose output is appended to the run's sweep.log. If the operating system cannot
-        start the process, say so, and leave the run's devices to the next run."""
+        """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the
+        operating system cannot start the process, print the reason, and leave the devices to the next run. `planned` is
+        None if training would refuse the run."""
         self.waiting.remove(run)
-        name, variables = group = self.free.pop(0)
+        name, variables = group = self.free_groups.pop(0)
         try:
             process = self._open_process(run, variables)
         except OSError as error:
-            self.free.append(group)
+            self.free_groups.append(group)
             place = f"{error.filename}: " if error.filename else ""
             say(f"{run.name}: failed, cannot be started: {place}{error.strerror or error}")
             return
@@ -280,12 +290,12 @@ class SweepRunner:
 
     def _open_process(self, run: DerivedRun, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         """Append a line with the command to the run's sweep.log, and start ddp_train.py with these environment
-        variables."""
+        variables. Raises OSError if the log cannot be written or the process cannot be started."""
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
-        command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
+        command += ["--runs-dir", str(run.directory.path.parent), "--processes", str(self.planner.processes)]
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
         begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        log = run.run.sweep_log.open("ab", buffering=0)
+        log = run.directory.sweep_log.open("ab", buffering=0)
         try:
             log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
             return subprocess.Popen(
@@ -302,30 +312,32 @@ class SweepRunner:
                 log.close()
 
     def _look_at(self, attempt: Attempt) -> str:
-        """Return the progress of a run that is being trained, as text. If `max_dollars` is given, also update
-        `spent`, the cost of all runs so far."""
+        """Return the progress of a run that is being trained, as text. If `max_dollars` is given, also bring `dollars`
+        and `spent`, the costs so far, up to date."""
         progress = None
         with suppress(UserError):
-            progress = read_progress(attempt.run.run.metrics)
+            progress = read_progress(attempt.run.directory.metrics)
         if self.max_dollars is not None:
             self._count(attempt, status_of(attempt.run))
         place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs):,}"
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
     def _count(self, attempt: Attempt, status: Status) -> None:
-        """Add to `spent` a run's share of the machine's cost since the last call for this run. The run's cost is taken
-        from its records or from the clock, whichever is larger. Its increase is divided by the number of runs under
-        way, not by the number of groups, because a group without a run does not make the machine cheaper."""
+        """Update `dollars` for the run of `attempt`, and add to `spent` the run's share of the machine's cost since the
+        last call for this run. The run's cost is taken from its records or from the clock, whichever is larger. Its
+        increase is divided by the number of runs under way, not by the number of device groups, because a group without
+        a run does not make the machine cheaper."""
         dollars = max(status.dollars, attempt.dollars())
         self.spent += (dollars - self.dollars[attempt.run.name]) / len(self.attempts)
         self.dollars[attempt.run.name] = dollars
 
     def _end(self, attempt: Attempt) -> None:
-        """Record that a run's process has ended. If it failed, append its exit status to the run's sweep.log."""
+        """Record that a run's process has ended: count its cost, free its devices, print how it ended, and append its
+        time, and its exit status if it failed, to the run's sweep.log."""
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         self._count(attempt, status)
         self.attempts.remove(attempt)
-        self.free.append(attempt.group)
+        self.free_groups.append(attempt.group)
         self.planner.speeds.clear()  # the run may have measured a speed
         seconds = attempt.seconds()
         _note(attempt.run, "", f"# took {seconds:.1f} s")
@@ -340,19 +352,18 @@ class SweepRunner:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
             _note(attempt.run, f"# failed with exit status {code}")
 
-    def leave(self) -> None:
+    def report_end(self) -> None:
         """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
-        RunStopped if a signal ended the sweep. Raises RunError if runs have failed, have not been trained or are
-        damaged."""
+        RunStopped if a signal ended the sweep. Otherwise raises RunError if a run is not finished."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if each.state != "finished"]
-        reason = f" ({self.reason})" if self.reason else ""
+        reason = f" ({self.stop_reason})" if self.stop_reason else ""
         say("\n".join([f"\n{count_states(statuses)}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
         left = sum(each.state != "damaged" for each in unfinished)
         if left:
-            why = f"are left: {self.reason}" if self.reason else "failed; the same command tries them again"
+            why = f"are left: {self.stop_reason}" if self.stop_reason else "failed; the same command tries them again"
             raise RunError(f"{left:,} of {len(statuses):,} runs {why}")
         if unfinished:
             raise RunError(f"{len(unfinished):,} of {len(statuses):,} runs are damaged and were left as they are")

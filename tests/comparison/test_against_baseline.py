@@ -66,18 +66,18 @@ def test_an_arm_is_called_as_its_runs_without_their_seeds_or_as_one_of_them(
 ) -> None:
     runs = [*replicates(tmp_path, 1, *first), *replicates(tmp_path, 2, *second)]
     arms = find_arms(records(*runs), baseline)
-    assert {*arms.runs} == named
-    assert sorted(map(sorted, arms.runs.values())) == sorted([sorted(first), sorted(second)])
+    assert {*arms.run_names} == named
+    assert sorted(map(sorted, arms.run_names.values())) == sorted([sorted(first), sorted(second)])
     if named == {"base", "x"}:  # an unfinished run has a curve of its own in the chart, so its name is not free
         unfinished = RunFolder(tmp_path, "base").train_to(0)
-        assert {*find_arms(records(*runs, unfinished)).runs} == {"base_random_seed_1", "x"}
+        assert {*find_arms(records(*runs, unfinished)).run_names} == {"base_random_seed_1", "x"}
 
 
 def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path: Path) -> None:
     (again,) = replicates(tmp_path, 1, "again")
     runs = [*replicates(tmp_path, 1, "a-1", "a-2"), again, *replicates(tmp_path, 2, "b")]
     arms = find_arms(records(*runs), "again")
-    assert arms.runs == {"again": ("a-2", "again"), "b": ("b",)}
+    assert arms.run_names == {"again": ("a-2", "again"), "b": ("b",)}
     assert arms.notes == ["a-1: same seed and settings as another run of the arm, counted once"]
     assert compare_with("again", records(*runs)).title.startswith("Against again (2 runs), by ")
 
@@ -85,7 +85,7 @@ def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path:
 def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:
     runs = [*arm(tmp_path, 0.001, (2.5, 2.6, 2.55)), *arm(tmp_path, 0.002, (2.4,))]
     arms = find_arms(records(*runs, RunFolder(tmp_path, "x").train_to(0), RunFolder(tmp_path, "y")))
-    assert arms.runs == {
+    assert arms.run_names == {
         "lr-0.001": ("lr-0.001-seed-1", "lr-0.001-seed-2", "lr-0.001-seed-3"),
         "lr-0.002-seed-1": ("lr-0.002-seed-1",),
     }
@@ -106,7 +106,7 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
         "in fp32:"
     )
     better, unclear = found.verdicts
-    assert (better.arm, better.word, better.runs) == ("lr-0.002", "better", (3, 3))
+    assert (better.arm, better.word, better.run_counts) == ("lr-0.002", "better", (3, 3))
     assert better.difference is not None
     assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
     assert "this text only" not in better.sentence, "the windows' losses were found"
@@ -160,10 +160,11 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
     found = compare_with("lr-0.001-seed-1", records(*runs))
     lost = "the loss of lr-0.002-seed-3 is not finite"
     assert f"by {measured} loss on" in found.title
-    assert [verdict.reason for verdict in found.verdicts] == [lost, "the loss of lr-0.1-seed-1 is not finite"]
-    assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
+    reasons = [verdict.sentence.partition(": ")[2] for verdict in found.verdicts]
+    assert reasons == [f"inconclusive, because {each}" for each in (lost, "the loss of lr-0.1-seed-1 is not finite")]
+    assert [verdict.run_counts for verdict in found.verdicts] == [(3, 2), (1, 2)]
     of_baseline = compare_with("lr-0.002-seed-1", records(*runs[:5])).verdicts
-    assert [verdict.reason for verdict in of_baseline] == [lost]
+    assert [verdict.sentence.partition(": ")[2] for verdict in of_baseline] == [f"inconclusive, because {lost}"]
     assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word == "inconclusive"
 
 
@@ -175,7 +176,7 @@ def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_
     ]
     rest[0].test_loss(2.0, windows=600, precision="bf16"), rest[1].test_loss(2.0, windows=600, tokenizer="ab" * 32)
     found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
-    assert [verdict.runs for verdict in found.verdicts] == [(2, 2)]
+    assert [verdict.run_counts for verdict in found.verdicts] == [(2, 2)]
     text = "measured on 600 x 16 tokens from 0 of the test split of me/texts (cccccccc)"
     assert found.notes == [
         f"lr-0.002-seed-3: not compared by test loss: {text}, in bf16",

@@ -55,7 +55,7 @@ def arms_of(**runs: dict[str, Any]) -> Arms:
 
 
 def groups_of(**runs: dict[str, Any]) -> list[tuple[str, ...]]:
-    return list(arms_of(**runs).runs.values())
+    return list(arms_of(**runs).run_names.values())
 
 
 def test_runs_that_differ_in_their_seed_are_replicates() -> None:
@@ -128,7 +128,7 @@ def test_another_precision_is_another_arm_and_noted() -> None:
     different precisions on two CPUs that are recorded under one name ("x86_64 CPU")."""
     low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
     arms = arms_of(a={**low}, b={SEED: 1, **full}, x={"learning_rate": 0.003}, c={SEED: 2, **low}, d={SEED: 3, **full})
-    assert [*arms.runs.values()] == [("a", "c"), ("b", "d"), ("x",)]
+    assert [*arms.run_names.values()] == [("a", "c"), ("b", "d"), ("x",)]
     assert arms.notes == ["a, b differ in precision (bf16, fp32): not counted as replicates"]
 
 
@@ -139,7 +139,7 @@ def test_summaries_without_precision_compare_as_before_unless_two_are_recorded()
     assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")})
     assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")})
     arms = arms_of(a={}, b={SEED: 1, **low}, c={SEED: 2, **full})
-    assert arms.runs == {"a": ("a",), "b": ("b",), "c": ("c",)}
+    assert arms.run_names == {"a": ("a",), "b": ("b",), "c": ("c",)}
     assert arms.notes == ["a, b, c differ in precision (not recorded, bf16, fp32): not counted as replicates"]
     elsewhere = arms_of(a={}, b={SEED: 1, "device": "NVIDIA H100", **low})
     assert elsewhere.notes == ["a, b differ in device (CPU, NVIDIA H100): not counted as replicates"]
@@ -158,7 +158,7 @@ DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
 )
 def test_runs_whose_replicates_are_unknown_stand_alone(changes: dict[str, Any], reason: str) -> None:
     arms = arms_of(a={SEED: 1, **changes}, b={SEED: 2, **changes})
-    assert arms.runs == {"a": ("a",), "b": ("b",)}
+    assert arms.run_names == {"a": ("a",), "b": ("b",)}
     assert arms.notes[0].startswith(f"a: its replicates are unknown, because {reason}")
 
 

@@ -25,17 +25,17 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     budget = {"key": "train_steps", "value": 8, "tokens": 8 * 128}
     trained.add_checkpoint("20260102Z030405-iteration-3", "latest", budget=budget).train_to(0, 3)
     for path in (trained.directory.checkpoints, trained.directory.metrics):
-        path.rename(derived.run.path / path.name)
+        path.rename(derived.directory.path / path.name)
     standing = status_of(derived)
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
     assert "stopped, 50 %" in run_forked("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
-    trained.finish(budget=budget).directory.summary.rename(derived.run.summary)
+    trained.finish(budget=budget).directory.summary.rename(derived.directory.summary)
     assert status_of(derived).state == "finished"
     longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
-    longer.run.train_json.write_text(json.dumps(longer.train))
+    longer.directory.train_json.write_text(json.dumps(longer.train))
     assert status_of(longer).state == "stopped"
-    assert RunRecord.read(longer.run).state.word == "stopped", "compare_runs says the same as the sweep"
+    assert RunRecord.read(longer.directory).state.word == "stopped", "compare_runs says the same as the sweep"
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:
         run = RunFolder(tmp_path, name, {"min_train_tokens": None, "random_seed": seed, key: value})
         budget = None if name == "tokens" else {"key": key, "value": value, "tokens": tokens}
         runs.append(RunRecord.read(run.finish(tokens_seen=tokens, budget=budget).directory))
-    groups = {frozenset(members) for members in find_arms(runs).runs.values()}
+    groups = {frozenset(members) for members in find_arms(runs).run_names.values()}
     assert groups == {frozenset({"steps", "tokens"}), frozenset({"longer"})}
     settings = {column.key for column in RunsTable.of(runs).columns if column.is_setting}
     assert settings == {"random_seed", "train_steps", "min_train_tokens"}

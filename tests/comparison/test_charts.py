@@ -47,8 +47,8 @@ def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_pat
     MetricsFile(other.directory.metrics).append(last)
     b.directory.metrics.write_text(b.directory.metrics.read_text().replace('"loss": 4.1', '"loss": 4.3'))
     first, second = chart_of(a, b, other).curves
-    assert (first.label, first.runs, first.low) == ("b", 1, [])
-    assert (second.label, second.runs) == ("a", 2)
+    assert (first.label, first.run_count, first.low) == ("b", 1, [])
+    assert (second.label, second.run_count) == ("a", 2)
     assert second.y == pytest.approx([4.2, 4.0, 3.9])
     assert (second.low[0], second.high[0]) == (4.1, 4.3)
     lines = b.directory.metrics.read_text().splitlines(keepends=True)
@@ -58,10 +58,13 @@ def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_pat
 
 def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
     runs = (trained(tmp_path, "one", 1), trained(tmp_path, "two", 2), trained(tmp_path, "b", 1, 0.002))
-    assert sorted((each.label, each.runs) for each in chart_of(*runs, baseline="two").curves) == [("b", 1), ("two", 2)]
+    assert sorted((each.label, each.run_count) for each in chart_of(*runs, baseline="two").curves) == [
+        ("b", 1),
+        ("two", 2),
+    ]
     unfinished = RunFolder(tmp_path, "base").add_checkpoint(LATEST, "latest").train_to(0, 10)
     found = chart_of(trained(tmp_path, "base-seed1"), trained(tmp_path, "base-seed2", 2), unfinished)
-    assert sorted((each.label, each.runs) for each in found.curves) == [("base", 1), ("base-seed1", 2)]
+    assert sorted((each.label, each.run_count) for each in found.curves) == [("base", 1), ("base-seed1", 2)]
 
 
 def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:

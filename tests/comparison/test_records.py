@@ -95,7 +95,7 @@ def test_a_finished_run_that_continues_shows_its_last_lines_and_is_in_no_arm(tmp
         run.train_to(*steps)
         record = RunRecord.read(run.directory)
         assert record.state.word == state
-        assert list(find_arms([record]).runs) == (["a"] if state == "finished" else [])
+        assert list(find_arms([record]).run_names) == (["a"] if state == "finished" else [])
         assert record.tokens_seen == (31 if 30 in steps else 21) * 128
 
 

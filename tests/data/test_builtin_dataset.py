@@ -106,7 +106,7 @@ def write(path: Path, text: str) -> None:
 
 
 def test_what_belongs_to_the_library(small_library: Path) -> None:
-    documents = builtin.read_documents()
+    documents = builtin.standard_library()
     assert list(documents) == ["argparse.py", *(f"json/part{at:02}.py" for at in range(40))]
     assert documents["argparse.py"] == "x = '日本'\r\n"
 
@@ -152,9 +152,9 @@ def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_
 
 
 def test_a_new_file_moves_few_others_between_splits(small_library: Path) -> None:
-    before = builtin.split_documents(builtin.read_documents())
+    before = builtin.split_documents(builtin.standard_library())
     write(small_library / "json" / "new.py", "x = 1\n")
-    after = builtin.split_documents(builtin.read_documents())
+    after = builtin.split_documents(builtin.standard_library())
     assert sum(len(set(before[split]) - set(after[split])) for split in SPLITS) <= 2
     assert all(before[split] for split in SPLITS)
 

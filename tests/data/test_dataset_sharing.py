@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.common.errors import RunError
+from harness.common.errors import RunError, UserError
 from harness.data.dataset import Dataset
-from harness.data.report import verify
+from harness.data.report import describe, verify
 from tests.data.test_hub_download import Downloader
 from tests.support.fake_hub import FakeFile, FakeHub
 from tests.support.in_process import InProcess
@@ -233,6 +233,8 @@ def test_a_meta_json_that_does_not_fit(folder: Path, changes: dict, message: str
     change_byte(folder / "train.safetensors", -3, 255)
     with pytest.raises(RunError, match=r"token id 65\d\d\d is not in the tokenizer's vocabulary of 300"):
         verify(Dataset.at(folder))
+    with pytest.raises(UserError, match=r"train.safetensors: token id 65\d\d\d .* --verify"):
+        list(describe(Dataset.at(folder)))
 
 
 # Training --------------------------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def test_the_commands_printed_at_the_end_train(
         ),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
-        (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give one of them"),
+        (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give at most one of them"),
         (["texts", "out", "--validation-fraction", "0.5", "--test-fraction", "0.5"], "leave nothing for training"),
         (["texts", "out", "--push-to-hub", "mine"], "--push-to-hub mine: give owner/name"),
         (["texts", "out\udce9"], "not valid UTF-8"),

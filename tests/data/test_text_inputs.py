@@ -102,6 +102,7 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     (folder / "data.json").write_text("[]")
     (preparer.path / "elsewhere").mkdir()
     (folder / "link").symlink_to(preparer.path / "elsewhere")
+    (folder / ".lock").symlink_to(preparer.path / "nothing")  # as editors make
     done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
     assert (
         done.stderr == "not read (perhaps not text, or a link to a folder; give a glob to read them): data.json, link\n"

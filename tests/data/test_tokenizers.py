@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +64,19 @@ def test_a_trained_bpe_has_the_vocabulary_asked_for(trained: Tokenizer) -> None:
     snake = trained.encode("\U0001f40d")
     assert len(snake) > 1
     assert trained.decode(snake[:-1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("listed", ["as ordinary", "not"])
+def test_end_of_text_is_special_even_if_the_file_does_not_say_so(
+    tmp_path: Path, trained_file: Path, listed: str
+) -> None:
+    content = json.loads(trained_file.read_text())
+    content["added_tokens"] = [{**content["added_tokens"][0], "special": False}] if listed == "as ordinary" else []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    check_lossless(tokenizer, f"a{END_OF_TEXT}b")
+    assert tokenizer.eot_token not in tokenizer.encode(f"a{END_OF_TEXT}b")
+    assert tokenizer.token_byte_lengths()[tokenizer.eot_token] == 0
 
 
 def test_ids_outside_the_vocabulary_and_text_that_is_not_unicode_are_refused(trained: Tokenizer) -> None:

@@ -270,7 +270,7 @@ def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.Monk
         (leftover / "folder").symlink_to(outside / "folder")
     folder.with_name(".python-stdlib.partial-4194306").symlink_to(outside)
     texts = {f"{number}.py": f"print({number})\n" * 9 for number in range(40)}
-    monkeypatch.setattr(harness.data.preparation.builtin, "read_documents", lambda: texts)
+    monkeypatch.setattr(harness.data.preparation.builtin, "standard_library", lambda: texts)
     harness.data.preparation.builtin.build_python_stdlib(folder, vocab_size=257)
     assert (folder / "train.safetensors").is_file()
     assert tree(outside) == before

@@ -51,14 +51,14 @@ def test_points_of_a_file(tmp_path: Path) -> None:
         ("parameters,flops,loss\n1e6,6e15,nan\n", "no loss is finite"),
         ("name,loss,token,flops,parameters\n", "column token: unknown; did you mean tokens?"),
         ("n,d,l\n1,2,3\n", "column parameters: missing; there are: n, d, l"),
-        ("parameters,flops,loss,loss\n1,2,3,4\n", "a column is named twice"),
+        ("parameters,flops,loss,loss\n1,2,3,4\n", ": column loss: named twice; "),
         ("parameters,flops,loss\n1e6,6e15\n", ":2: 2 values for 3 columns"),
         ("parameters,flops,loss\n1e6,,3\n", ":2: column flops: empty"),
         ("# c\nparameters,flops,loss\n1e6,many,3\n", ":3: column flops: 'many' is not a number"),
         ("parameters,flops,loss\n-1e6,6e15,3\n", ":2: column parameters: -1e6 must be greater than 0"),
         ("parameters,flops,loss\ninf,6e15,3\n", ":2: column parameters: inf must be greater than 0 and less than 1e40"),
         ("parameters,flops,loss\n1e6,6e15,0\n", ":2: column loss: 0 must be greater than 0"),
-        ('parameters,flops,loss\n"1e6,6e15,3\n', "not CSV"),
+        ('parameters,flops,loss\n"1e6,6e15,3\n', ":2: not CSV: "),
     ],
 )
 def test_bad_files_are_refused_with_line_and_column(tmp_path: Path, text: str, message: str) -> None:

@@ -47,7 +47,7 @@ def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:
 
 
 def add_summary(run: DerivedRun, **values: Any) -> None:
-    write_summary(run.run, run.model_config, run.train_config, **values)
+    write_summary(run.directory, run.model_config, run.train_config, **values)
 
 
 def has_reported(shop: Workshop, pattern: str) -> bool:

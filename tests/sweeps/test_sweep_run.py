@@ -85,12 +85,12 @@ def make(shop: Workshop, **keys: Any) -> SweepRuns:
 @dataclass
 class Ended:
     """A sweep that has ended. `said` has the lines that it printed while training, `end` those at its end. `error` is
-    the text of its error, or "" if it had none. `reason` and `spent` are those of its SweepRunner."""
+    the text of its error, or "" if it had none. `stop_reason` and `spent` are those of its SweepRunner."""
 
     said: list[str]
     end: list[str]
     error: str
-    reason: str
+    stop_reason: str | None
     spent: float
 
 
@@ -102,10 +102,10 @@ def run(shop: Workshop, sweep: SweepRuns, *, groups: int = 1, max_dollars: float
         runner.run()
     with redirect_stdout(end):
         try:
-            runner.leave()
+            runner.report_end()
         except (RunError, RunStopped) as caught:
             error = str(caught)
-    return Ended(said.getvalue().splitlines(), end.getvalue().splitlines(), error, runner.reason, runner.spent)
+    return Ended(said.getvalue().splitlines(), end.getvalue().splitlines(), error, runner.stop_reason, runner.spent)
 
 
 def log_of(shop: Workshop, name: str) -> str:
@@ -187,7 +187,7 @@ def test_a_dataset_without_a_split_stops_only_its_own_run(shop: Workshop) -> Non
     sweep = make(shop, set={"eps": 5.0, "validation_interval": 5}, vary={"dataset": ["local/part", "local/letters"]})
     (shop.datasets / "local" / "part" / "validation.safetensors").unlink(missing_ok=True)
     ended = run(shop, sweep, groups=2)
-    assert not ended.reason
+    assert ended.stop_reason is None
     assert [len(log_of(shop, each.name)) > 0 for each in sweep.runs] == [True, True]
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
     ended = run(shop, sweep, max_dollars=171.0)
-    assert ended.reason == "--max-dollars 171.00: $70.00 are spent, and with s-seed3 the total would be $220.00"
+    assert ended.stop_reason == "--max-dollars 171.00: $70.00 are spent, and with s-seed3 the total would be $220.00"
     assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
@@ -219,7 +219,7 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
     ended = run(shop, sweep, groups=3, max_dollars=151.0)
     assert {*states(sweep).items()} > {("seed1", "finished"), ("seed2", "finished"), ("tokens2560", "never trained")}
     said = "$0.00 are spent, and with s-tokens2560 and the runs under way the total would be $296.67"
-    assert ended.reason == f"--max-dollars 151.00: {said}"
+    assert ended.stop_reason == f"--max-dollars 151.00: {said}"
 
 
 def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
@@ -238,11 +238,11 @@ def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop
     log = shop.runs / "s-seed2" / "sweep.log"
     log.write_text(f"\n{start}, 1 of 4 groups\n")
     ended = run(shop, sweep, groups=2, max_dollars=15.0)
-    assert ended.reason == "--max-dollars 15.00 are spent"
+    assert ended.stop_reason == "--max-dollars 15.00 are spent"
     (shop.runs / "s-seed2" / "metrics.jsonl").touch()
     os.utime(log, (0, 0))
     ended = run(shop, sweep, groups=2, max_dollars=24.0)
-    assert ended.reason == "--max-dollars 24.00 are spent", "it was trained anew without a sweep since"
+    assert ended.stop_reason == "--max-dollars 24.00 are spent", "it was trained anew without a sweep since"
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
@@ -253,7 +253,7 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep, max_dollars=25.0)
-    assert ended.reason == "--max-dollars 25.00 are spent"
+    assert ended.stop_reason == "--max-dollars 25.00 are spent"
     assert ended.said[0] == "s-seed1: its cost is not known yet; the run is stopped when the budget is spent"
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
     assert run(shop, sweep, max_dollars=25.0).said == [], "nothing is begun"
@@ -269,12 +269,12 @@ def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     shop.add_dataset()
     sweep = make(shop, set={"eps": 6.0}, vary={"random_seed": [1, 2]})
     event = TrainEvent(global_step=1, tokens_seen=64, seconds=0.3, loss=2.5, tokens_per_second=64.0)
-    MetricsFile(sweep.runs[0].run.metrics).append(event)
+    MetricsFile(sweep.runs[0].directory.metrics).append(event)
     spent = 3.0
     for groups, limit, names in ((1, 9.0, ["s-seed1"]), (2, 18.0, ["s-seed1", "s-seed2"])):
         began = time.monotonic()
         ended = run(shop, sweep, groups=groups, max_dollars=limit)
-        assert ended.reason == f"--max-dollars {limit:.2f} are spent"
+        assert ended.stop_reason == f"--max-dollars {limit:.2f} are spent"
         stopped = {line.split(" after")[0] for line in ended.said[-groups:]}  # in the order in which they ended
         assert stopped == {f"{name}: stopped" for name in names}
         assert limit <= ended.spent <= spent + 15 * (time.monotonic() - began), "not 20 dollars a second"
@@ -319,7 +319,7 @@ def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
     """Every command prints the same word for the state of a run, and the same dollars, which are those of its
     summary."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
-    folders = [each.run.path for each in sweep.runs]
+    folders = [each.directory.path for each in sweep.runs]
     add_summary(sweep.runs[0], dollars={"total": 0.0049}, seconds={"total": 176.0})
     event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
     for folder in folders[1:3]:
@@ -376,7 +376,7 @@ def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: py
     monkeypatch.setattr(sys, "stdout", None)
     runner = SweepRunner(sweep.runs, Planner(shop.datasets, shop.runs, processes=1), shop.path / "in_place.py")
     runner.run()
-    runner.leave()
+    runner.report_end()
     assert states(sweep) == {"seed1": "finished"}
 
 
@@ -384,7 +384,7 @@ def test_a_run_that_is_being_trained_is_waited_for(shop: Workshop) -> None:
     """A sweep waits for a run that another process trains. The percentage in its status is rounded down: 26.9 % of the
     tokens are shown as 26 %."""
     sweep = make(shop, vary={"random_seed": [1, 2]})
-    other = sweep.runs[0].run
+    other = sweep.runs[0].directory
     event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
     MetricsFile(other.metrics).append(event)
     lock = other.lock()
@@ -419,7 +419,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"min_train_tokens": 10**9}]
     sweep = make(shop, together=entries[:1])
-    folders = [run.run.path for run in load(shop, together=entries).runs]
+    folders = [run.directory.path for run in load(shop, together=entries).runs]
     assert "s-tokens1000000000 not made" in " ".join(sweep_command(shop, "status").stdout.split())
     done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
     assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
@@ -445,7 +445,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
 # A clock of the sweep that shows 100 s from a run's first report, so that the test need not wait for its budget.
 AFTER_THE_FIRST_REPORT = """
 from harness.sweeps import run
-run.Attempt.seconds = lambda attempt: 100.0 * attempt.run.run.metrics.is_file()
+run.Attempt.seconds = lambda attempt: 100.0 * attempt.run.directory.metrics.is_file()
 """
 
 
@@ -511,7 +511,7 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
 def test_damaged_runs_hide_no_others(shop: Workshop) -> None:
     made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
     add_summary(made.runs[0], final_validation_loss=2.5)
-    folders = [run.run.path for run in made.runs]
+    folders = [run.directory.path for run in made.runs]
     (folders[1] / "train.json").write_text('{"dataset": ')
     (folders[2] / "train.json").write_text((folders[2] / "train.json").read_text().replace("random_seed", "x"))
     (folders[3] / "summary.json").write_text('{"seconds": "many"}')

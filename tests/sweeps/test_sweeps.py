@@ -224,8 +224,8 @@ def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -
     done = command(shop, "sweep_runs.py", "make", str(sweep.path))
     assert done.stdout.splitlines()[:2] == [f"2 runs made in {shop.runs}", "  s-emb32-seed7"]
     for run in sweep.runs:
-        assert load_model_config(run.run.model_json) == run.model_config
-        assert load_train_config(run.run.train_json) == run.train_config
+        assert load_model_config(run.directory.model_json) == run.model_config
+        assert load_train_config(run.directory.train_json) == run.train_config
     derived = json.loads((shop.runs / "s-emb32-seed7" / "derived.json").read_text())
     assert derived == {
         "parent": "base",
@@ -429,5 +429,5 @@ def test_a_base_with_weights_of_its_own_is_a_replicate_of_its_derived_seeds(shop
     write_runs([derived])
     for run in (base, derived):
         add_summary(run, dataset={"name": "local/letters"}, torch="2.15.0")
-    arms = find_arms([RunRecord.read(run.run) for run in (base, derived)])
-    assert arms.runs == {"base": ("base", "new")}
+    arms = find_arms([RunRecord.read(run.directory) for run in (base, derived)])
+    assert arms.run_names == {"base": ("base", "new")}

@@ -43,7 +43,7 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
     The same Python gives byte-identical files. Raises UserError if the folder cannot be written, or if this Python has
     no readable source files.
     """
-    splits = split_documents(read_documents())
+    splits = split_documents(standard_library())
     try:
         with atomic_folder(folder) as draft:
             _write_dataset(draft, splits, vocab_size)
@@ -57,9 +57,10 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
 BUILTIN_DATASETS: dict[str, Callable[[Path], None]] = {"builtin/python-stdlib": build_python_stdlib}
 
 
-def read_documents() -> dict[str, str]:
-    """Return the texts of the standard library's source files by relative path, sorted by path. If files have the same
-    text, only the first one is returned.
+def standard_library() -> dict[str, str]:
+    """Return the texts of the standard library's source files by relative path, sorted by path. Of several files with
+    the same text, only the first is returned. Empty files, files that are not UTF-8 and files in SKIPPED_FOLDERS are
+    left out.
 
     Raises UserError if this Python has no readable source files.
     """
@@ -83,7 +84,8 @@ def read_documents() -> dict[str, str]:
 
 
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
-    """Return the documents of each split, about 90/5/5 by bytes. Every document is in exactly one split.
+    """Return the texts of each split from the texts by path. HELD_OUT_SHARES gives the splits' shares of the bytes,
+    which are met approximately. Every document is in exactly one split.
 
     Documents are sorted by the hash of their path, so that any slice of a split is a sample of the whole library.
     """
@@ -99,6 +101,7 @@ def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _write_dataset(folder: Path, documents: dict[str, list[str]], vocab_size: int) -> None:
+    """Write all files of the dataset to `folder`. `documents` has the texts of each split."""
     train_bpe(iter(documents["train"]), vocab_size, folder / "tokenizer.json")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     splits = []

@@ -29,7 +29,7 @@ from harness.data.preparation.encode import (
     encode_texts,
     encoder_processes,
 )
-from harness.data.preparation.new_tokenizer import bring_tokenizer, check_tokenizer, sample_texts
+from harness.data.preparation.new_tokenizer import check_tokenizer, sample_texts, write_tokenizer
 from harness.data.preparation.splits import (
     Split,
     SplitRules,
@@ -62,8 +62,8 @@ Show = Callable[[Encoded, StreamSize], None]
 
 
 def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]) -> tuple[list[Split], int]:
-    """Make the dataset folder `target`, or resume its interrupted preparation. Return the splits and the vocabulary
-    size.
+    """Make the dataset folder `target` from the files, folders, globs or Hub dataset that `inputs` names, or resume its
+    interrupted preparation. Return the splits and the vocabulary size.
 
     `options` are the options of prepare_datasets.py by name. Raises UserError if an option or the input is wrong.
     Raises RunError or KeyboardInterrupt if running the same command again can resume the work.
@@ -89,20 +89,21 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
 
 
 def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
+    """Tokenize text, and write the files of the splits and of the tokenizer to `work.dataset`."""
     separator = options["document_separator"] or ""
     for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"), ("\0", "\\")):
         separator = separator.replace(escape, character)  # most shells do not replace these escapes
     form = TextFormat(options["text_column"], separator or None, "replace" if options["replace_invalid"] else "strict")
     shares = options["validation_fraction"], options["test_fraction"]
     rules = SplitRules(*shares, options["split_order"], options["shuffle_seed"])
-    source = _find_source(inputs, options, work.path)
-    fingerprint = check_tokenizer(options["tokenizer"])
+    source = _find_source(inputs, options, work)
+    tokenizer_sha256 = check_tokenizer(options["tokenizer"])
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
-        deciding["replace_invalid"] = "any"
+        deciding["replace_invalid"] = "any"  # earlier versions wrote this value
     if options["split_order"] == "given":
         del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
-    begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
+    begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": tokenizer_sha256}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
 
@@ -112,41 +113,41 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             raise UserError(f"{source.name}: no documents with text to train a tokenizer on")
         train_bpe(iter(texts), options["train_tokenizer"], path)
 
-    place = bring_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if options["train_tokenizer"] else None)
+    place = write_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if options["train_tokenizer"] else None)
     size = sum(file.size for file in source.files)
     workers = options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
-    with encoder_processes(workers if journal.phase == "reading" else 1) as pool:
+    with encoder_processes(workers if journal.phase == "reading" else 1) as executor:
         try:
             tokenizer = load_tokenizer(place)
         except UserError as error:
             hint = "; or give --train-tokenizer 4096, which needs no network" if place == "gpt2" else ""
             raise UserError(f"{error}{hint}") from None
-        text, drawn = (TokenStream(work.path / f"{name}.tokens", tokenizer.dtype) for name in ("text", "pool"))
+        text, pool = (TokenStream(work.path / f"{name}.tokens", tokenizer.dtype) for name in ("text", "pool"))
         if journal.phase == "reading":
             pieces = source.read(form, journal.here.file, journal.here.documents)
             in_batches = batches(pieces, journal.here.file, journal.here.documents)
-            known = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
-            encoded = encode_batches(in_batches, lambda texts: pool.submit(encode_texts, known, texts), workers)
+            sent = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
+            encoded = encode_batches(in_batches, lambda texts: executor.submit(encode_texts, sent, texts), workers)
             with reading_progress(source.files) as show:
-                _tokenize(encoded, text, drawn, rules, work, show)
+                _tokenize(encoded, text, pool, rules, work, show)
     empty = journal.here.empty
     if not journal.here.total.documents:
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
     if separator and journal.here.total.documents <= len(source.files) - empty:
         print("--document-separator divides no file: each is one document", file=sys.stderr, flush=True)
-    _arrange(text, drawn, rules, tokenizer, work)
+    _arrange(text, pool, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     return journal.splits, tokenizer, made_from
 
 
-def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) -> TextSource:
+def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFolder) -> TextSource:
     """Return the local files that `inputs` names. If `inputs` is a single name that is no local path but can be a
-    dataset on the Hub, return the files of that dataset. Raises UserError if no files are found, or if an option for
-    Hub datasets is given with local files."""
+    dataset on the Hub, return the files of that dataset. With --delete-after, they will be downloaded to a folder in
+    `work`. Raises UserError if no files are found, or if an option for Hub datasets is given with local files."""
     if len(inputs) == 1 and not Path(inputs[0]).exists() and is_hub_name(inputs[0]):
         from harness.data.preparation.hub_source import find_on_hub
 
-        downloads = work / "downloads" if options["delete_after"] else None
+        downloads = work.path / "downloads" if options["delete_after"] else None
         return find_on_hub(inputs[0], options["include"], options["revision"], downloads)
     for option in ("include", "revision", "delete_after"):
         if options[option]:
@@ -160,8 +161,11 @@ def _tokenize(
 ) -> None:
     """Write the tokens of documents that may go into the validation or test split to `pool` (none if --split-order is
     `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each
-    batch. If UserError, RunError or KeyboardInterrupt ends this function, save the journal (the work folder's record of
-    what is done), so that the work can be resumed."""
+    batch.
+
+    The journal (the work folder's record of what is done) is saved after every COMMIT_TOKENS tokens, at the end, and if
+    UserError, RunError or KeyboardInterrupt ends this function. The work can be resumed from the last save.
+    """
     journal = work.journal
     text.open_at(journal.here.size)
     pool.open_at(journal.here.pool)
@@ -200,9 +204,10 @@ def _tokenize(
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
-    """Write the files of the splits, and store the list of splits in the journal (the work folder's record of what is
-    done). `pool` has the documents that may go into the validation or test split (none if --split-order is `given`),
-    and `text` has all others. Skips steps that are done according to the journal."""
+    """Shuffle the text if the rules say so, write the files of the splits, and store the list of splits in the journal
+    (the work folder's record of what is done). `pool` has the documents that may go into the validation or test split
+    (none if --split-order is `given`), and `text` has all others. Skips steps that are done according to the
+    journal."""
     journal = work.journal
     if journal.phase == "read":
         pool.size = journal.here.pool
@@ -229,14 +234,15 @@ def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer:
 
 
 def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
+    """Write the tokens of token shards to the files of the splits in `work.dataset`, and write the tokenizer's file."""
     given = options["tokenizer"]
     deciding = {key: options[key] for key in ("from_bin", "token_dtype", "tokenizer")}
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": check_tokenizer(given)}
     by_split = find_shards(inputs, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
-    if untold := [shard for shard in shards if not shard.is_told]:
-        names = printable(abbreviated([shard.path.name for shard in untold]))
-        what = f"{untold[0].dtype.name} tokens of {printable(given or 'GPT-2')}"
+    if headerless := [shard for shard in shards if not shard.has_header]:
+        names = printable(abbreviated([shard.path.name for shard in headerless]))
+        what = f"{headerless[0].dtype.name} tokens of {printable(given or 'GPT-2')}"
         print(
             f"{names}: no header, so read as {what}; --token-dtype and --tokenizer change that",
             file=sys.stderr,
@@ -244,16 +250,16 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
         )
     files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
     work.resume_or_begin(begun_with, files, restart=options["restart"])
-    tokenizer = load_tokenizer(bring_tokenizer(given or "gpt2", work.dataset))
+    tokenizer = load_tokenizer(write_tokenizer(given or "gpt2", work.dataset))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
     return splits, tokenizer, {"shards": [shard.path.name for shard in shards]}
 
 
 @contextmanager
 def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
-    """Yield a function that reports documents, tokens, tokens/s and the time left. Call it with each encoded batch and
-    the total size so far. On a terminal it draws a bar of the input bytes that have been read; elsewhere it prints a
-    line every SECONDS_BETWEEN_LINES."""
+    """Yield a function that reports documents, tokens, tokens/s and the time left. Call the function with each encoded
+    batch and the total size so far. If standard error is a terminal, the function draws there a bar of the input bytes
+    that have been read. Otherwise it prints a line every SECONDS_BETWEEN_LINES to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}

@@ -3,9 +3,9 @@ the results are returned in the order of the text.
 
 The batches, and so the tokens, depend only on the text, never on the number of workers.
 
-Threads could be used instead of processes, because tiktoken releases the GIL. But two threads reached only 0.6 of the
-speed of two processes (docs/LOG.md), because they wait for each other inside the library. For a small text, one thread
-encodes while the main thread reads, because a thread starts faster than a process.
+Threads could be used instead of processes, because tiktoken releases the GIL. But two threads reached at most 0.6 of
+the speed of two processes (docs/LOG.md), because they wait for each other inside the library. For a small text, one
+thread encodes while the main thread reads, because a thread starts faster than a process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class Batch:
 
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
-    """Gather `pieces` (documents or parts of documents) into batches of about BATCH_CHARACTERS characters, and yield
-    the batches. Documents without any text are counted and left out.
+    """Gather `pieces` (documents or parts of documents) into batches, and yield the batches. Documents without any text
+    are counted and left out.
+
+    A batch has about BATCH_CHARACTERS characters, and at most BATCH_PIECES pieces. A batch also ends at the end of a
+    file, unless it is small. The last batch may have no pieces.
 
     Reading may begin in the middle of the input: `file` is the number of the first piece's file, and `documents` is the
     number of documents before it in that file. A piece with no text and with `ends` False marks the end of a file; its
@@ -60,7 +63,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     is_open = False  # True if text of the current document has been gathered
     for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
-        if piece.file != file:  # a file begins: end the batch, to resume from here, unless it is small
+        if piece.file != file:  # a file begins; interrupted work can be resumed from the end of a batch
             file, documents, room = piece.file, 0, BATCH_CHARACTERS // 16
         position = piece.position
         documents += piece.ends
@@ -77,8 +80,9 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the text in pieces of at most LONGEST_PIECE characters. The text is cut between words if possible, because
-    such cuts do not change the tokens."""
+    """Yield the text again, in pieces of at most LONGEST_PIECE characters. A document is cut only if it is longer, and
+    between words if possible, because such cuts do not change the tokens. Pieces that mark the end of a file are
+    yielded unchanged."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file
@@ -98,10 +102,13 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
-    """Return the last place up to `end` where cutting the text does not change its tokens, or `end` if there is none
-    within CUT_SEARCH characters. Such a place is before a space that follows a visible character, or before a line
-    break that follows a letter or digit. No pattern that splits text into words (GPT-2's, cl100k's, o200k's) finds a
-    word that extends across such a place."""
+    """Return the last place after `start` and up to `end` where cutting the text does not change its tokens. Return
+    `end` if there is none among the last CUT_SEARCH characters.
+
+    Such a place is before a space that follows a visible character, or before a line break that follows a letter or
+    digit. No pattern that splits text into words (GPT-2's, cl100k's, o200k's) finds a word that extends across such a
+    place.
+    """
     for at in range(end, max(start, end - CUT_SEARCH), -1):
         before, after = text[at - 1], text[at]
         if (after == " " and not before.isspace()) or (after in "\r\n" and before.isalnum()):
@@ -126,12 +133,13 @@ class Encoded:
     ends: np.ndarray  # (pieces,) bool: the document ends with the piece
 
 
-def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> Iterator[Encoded]:
-    """Yield the encoded batches in order. Up to 2·`at_once` batches are submitted at a time: half of them are being
-    encoded by the processes or threads, and half are waiting.
+def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    """Yield the encoded batches in order. `workers` is the number of processes or threads that `encoder` uses. Up to
+    2·`workers` batches are submitted at a time, so that a worker that has encoded a batch finds another one waiting.
 
-    The result does not depend on `at_once`. If reading `batches` raises an error, the batches before the error are
-    yielded first. Raises RunError if encoding fails, or UserError if the tokenizer or the text is wrong.
+    The result does not depend on `workers`. If reading `batches` raises an error, the batches before the error are
+    yielded first, then the error is raised. Raises RunError if encoding fails, or UserError if the tokenizer or the
+    text is wrong.
     """
     waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
 
@@ -148,7 +156,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
         if batch is None:
             break
         waiting.append((batch, encoder([(piece.text, piece.ends) for piece in batch.pieces])))
-        if len(waiting) >= 2 * at_once:
+        if len(waiting) >= 2 * workers:
             yield finished()
     while waiting:
         yield finished()
@@ -158,10 +166,11 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
 
 def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]]) -> Arrays:
     """Encode the texts, and return the fields `tokens` and `sizes` of `Encoded`. Each entry of `texts` is a text and a
-    bool that is True if the text ends a document. If the tokenizer is given by its name or file, it is loaded once in
-    each process.
+    bool that is True if the text ends a document. If the tokenizer is given by its name or file (see `load_tokenizer`),
+    it is loaded once in each process.
 
-    Raises only UserError and RunError, which can be sent to another process.
+    Raises only UserError and RunError, which can be sent to another process: UserError if the tokenizer cannot be
+    loaded or a text is not valid Unicode, RunError for any other failure.
     """
     try:
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(tokenizer)
@@ -197,7 +206,7 @@ def encoder_processes(count: int) -> Iterator[Executor]:
     try:
         if count > 1:
             with _without_interrupts():
-                pool = ProcessPoolExecutor(count, context, _begin)
+                pool = ProcessPoolExecutor(count, context, _initialize_process)
                 for _ in range(count):
                     pool.submit(os.getpid)  # makes the pool start a process
         yield pool
@@ -216,7 +225,7 @@ def encoder_processes(count: int) -> Iterator[Executor]:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _initialize_process() -> None:
     """Initialize a new process: start a thread that ends the process when its parent ends. Without this thread, a
     process would wait forever after its parent is killed, because all processes of the pool keep the pool's pipes
     open."""
@@ -233,8 +242,8 @@ def _begin() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Delay all STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body
-    starts, block all of them except SIGTERM, which the process pool needs to end its processes.
+    """Delay STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body starts,
+    block all of them except SIGTERM, which the process pool needs to end its processes.
 
     A terminal sends its signals to all of its processes, but only this process should handle them. The started
     processes inherit the blocked signals. In this process, a handler records each signal, whichever thread receives it.
@@ -243,8 +252,8 @@ def _without_interrupts() -> Iterator[None]:
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}
-    heeded = [each for each in STOPPING_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in heeded}
+    not_ignored = [each for each in STOPPING_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in not_ignored}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         resource_tracker.ensure_running()  # if the pool started the tracker, SIGINT would be unblocked

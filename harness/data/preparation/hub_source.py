@@ -35,11 +35,11 @@ class HubText(TextSource):
     work: HubWork
     commit: str
     described: list[RepoSibling]  # the Hub's descriptions of `files`, in the same order
-    downloads: Path | None  # files are deleted after reading; None: use huggingface_hub's cache, which keeps them
+    downloads: Path | None  # folder from which files are deleted after reading; None: huggingface_hub's cache
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """Download the file, and yield its documents. Then delete the file, unless `downloads` is None: a file in
-        huggingface_hub's cache is kept."""
+        """Download the file, and yield its documents. Then delete the file from `downloads`. A file in
+        huggingface_hub's cache is kept. Raises the errors of `download` and `read_documents`."""
         path = download(self.work, self.described[file.number], self.commit, self.downloads)
         try:
             yield from read_documents(replace(file, path=path), form)
@@ -47,14 +47,16 @@ class HubText(TextSource):
             if self.downloads is not None:
                 path.unlink(missing_ok=True)
 
-    def sampled(self, most: int) -> list[TextFile]:
-        return self.files[:1]  # a larger sample would download more files in advance
+    def sampled(self) -> list[TextFile]:
+        """Return the first file. A larger sample would download more files in advance."""
+        return self.files[:1]
 
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
     """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
-    return its path. An existing file is used. If the file's hash differs from the Hub's, the file is downloaded once
-    more. Raises UserError if the file cannot be downloaded, or if its hash is still wrong."""
+    return its path. An existing file with the right hash is not downloaded again. If the hash of an existing or
+    downloaded file differs from the Hub's, the file is downloaded once more, and a line about it is printed. Raises
+    UserError if the file cannot be downloaded, or if its hash is still wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
     for is_last in (False, True):  # force the second download; else a damaged copy in the cache would be used
         get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=is_last, **place)
@@ -70,8 +72,9 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
 
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
-    """Return the text files of a dataset on the Hub. If `include` has patterns, return only files that match one.
-    Raises UserError if the dataset cannot be reached, or if there are no such files."""
+    """Return the text files of a dataset on the Hub, sorted by name, at the commit of `revision` (by default the newest
+    commit). If `include` has patterns, return only files that match one. `downloads` is described at `HubText`. Raises
+    UserError if the dataset cannot be reached, or if there are no such files."""
     folder = downloads or Path(constants.HF_HUB_CACHE)
     work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT")
     try:

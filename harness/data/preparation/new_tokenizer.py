@@ -16,12 +16,12 @@ from harness.data.preparation.text_input import Piece, TextFormat, TextSource
 from harness.data.tokenizers import TIKTOKEN_SUFFIX, encoding_file, load_tokenizer
 
 SAMPLE_CHARACTERS = 2**26
-SAMPLED_FILES = 16
 
 
 def check_tokenizer(name: str | None) -> str | None:
-    """Check `name`, the value of --tokenizer. If it is a tokenizer file, return the file's SHA-256. If it is an
-    encoding of tiktoken or None, return None. Raises UserError if it is anything else."""
+    """Check `name`, the value of --tokenizer. If `name` is the path of a tokenizer file, return the file's SHA-256. If
+    `name` is an encoding of tiktoken, or None, return None. Raises UserError if `name` is anything else, or if the
+    tokenizer file cannot be used."""
     if name is not None and Path(name).is_file():
         load_tokenizer(Path(name))
         return sha256(Path(name))
@@ -37,13 +37,13 @@ def check_tokenizer(name: str | None) -> str | None:
     return None
 
 
-def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | None = None) -> str | Path:
+def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | None = None) -> str | Path:
     """Write the tokenizer's file to `folder`, the dataset's folder, and return the file's path. For GPT-2's tokenizer,
-    write nothing and return "gpt2". If `train` is given, it is called with a path to which it writes a newly trained
-    tokenizer. Otherwise the tokenizer is `given`, the value of --tokenizer.
+    write nothing and return "gpt2".
 
-    An interrupted call leaves no partial file. An existing file is kept, because the same options made it. Raises
-    UserError if the text has too few different words to train on.
+    The tokenizer is `given`, the value of --tokenizer. But if `train` is given, `train` is called with a path to which
+    it writes a new tokenizer. An interrupted call leaves no partial file. An existing file is kept, because the same
+    options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded, and the errors of `train`.
     """
     if given == "gpt2" and not train:
         return "gpt2"
@@ -67,19 +67,27 @@ def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 
 
 def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> list[str]:
-    """Return the text to train a tokenizer on. For a small text, this is everything except the held-out splits. For a
-    large text, it is SAMPLE_CHARACTERS characters from the beginnings of a few files, which are spread evenly over all
-    files. Raises the errors of reading the files."""
-    files = source.sampled(SAMPLED_FILES)
-    is_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
-    most = SAMPLE_CHARACTERS if is_small else SAMPLE_CHARACTERS // len(files)
+    """Return the text to train a tokenizer on, in pieces.
+
+    Of a small text, return everything except the held-out splits. If documents are shuffled before the last ones are
+    held out, the held-out splits are not left out, because they are not known yet.
+
+    Of a large text, return about SAMPLE_CHARACTERS characters from the beginnings of the files that
+    `TextSource.sampled` chooses. Some of these documents may be held out later. Raises the errors of reading the files.
+
+    """
+    files = source.sampled()
+    are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
+    most = SAMPLE_CHARACTERS if are_small else SAMPLE_CHARACTERS // len(files)
     pieces: list[Piece] = []
     for file in files:
         of_file = (piece for batch in batches(source.read_file(file, form)) for piece in batch.pieces)
         pieces += _cut_to(of_file, most)
     characters = sum(len(piece.text) for piece in pieces)
     is_all = len(files) == len(source.files) and characters < most
-    if is_all and rules.order == "seeded":  # leave out held-out documents, unless a split would be empty
+    # Leave out the documents that `hold_out` will choose. If it will choose none, because a split would be empty, the
+    # text's end will be held out.
+    if is_all and rules.order == "seeded":
         ends = np.array([piece.ends for piece in pieces], bool)
         numbers = np.cumsum(ends) - ends
         lengths = np.bincount(numbers, [len(piece.text.encode()) for piece in pieces]).astype(np.int64)
@@ -89,13 +97,13 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
         if all(map(len, chosen.values())) and len(held_out) < len(lengths):
             numbered = zip(pieces, numbers.tolist(), strict=True)
             return [piece.text for piece, number in numbered if number not in held_out]
-    if rules.shuffle_seed is None and (is_all or rules.order == "given"):  # leave out the end, which is held out
+    if rules.shuffle_seed is None and (is_all or rules.order == "given"):  # leave out the text's end
         pieces = list(_cut_to(pieces, round(characters * (1 - rules.validation - rules.test))))
     return [piece.text for piece in pieces]
 
 
 def _cut_to(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
-    """Yield pieces until they have `characters` characters together. The last piece is shortened if necessary."""
+    """Yield the first `characters` characters of the pieces. The last piece is shortened if necessary."""
     for piece in pieces:
         yield piece._replace(text=piece.text[:characters])
         characters -= len(piece.text)

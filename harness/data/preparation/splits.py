@@ -43,7 +43,7 @@ SPLITS = ("train", "test", "validation")  # in the order of their documents in a
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
 DRAWING_KEY = 0
-POOL_DOCUMENTS = 2**14  # so many documents at a text's beginning are in the pool, so that small texts meet their shares
+POOL_DOCUMENTS = 2**14  # the text's first documents are all in the pool, so that small texts meet their shares
 POOL_SHARE = 4  # pool's share of the documents / held-out share; above 1, since a few documents may be most of a text
 
 
@@ -64,15 +64,16 @@ class SplitRules:
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
         """Return (count,) bool for the `count` documents from number `first` on: True if the document is in the pool of
-        documents that may be held out."""
+        documents that may be held out. If `order` is "given", the pool is empty."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")
 
     def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
-        """Return the documents to hold out in each split, as indices into `draws` and `lengths`. These have the
-        pseudorandom number and the length of each document of the pool (the documents that may be held out). `total` is
-        the length of the whole text. Lengths are in bytes.
+        """Return the documents to hold out in each split, as indices into `draws` and `lengths`.
+
+        `draws` and `lengths`, (documents,) each, have the pseudorandom number and the length of each document of the
+        pool (the documents that may be held out). `total` is the length of the whole text. Lengths are in bytes.
 
         From the smallest draw to the largest, each document goes into the first held-out split whose length it brings
         closer to the split's share, or else into none. Hence no document longer than twice the share of a split is held
@@ -113,9 +114,11 @@ class Split:
 
 def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: Path) -> list[Split]:
     """Choose documents for the held-out splits from `pool`, which has all documents that may be held out, and write
-    these splits' files. Append the pool's other documents to `stream`, which has the rest of the text and thereby
-    becomes the train split. Return the splits, train first. If a split would get no document, append all documents of
-    the pool to `stream`, write no files, and return an empty list.
+    these splits' files to `folder`. Append the pool's other documents to `stream`, which must be open and has the rest
+    of the text. `stream` thereby becomes the train split. Return the splits, train first.
+
+    If a split would get no document, append all documents of the pool to `stream` in the order of the text, write no
+    files, and return an empty list.
 
     The documents of a held-out split's file are in the order of their pseudorandom numbers (`draws`), so that any part
     of the split is a sample of the whole text.
@@ -135,7 +138,7 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
     for name in rules.held_out():
         tokens, split_length = documents[chosen[name]].sum(axis=0).tolist()
         with token_file(folder / f"{name}.safetensors", pool.dtype) as file:
-            copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, chosen[name], file, HEADER_BYTES)
+            copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, chosen[name], file)
         splits.append(Split(name, 0, tokens, len(chosen[name]), split_length))
         length -= split_length
     longest = max(int(block[:, 0].max(initial=0)) for block in (documents[left], *stream.documents()))
@@ -144,8 +147,8 @@ def hold_out(pool: TokenStream, stream: TokenStream, rules: SplitRules, folder: 
 
 
 def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) -> list[Split]:
-    """Return train, test and validation as ranges of the stream, in this order. The last documents are the validation
-    split, and the documents before them are the test split.
+    """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
+    last documents are the validation split, and the documents before them are the test split.
 
     If there are too few documents to give each split at least one (such as a single book), the splits are ranges of
     tokens. Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would
@@ -181,7 +184,7 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position after `start` that follows the end of a line or of a document, or `start` if there is
-    none within LINE_END_SEARCH tokens. The last line end is left out, because no text follows it."""
+    none within LINE_END_SEARCH tokens. The end of the stream is not returned, because no text follows it."""
     for at, token in enumerate(stream.read(start, LINE_END_SEARCH).tolist(), start + 1):
         if at < stream.size.tokens - 1 and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
             return at
@@ -200,8 +203,9 @@ def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: To
 
 
 def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None:
-    """Write each split of the stream to a file in `folder`. Existing files are kept, so that an interrupted call can be
-    repeated. The stream's own file becomes train.safetensors."""
+    """Write each split of the stream to a file in `folder`. `splits` begins with the train split, which is the
+    beginning of the stream. The stream's own file is cut to the train split and renamed to train.safetensors. Existing
+    files are kept, so that an interrupted call can be repeated."""
     train, *others = splits
     width = stream.dtype.itemsize
     for split in others:
@@ -221,7 +225,8 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
 def write_dataset_meta(
     folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, description: str, source: Mapping[str, object]
 ) -> None:
-    """Write `folder`/meta.json, which describes the splits. `source` says where the text came from.
+    """Write `folder`/meta.json, which describes the splits and the tokenizer. The splits' files and the tokenizer's
+    file are in `folder`, and are read for their hashes. `source` says where the text came from.
 
     Nothing in the file depends on when or where it was made, so the same text gives the same bytes.
     """

@@ -41,9 +41,14 @@ class StreamSize:
 
 
 class TokenStream:
-    """Token file and index file of a sequence of documents, for appending and reading."""
+    """Token file and index file of a sequence of documents, for appending and reading.
+
+    Appending requires `open_at`; its result can be read after `flush` or `close`. To read the files of an interrupted
+    process, set `size`.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
+        """Set the paths. No file is opened. `dtype` is the tokens' dtype."""
         self.path = path
         self.index_path = path.with_suffix(".documents")
         self.dtype = np.dtype(dtype)
@@ -51,8 +56,8 @@ class TokenStream:
         self._open = np.zeros(2, np.int64)  # tokens and bytes of a document whose end is not yet appended
 
     def open_at(self, size: StreamSize) -> None:
-        """Open the files for appending after `size`, and cut off everything beyond `size`. Raises RunError if a file is
-        shorter than `size`."""
+        """Open the files for appending after `size`, and cut off everything beyond `size`. Create the files if `size`
+        has no tokens. Raises RunError if a file is shorter than `size`."""
         self.size = size
         for path, length in (
             (self.path, HEADER_BYTES + size.tokens * self.dtype.itemsize),
@@ -83,12 +88,12 @@ class TokenStream:
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
         """Append documents of the stream `source`. `places` has their numbers in `source`, in the order in which they
         are appended. `sizes`, (documents, 2), has the tokens and bytes of all documents of `source`."""
-        copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens, HEADER_BYTES)
+        copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
 
     def flush(self) -> None:
-        """Flush both files to the disk with fsync."""
+        """Flush both files to the disk (fsync)."""
         for file in (self._tokens, self._index):
             file.flush()
             os.fsync(file.fileno())
@@ -103,7 +108,7 @@ class TokenStream:
             path.unlink(missing_ok=True)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens from position `start` on, or fewer at the end."""
+        """Return `count` tokens from position `start` on, or fewer or none at the end."""
         count = max(0, min(count, self.size.tokens - start))
         return np.fromfile(self.path, self.dtype, count, offset=HEADER_BYTES + start * self.dtype.itemsize)
 
@@ -116,8 +121,8 @@ class TokenStream:
 
 @contextmanager
 def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
-    """Yield a draft file to which the `with` body writes tokens. After the body, the header is filled in, and the draft
-    is renamed to `path`. If the body fails, `path` is unchanged."""
+    """Yield a draft file to which the `with` body writes tokens of `dtype`. After the body, the header is filled in,
+    and the draft is renamed to `path`. If the body fails, `path` is unchanged."""
     with atomic_file(path, path.with_suffix(".draft")) as draft:
         with draft.open("wb") as file:
             file.write(bytes(HEADER_BYTES))
@@ -127,8 +132,8 @@ def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
 
 
 def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
-    """Fill in the blank header of a file that holds `tokens` tokens, and cut off anything after these tokens. The file
-    is then a valid safetensors file."""
+    """Fill in the blank header of a file that holds at least `tokens` tokens, and cut off anything after these tokens.
+    The file is then a valid safetensors file, and on the disk (fsync)."""
     length = tokens * dtype.itemsize
     entry: dict[str, Any] = {"dtype": SAFETENSORS_DTYPES[dtype.name], "shape": [tokens], "data_offsets": [0, length]}
     text = json.dumps({"tokens": entry}, separators=(",", ":")).encode()
@@ -139,11 +144,11 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
     sync(path)
 
 
-def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO, start: int = 0) -> None:
-    """Append documents of the file `source` to `target`. `source` holds documents one after another from byte `start`
-    on; `lengths` are their lengths in bytes. `order` has the numbers of the documents to append, in the order of
-    appending."""
-    starts = start + np.cumsum(lengths) - lengths
+def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO) -> None:
+    """Append documents of the token file `source` to `target`. `lengths` are the lengths of all documents of `source`
+    in bytes. `order` has the numbers of the documents to append, in the order of appending. Raises RunError if `source`
+    is shorter than its documents."""
+    starts = HEADER_BYTES + np.cumsum(lengths) - lengths
     with source.open("rb", buffering=0) as file:
         for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks, since all as Python integers take half a GiB
             chosen = order[at : at + DOCUMENTS_PER_READ]
@@ -171,14 +176,14 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines.
 
     Each document gets a random 64-bit key. One pass distributes the documents over bucket files by the first bits of
-    their keys. Then each bucket is read in the order of the keys; documents with equal keys keep their order. Besides
-    `stream`, this needs disk space for two copies of it.
+    their keys. Then each bucket is read in the order of the keys, and deleted. Documents with equal keys keep their
+    order. Besides `stream`, this needs disk space for one copy of it and one more bucket.
     """
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted shuffle
     folder.mkdir()
-    length = max(stream.size.documents * INDEX_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
-    bits = max(0, min(MOST_BUCKETS, -(-length // BUCKET_BYTES)) - 1).bit_length()
+    file_bytes = max(stream.size.documents * INDEX_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
+    bits = max(0, min(MOST_BUCKETS, -(-file_bytes // BUCKET_BYTES)) - 1).bit_length()
     # Philox's raw numbers are the same in every version of numpy.
     keys = np.random.Philox(key=seed).random_raw(stream.size.documents)
     owners = keys >> np.uint64(64 - bits) if bits else np.zeros_like(keys)
@@ -189,9 +194,9 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     with stream.path.open("rb") as source:
         source.seek(HEADER_BYTES)
         for sizes in stream.documents():
-            bytes_of = (sizes[:, 0] * stream.dtype.itemsize).tolist()
+            lengths = (sizes[:, 0] * stream.dtype.itemsize).tolist()
             numbers = owners[first : first + len(sizes)].tolist()
-            for number, document, length in zip(numbers, sizes, bytes_of, strict=True):
+            for number, document, length in zip(numbers, sizes, lengths, strict=True):
                 copy(source, buckets[number]._tokens, length)
                 buckets[number]._index.write(document.tobytes())
             first += len(sizes)

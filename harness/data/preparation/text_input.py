@@ -27,6 +27,7 @@ from harness.common.messages import abbreviated, is_unicode, nearest, quoted
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
 SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most this many bytes together
+SAMPLED_FILES = 16  # otherwise on at most this many
 READ_BYTES = 2**20
 MOST_ROWS = 64  # largest number of rows to read from a parquet file at a time
 NOT_TEXT = (
@@ -37,14 +38,14 @@ NOT_TEXT = (
 
 @dataclass(frozen=True)
 class TextFile:
-    """Input file. `name` is for messages, and for files.json, the list of input files by which an interrupted
-    preparation is resumed. `path` is the file on the disk. For a file on the Hub, `path` is the file's name on
-    the Hub until it is downloaded."""
+    """Input file. `name` is for files.json, the list of input files by which an interrupted preparation is resumed.
+    `path` is the file on the disk. For a file on the Hub, `path` is the file's name on the Hub until it is
+    downloaded."""
 
-    number: int
+    number: int  # place in the list of all input files
     name: str
     path: Path
-    size: int
+    size: int  # bytes on the disk, before decompression
     version: str  # changes if the file's contents change
 
 
@@ -54,7 +55,7 @@ class Piece(NamedTuple):
     text: str
     ends: bool  # True if the document ends with this piece
     file: int  # number of the file
-    position: int  # bytes of the file that have been read at the piece's end
+    position: int  # bytes of the file on the disk that have been read at the piece's end, about
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class TextFormat:
 
 
 def text_suffix(name: str) -> str | None:
-    """Return the suffix of a file's name in lower case, without a following .gz or .zst. Return None if READERS has no
-    reader for the suffix."""
+    """Return the suffix of a file's name in lower case, or the suffix before .gz or .zst if the file is compressed.
+    Return None if READERS has no reader for the suffix."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -93,11 +94,11 @@ class TextSource:
     files: list[TextFile]
     origin: Mapping[str, object]  # where the text came from, for meta.json
 
-    def sampled(self, most: int) -> list[TextFile]:
+    def sampled(self) -> list[TextFile]:
         """Return the files to train a tokenizer on: all files if they have at most SMALL_BYTES together, otherwise at
-        most `most` files at equal distances in the list."""
+        most SAMPLED_FILES files at equal distances in the list."""
         is_small = sum(file.size for file in self.files) <= SMALL_BYTES
-        return self.files if is_small else self.files[:: -(-len(self.files) // most)]
+        return self.files if is_small else self.files[:: -(-len(self.files) // SAMPLED_FILES)]
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
         """Yield the documents of one file in pieces. Raises the errors of `read_documents`."""
@@ -122,10 +123,10 @@ def short_name(inputs: Sequence[str]) -> str:
 
 def find_text(patterns: Sequence[str]) -> TextSource:
     """Return the input files that `patterns` (folders, files and globs) name, sorted by name. If the only pattern is a
-    folder, the names are relative to it. Print the names of what is not read in the folders: other files, and links to
-    folders.
+    folder, the names are relative to it.
 
-    A folder is searched recursively for files whose names show that they are text (`is_surely_text`). Hidden files
+    A folder is searched recursively for files whose names show that they are text (`is_surely_text`). A line on
+    standard error names some of the folder's other files, links to folders and broken links. Hidden files and folders
     are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
     suffix is not that of a known format. Raises UserError if a pattern matches no file.
     """
@@ -136,11 +137,12 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         if folder.is_dir():
             paths = []
             for path in sorted(folder.rglob("*")):
-                relative, is_file = path.relative_to(folder), path.is_file()
-                is_hidden = any(part.startswith(".") for part in relative.parts)
-                if is_file and not is_hidden and is_surely_text(path.name):
+                relative = path.relative_to(folder)
+                if any(part.startswith(".") for part in relative.parts):
+                    continue
+                if path.is_file() and is_surely_text(path.name):
                     paths.append(path)
-                elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # rglob does not follow links
+                elif path.is_file() or path.is_symlink():  # rglob does not follow links to folders
                     others.append(relative.as_posix())
         else:
             paths = matching_files(pattern)
@@ -166,7 +168,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return the file named `pattern`, or the files that match it as a glob."""
+    """Return the file named `pattern`, or else the files that match `pattern` as a glob."""
     paths = [Path(pattern)] if Path(pattern).is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
     return [path for path in paths if path.is_file()]
 
@@ -175,9 +177,12 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the documents of a file in order, in pieces. Raises UserError if the text column is missing. Raises
-    RunError if the file is damaged or not UTF-8; the message has the position of the fault, or the number of documents
-    before it."""
+    """Yield the documents of a file in order, in pieces. The file's suffix gives its format; if the suffix is unknown,
+    the file is read as plain text.
+
+    Raises UserError if the text column is missing or does not hold text. Raises RunError if the file is damaged or not
+    UTF-8; the message has the position of the fault, or the number of documents before it.
+    """
     documents = 0
     try:
         for piece in READERS[text_suffix(file.path.name) or ".txt"](file, form):
@@ -240,7 +245,7 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 
 def _missing_column(where: str, column: str, names: list[str]) -> UserError:
-    """Return the error for a missing text column; it lists the existing columns."""
+    """Return the error for a missing text column of the file or line `where`. `names` are the existing columns."""
     hint = f"--text-column {nearest(column, names) or 'NAME'}"
     return UserError(f"{where}: no column {quoted(column)}; found: {abbreviated(names, 20) or 'none'}; give {hint}")
 
@@ -253,6 +258,10 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
+    """Return the document in line `number` of a file of JSON lines. A null is an empty document. Raises UserError if
+    the line has no such key. Raises RunError if the line is no JSON object, if the document is not text, or if the text
+    is not valid Unicode and `form.errors` is "strict".
+    """
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one
         # emoji, json would make a string of 4 bytes per character, and do so twice.
@@ -280,12 +289,12 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
     if not is_unicode(text) and form.errors == "strict":
         problem = "holds half of a surrogate pair, which is no text"
         raise RunError(f"{where}: {problem}; --replace-invalid reads it as U+FFFD")
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # replaces lone surrogates by U+FFFD
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator and at the end
-    of the file. Raises RunError with the position of invalid UTF-8."""
+    """Yield the text of a file in pieces, reading it block by block. A document ends at each separator, and at the end
+    of the file unless the file ends with a separator. Raises RunError with the position of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False
@@ -311,8 +320,8 @@ def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield the uncompressed byte stream of a file, and the file on the disk, whose position shows how much of it has
-    been read."""
+    """Yield the decompressed byte stream of a file, and the open file on the disk, whose position shows how much of the
+    file has been read."""
     with path.open("rb") as raw:
         if path.suffix.lower() == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw
@@ -324,6 +333,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, raw
 
 
+# Reader of files with each suffix. It yields the file's documents in order.
 READERS: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
     ".parquet": _read_parquet,
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json_lines),

@@ -30,27 +30,26 @@ SHARD_HEADER_BYTES = 1024
 SHARDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: (version, dtype of the tokens)
 BLOCK_TOKENS = 2**22
 SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+FEWEST_NUMBERS = 16  # fewer numbers do not show whether they are wider than uint16
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Position, number and dtype of the tokens in a file."""
+    """File of tokens: the position, number and dtype of its tokens."""
 
     path: Path
     dtype: np.dtype
     offset: int  # bytes before the first token
-    tokens: int
-    is_told: bool = True  # True if the file itself states the dtype
-
-
-FEWEST_NUMBERS = 16  # fewer numbers do not show whether they are wider than uint16
+    tokens: int  # number of tokens
+    has_header: bool = True  # False: the file does not state the dtype
 
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
     for files without a header; None means uint16.
 
-    Raises UserError if the file is damaged or not a file of tokens.
+    Raises UserError if the file is damaged or not a file of tokens, or if it has no header, `stated_dtype` is None, and
+    its tokens look like uint32.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -78,7 +77,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
             raise UserError(
                 f"{path}: read as uint16, every second token is 0: the tokens have 32 bits; give --token-dtype uint32"
             )
-        return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
+        return TokenShard(path, dtype, 0, size // dtype.itemsize, has_header=False)
     if len(head) < SHARD_HEADER_BYTES:
         raise UserError(f"{path}: damaged: it ends within its header")
     _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
@@ -97,7 +96,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
 
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
     """Return the token files for `patterns` (folders, files and globs), sorted by path, in a dict by split. Each
-    file's name contains its split. `stated_dtype` is the dtype of files without a header, as for `open_shard`.
+    file's name contains its split. In a folder, only .bin and .npy files are found, and not those in its subfolders.
+    `stated_dtype` is the dtype of files without a header, as for `open_shard`.
 
     Raises UserError if a pattern matches no file, if there is no shard for training, if a file is not a shard, or if a
     file's name contains no split. Raises UserError also if a name is not valid UTF-8, because meta.json could not list
@@ -128,8 +128,8 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
 
 
 def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer, folder: Path) -> Split:
-    """Write the tokens of all shards, one after another and unchanged, to the file of `split` in `folder`, and return
-    the split.
+    """Write the tokens of all shards, one after another, to the file of `split` in `folder`, in the tokenizer's dtype.
+    Return the split with its counts.
 
     Raises UserError if a token id is not in the tokenizer's vocabulary, if a shard's dtype is narrower than the
     tokenizer's, if there are no tokens, or if a file is shorter than it was when `open_shard` read its size.

@@ -28,7 +28,8 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise UserError if a new dataset folder cannot be made at `target`, or if the name of that dataset would not be
-    valid in train.json."""
+    valid in train.json. A folder with files is refused, except if `overwrite` is true and all files are parts of a
+    dataset."""
     # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: invalid name of a dataset (owner/name, the last two folders):")
@@ -49,7 +50,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def is_dataset_file(name: str) -> bool:
-    """Return True if this tool or the Hub writes a file called `name` into dataset folders."""
+    """Return True if datasets of this tool or of the Hub have files called `name`."""
     return name in DATASET_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
@@ -61,12 +62,12 @@ def _not_of_a_dataset(folder: Path) -> list[str]:
 @dataclass(frozen=True)
 class Mark:
     """Position in the input at the end of a document, and the sizes that the two output streams of tokens have at this
-    position. The stream `pool` has the documents that may be held out; the other stream has the other documents."""
+    position."""
 
     file: int = 0  # number of the file that is read next
     documents: int = 0  # documents of `file` that have been read, including those without text
     empty: int = 0  # documents without text so far, in all files
-    size: StreamSize = field(default_factory=StreamSize)
+    size: StreamSize = field(default_factory=StreamSize)  # of the stream with the documents that are not in the pool
     pool: StreamSize = field(default_factory=StreamSize)  # of the pool: documents that may be held out
 
     @property
@@ -76,19 +77,19 @@ class Mark:
 
 @dataclass
 class Journal:
-    """State of the work after its last completed step. When the work is resumed, everything that was written after that
-    step is cut off."""
+    """State of the work after its last completed step, as saved in journal.json. When the work is resumed, everything
+    that was written after that step is cut off."""
 
     options: dict[str, Any]  # the options with which the work was begun
-    phase: Phase = "reading"
+    phase: Phase = "reading"  # "reading" is under way; the other phases name the step that is done
     here: Mark = field(default_factory=Mark)
     file_start: Mark = field(default_factory=Mark)  # the last mark at the beginning of a file
-    splits: list[Split] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)  # empty until they are chosen
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Return the journal from the contents of its file. In files of earlier versions, marks lack the key "pool" (see
-    `Mark`). The stream of documents that may be held out then counts as empty."""
+    """Return the journal from the contents of its file. In files of earlier versions, marks lack the key "pool". The
+    pool then counts as empty."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()
@@ -112,6 +113,7 @@ class WorkFolder:
     """Hidden folder in which one process at a time makes a dataset. It is beside `target`, the dataset's final path."""
 
     def __init__(self, target: Path) -> None:
+        """Set the paths. No file is read or written."""
         self.target = target
         self.path = target.parent / f".{target.name}.partial"
         self.dataset = self.path / "dataset"
@@ -123,8 +125,9 @@ class WorkFolder:
         self._made: list[Path] = []  # parent folders that `open` created; the innermost first
 
     def open(self) -> None:
-        """Create the folder, or reuse the folder of an interrupted process, and lock it. Raises UserError if another
-        process works in the folder, or if it was not made by this tool."""
+        """Create the folder, or reuse the folder of an interrupted process, and lock it until this process ends. Undo
+        or complete a `put_in_place` that was interrupted. Raises UserError if the folder cannot be created, if another
+        process works in it, or if it was not made by this tool."""
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, and files behind it would be deleted; remove the link")
         try:
@@ -149,8 +152,8 @@ class WorkFolder:
             shutil.rmtree(self.replaced)
 
     def _clear(self) -> None:
-        """Delete the folder's contents except the lock. The journal is deleted first, because without a journal no
-        later process resumes from the rest."""
+        """Delete the folder's contents except the lock. The journal is deleted first, so that no later process resumes
+        from a part of the contents."""
         self.journal_path.unlink(missing_ok=True)
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -173,13 +176,16 @@ class WorkFolder:
 
     def resume_or_begin(self, options: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
         """Return the journal of the interrupted work in this folder, or a new journal if there is no such work or if
-        `restart` is true. Also set `self.journal`. `options` are the options that determine the dataset's bytes;
-        `files` are the names and versions of the input files.
+        `restart` is true. Also save the journal and set `self.journal`. `options` are the options that determine the
+        dataset's bytes; `files` are the [name, version] of each input file.
 
-        If the interrupted work has written no tokens, new work begins when options or files have changed. If it has
-        written tokens, other options raise UserError, and so does a change of a file that was already read to the end.
-        The option replace_invalid may be added, because all text that was read without it was valid UTF-8. If the file
-        that was being read has changed, it is read again from its beginning.
+        If the interrupted work has written no tokens, new work begins if options or files have changed. If it has
+        written tokens, other options raise UserError. The option replace_invalid may be added, because all text that
+        was read without it was valid UTF-8.
+
+        While the text is being read, a change of a file that was already read to the end raises UserError, too. If the
+        file that was being read has changed, it is read again from its beginning. Later, changes of files do not
+        matter.
         """
         if restart:
             self._clear()
@@ -220,7 +226,7 @@ class WorkFolder:
 
     def leave(self) -> None:
         """Delete the work folder if no tokens have been written, and then the empty parent folders that `open`
-        created."""
+        created. A folder that cannot be deleted stays."""
         journal = _read(self.journal_path, _journal)
         if journal is None or not journal.here.total.tokens:
             with suppress(OSError):
@@ -229,8 +235,8 @@ class WorkFolder:
                     folder.rmdir()  # only if it is empty
 
     def put_in_place(self) -> None:
-        """Rename the finished dataset to `target`, and delete the work folder. An older dataset at `target` is deleted
-        after the rename."""
+        """Rename the finished dataset to `target`, and delete the work folder. An older dataset at `target` is moved
+        away before the rename, and deleted after it."""
 
         def make_room() -> Path:
             if self.target.exists() and any(self.target.iterdir()):

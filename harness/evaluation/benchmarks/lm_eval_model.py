@@ -20,10 +20,10 @@ KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """Model that answers lm-eval's three kinds of request with the same results as lm-eval's own `hf` model for the
-    same weights and tokenizer.
+    """Model class for lm-eval. Its results equal those of lm-eval's own `hf` model with the same weights and tokenizer,
+    for all three kinds of request: log-likelihood, rolling log-likelihood and generation.
 
-    One difference is intended. If a text contains the name of a special token ("<|endoftext|>"), it is encoded as
+    One difference is intended. If a text contains the name of a special token ("<|endoftext|>"), the name is encoded as
     ordinary text, as everywhere in this program; Hugging Face's tokenizers encode it as the special token.
 
     Two cases work here that make `hf` fail. A continuation longer than the context length is scored in several windows.
@@ -34,14 +34,14 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
         super().__init__()
         self.scorer = scorer
-        self.text = tokenizer
+        self.text_tokenizer = tokenizer
 
     @property
     def eot_token_id(self) -> int:
-        return self.text.eot_token
+        return self.text_tokenizer.eot_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self.text.encode(string)
+        return self.text_tokenizer.encode(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -53,13 +53,14 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [(answer.total, answer.is_greedy) for answer in self.scorer.score(pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        pairs = [([self.prefix_token_id], self.text.encode(request.args[0])) for request in requests]
+        pairs = [([self.prefix_token_id], self.text_tokenizer.encode(request.args[0])) for request in requests]
         return [answer.total for answer in self.scorer.score(pairs)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the generated text for each request. Raises UserError for an unsupported sampling option."""
         jobs = [self._job(request) for request in requests]
-        # Requests with equal settings are next to each other. Among them, those with the longest prompts come first.
+        # Requests with equal settings are next to each other, because a batch has one setting. Among them, the longest
+        # prompts come first, so that a batch that does not fit in memory fails at once.
         order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at][1]), -len(jobs[at][0]), at))
         batches: list[list[int]] = []
         for _, group in groupby(order, key=lambda at: jobs[at][1]):
@@ -68,12 +69,14 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
         def work(batch: list[int]) -> list[str]:
             prompts, settings = [jobs[at][0] for at in batch], jobs[batch[0]][1]
-            # Row i of a batch draws with seed + i, so that each request has a seed of its own.
+            # Row i of a batch draws with the batch's seed + i, so that each request has a seed of its own.
             sampling = Sampling(settings.temperature, settings.top_k, SAMPLING_SEED + order.index(batch[0]))
             model, stops = self.scorer.model, settings.stops
             with self.scorer.precision.autocast():
-                added = continue_prompts(model, self.text, prompts, settings.most, sampling, stops)
-            return [postprocess_generated_text(self.text.decode(tokens), list(stops), None) for tokens in added]
+                added = continue_prompts(model, self.text_tokenizer, prompts, settings.most, sampling, stops)
+            return [
+                postprocess_generated_text(self.text_tokenizer.decode(tokens), list(stops), None) for tokens in added
+            ]
 
         found: dict[int, str] = {}
         for batch, texts in zip(batches, self.scorer.each_batch(work, batches), strict=True):
@@ -81,9 +84,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[at] for at in range(len(jobs))]
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
-        """Return the prompt's tokens and the settings for generating new tokens. The prompt is cut from the left to
-        leave room for the new tokens in the context, or to half of the context if they alone fill it. Raises UserError
-        for an unsupported sampling option."""
+        """Return the prompt's tokens and the settings for generating new tokens. The prompt is cut from the left, so
+        that the prompt and the new tokens fit the context. If the new tokens alone may fill the context, the prompt is
+        cut to half of it. Raises UserError for an unsupported sampling option."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
@@ -95,9 +98,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         stops = [stops] if isinstance(stops, str) else stops
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
         settings = Settings(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
-        limit = self.scorer.model.config.context_length
-        room = limit - settings.most if settings.most < limit else max(1, limit // 2)
-        return (self.text.encode(prompt) or [self.eot_token_id])[-room:], settings
+        length = self.scorer.model.config.context_length
+        room = length - settings.most if settings.most < length else max(1, length // 2)
+        return (self.text_tokenizer.encode(prompt) or [self.eot_token_id])[-room:], settings
 
 
 class Settings(NamedTuple):

@@ -29,7 +29,7 @@ from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
 REASON_CHARACTERS = 160
-# Class names of the errors that libraries raise if data is not available. They are compared by name, because
+# Class names of the errors that libraries raise if data is not available. Errors are compared by these names, because
 # several libraries have classes of their own with the same name.
 UNAVAILABLE = {
     *("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"),
@@ -39,15 +39,16 @@ UNAVAILABLE = {
 # lm-eval's default seeds, so that scores equal those of lm-eval itself. The second seed is for NumPy, torch and the
 # choice of solved examples.
 PYTHON_SEED, OTHER_SEED = 0, 1234
-# Number of bootstrap resamples for standard errors that have no formula. Their relative accuracy is then
-# 1 / sqrt(2 x 1000), or 2 percent.
+# Number of bootstrap resamples for standard errors that have no formula. The relative error of such a standard error is
+# then 1 / sqrt(2 x 1000), or 2 percent.
 BOOTSTRAP_ITERATIONS = 1000
+# Keys of lm-eval's results that --output writes
 KEPT = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """Benchmarks that are loaded and ready to run: lm-eval's Task and Group objects by their names."""
+    """Benchmarks that are ready to run: lm-eval's Task objects (with their data) and Group objects, by their names."""
 
     tasks: dict[str, Any]
     groups: dict[str, Any]
@@ -77,8 +78,8 @@ def check_installed() -> None:
 
 
 def prepare(specs: Sequence[str]) -> None:
-    """Check the names of tasks and import lm-eval. This takes seconds but needs no data, so that all ranks can do it at
-    the same time before the first task is loaded.
+    """Check the names of tasks (see `load`) and import lm-eval. This takes seconds, but downloads nothing, so all ranks
+    can do it at the same time before the tasks are loaded.
 
     Raises UserError for unknown names, or if lm-eval is not installed.
     """
@@ -89,16 +90,20 @@ def prepare(specs: Sequence[str]) -> None:
 
 
 def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
-    """Load tasks by names, wildcards or paths of task files, with the data they need.
+    """Load tasks by names, wildcards or paths of task files (.yaml), and download their data if it is not on this
+    machine.
 
-    `num_fewshot` is the number of solved examples before each question, and replaces the tasks' own number. As in
-    lm-eval, a task whose own number is explicitly 0 keeps it. A `!function` in a task file is run, because it is the
-    user's own code beside the file. Raises UserError, with a message of one line, for an unknown name, for a task that
-    would run other people's code, and for data that is not available.
+    `num_fewshot` is the number of solved examples before each question. It replaces the tasks' own numbers, except, as
+    in lm-eval, an explicit 0. If it is None, the tasks' own numbers are used. A `!function` in a task file is run,
+    because it is the user's own code beside the file.
+
+    The random states of this process are restored afterwards. Raises UserError for an unknown name, for a task that
+    would run other people's code or is about pictures or sound, for two different tasks of one name, and for data that
+    is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
-    with seeded_apart():
+    with lm_eval_seeds():
         for name in [name for spec in specs for name in _names_of(spec)]:
             is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # for a task file, lm-eval's index of tasks is not needed
             try:
@@ -126,8 +131,8 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 
 
 def known_names(pattern: str) -> list[str]:
-    """Return the names of lm-eval's tasks, groups and tags that match a pattern (`arc*`). Raises UserError if none
-    does."""
+    """Return the names of lm-eval's tasks, groups and tags that match a pattern (`arc*`). Raises UserError if no name
+    matches."""
     manager = task_manager(with_index=True)
     if found := manager.match_tasks([pattern]):
         return list(found)
@@ -137,19 +142,21 @@ def known_names(pattern: str) -> list[str]:
 
 
 def _names_of(spec: str) -> list[str]:
-    """Return the names that one item of --tasks stands for. A wildcard stands for several tasks."""
+    """Return the names that one item of --tasks stands for. A wildcard stands for the tasks that match it or, if there
+    are none, for the groups and tags that match it. Any other item stands for itself. Raises UserError if it is a task
+    file that does not exist, or if lm-eval has no such name."""
     if Path(spec).suffix in TASK_FILE_SUFFIXES:
         if not Path(spec).is_file():
             raise UserError(f"{spec}: no such task file")
         return [spec]
-    names = known_names(spec)
-    # Leave out groups and tags that a wildcard matches, because the list has their tasks already.
-    return names if names == [spec] else [name for name in names if name in task_manager(with_index=True).all_subtasks]
+    names, tasks = known_names(spec), task_manager(with_index=True).all_subtasks
+    return [name for name in names if name in tasks] or names
 
 
 @cache
 def task_manager(*, with_index: bool) -> Any:
-    """Return lm-eval's TaskManager. Its index of all tasks is made from thousands of files, which takes seconds."""
+    """Return lm-eval's TaskManager, and turn off the libraries' output (see `quieten`). With `with_index`, it knows the
+    names of lm-eval's own tasks; their index is made from thousands of files, which takes seconds."""
     # Keep the library `evaluate` from downloading metrics, which are programs, and running them. The library reads this
     # variable when it is imported.
     os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
@@ -160,8 +167,8 @@ def task_manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Turn off output that is of no use to the user: the libraries' logs, and progress bars for downloads of a few
-    kilobytes."""
+    """Turn off the logs of lm-eval, datasets and huggingface_hub, and the progress bars of datasets. Users have no use
+    for them: the downloads are a few kilobytes."""
     # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
     import huggingface_hub.utils.logging
@@ -173,7 +180,7 @@ def quieten() -> None:
 
 
 def _diagnosis(error: Exception) -> str:
-    """Return an explanation, for the user, of an error that lm-eval or another library raised."""
+    """Return the text for users about an error that lm-eval or another library raised while a task was loaded."""
     import huggingface_hub.constants as hub
 
     names, cause = set(), error
@@ -203,9 +210,11 @@ def _diagnosis(error: Exception) -> str:
 
 
 def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int | None = None) -> dict[str, Any]:
-    """Return lm-eval's results for the first `limit` documents of each task (None: all documents).
+    """Score the scorer's model on the first `limit` examples of each task (None: all examples), and return what
+    lm-eval's `evaluate` returns. Collective if the scorer's `each_batch` is.
 
-    Restores the global random states afterwards. Raises UserError if a task needs an unsupported sampling option.
+    The random states of this process are restored afterwards. Raises UserError if a task needs an unsupported sampling
+    option. Errors of lm-eval and of the tasks' own functions, of any class, are not caught.
     """
     from lm_eval.evaluator import evaluate
 
@@ -213,7 +222,7 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
 
     for task in benchmarks.tasks.values():
         task.set_fewshot_seed(seed=OTHER_SEED)
-    with quiet_lm_eval(), seeded_apart():
+    with quiet_lm_eval(), lm_eval_seeds():
         results: dict[str, Any] = evaluate(
             lm=ModelUnderTest(scorer, tokenizer),
             task_dict={"tasks": benchmarks.tasks, "groups": benchmarks.groups},
@@ -225,18 +234,19 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
 
 
 @contextmanager
-def seeded_apart() -> Iterator[None]:
-    """Seed the global random generators as lm-eval does, and restore their states on exit."""
-    python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def lm_eval_seeds() -> Iterator[None]:
+    """Seed the global random generators of Python, NumPy and torch's CPU as lm-eval does, and restore their states on
+    exit. lm-eval draws no random numbers on other devices."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(PYTHON_SEED)
     np.random.seed(OTHER_SEED)
-    torch.default_generator.manual_seed(OTHER_SEED)  # the CPU's only, since lm-eval draws nothing on other devices
+    torch.default_generator.manual_seed(OTHER_SEED)  # unlike torch.manual_seed, leaves other devices' seeds alone
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(own)
+        torch.set_rng_state(cpu)
 
 
 @contextmanager
@@ -259,16 +269,18 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """Return the bootstrap standard error of a statistic. Replaces lm-eval's `bootstrap_stderr`, and returns the same
-    number if `iters` is at most 1,000. For more resamples the numbers differ, because lm-eval draws those after the
-    first 1,000 with other seeds."""
+    """Return the standard error of a statistic of `values`, from `iters` bootstrap resamples.
+
+    Replaces lm-eval's function of this name, and returns the same number if `iters` is at most 1,000. For more
+    resamples the numbers differ, because lm-eval draws those after the first 1,000 with other seeds.
+    """
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
 
 def scores(results: dict[str, Any], name: str) -> list[Score]:
-    """Return the metrics of a task or group, in lm-eval's order. The list is empty for a group without scores of its
-    own."""
+    """Return all scores of the task or group `name` in lm-eval's results, in lm-eval's order. The list is empty for a
+    group without scores of its own."""
     row = results["results"].get(name, {})
     counts = row.get("sample_count", {})
     examples = row.get("sample_len") or sum(counts.values())
@@ -284,8 +296,9 @@ def scores(results: dict[str, Any], name: str) -> list[Score]:
 
 
 def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a table of 80 columns: task, metric, value and standard error, number of examples. Names are
-    indented by `depth`, which is one more for the tasks of a group than for the group.
+    """Yield the lines of a table of 80 columns: task, metric, value and standard error, number of examples. The tasks
+    of a group follow the group, and their names are indented. `depth` is the depth of indentation of `names`; at depth
+    0 the table has a heading.
 
     lm_eval.utils.make_table is not used, because with the installed pytablewriter (0.38) its tables have no headings
     and fewer digits.
@@ -316,8 +329,8 @@ def _eight_characters(value: float) -> str:
 
 
 def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write `about` (the model and the settings) and lm-eval's results as one JSON object. Raises RunError if the file
-    cannot be written."""
+    """Write lm-eval's version, `about` (the model and the settings) and the keys KEPT of lm-eval's results into `path`,
+    as one JSON object. Raises RunError if the file cannot be written."""
     from importlib.metadata import version
 
     whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}

@@ -1,7 +1,6 @@
-"""Fine-tuning of a model on instructions, and its answers to them. Training stops when the validation loss first rises,
-and the model gets back the weights from before the rise.
+"""Fine-tuning of a model on instructions, and its answers to other instructions.
 
-Shapes: B entries, T tokens of the longest entry.
+Shapes: B rows (one instruction each), T tokens of the longest row, C = emb_dim, N = targets that are learned.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Example:
 
 
 def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
-    """Encode prompt and answer separately, so that the answer begins at a token boundary. An answer that the model
-    generates after the prompt begins at the same boundary.
+    """Return the entry as tokens. Prompt and answer are encoded separately, so that the answer begins at a token
+    boundary, as an answer does that the model generates after the prompt.
 
     Keeps up to `context_length` + 1 tokens, since `context_length` inputs have as many targets, shifted by one.
     """
@@ -61,7 +60,8 @@ def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Exa
 
 
 class Batch(NamedTuple):
-    """Inputs and targets (B, T). Targets that are padding, or are not to be learned, are IGNORED."""
+    """Inputs and targets, (B, T) int64 each, on the CPU. Targets that are padding, or are not to be learned, are
+    IGNORED."""
 
     inputs: Tensor
     targets: Tensor
@@ -70,9 +70,9 @@ class Batch(NamedTuple):
 def batches(
     examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
 ) -> Iterator[Batch]:
-    """Yield all examples in batches of up to `size` rows. The examples are shuffled by `generator`, or in order if it
-    is None. Rows are padded on the right, with the token `padding`, to the longest row of the batch. Targets in the
-    padding are IGNORED, and so are targets in the prompts if `answers_only` is set.
+    """Yield all examples in batches of up to `size` rows, shuffled by `generator`, or in order if it is None. Rows are
+    padded on the right, with the token `padding`, to the longest row of the batch. Targets in the padding are IGNORED,
+    and so are targets in the prompts if `answers_only` is true.
 
     The end-of-text token after an answer is learned, even if the padding is the same token. A row without targets to
     learn has no effect, because `batch_loss` is a mean over tokens, not over rows. A batch in which no row has targets
@@ -85,13 +85,13 @@ def batches(
         width = max(len(example.tokens) for example in chosen) - 1
         inputs, targets = [], []
         for example in chosen:
-            row, room = example.tokens, width - (len(example.tokens) - 1)
+            row, padded = example.tokens, width - (len(example.tokens) - 1)
             learnt = list(row[1:])
             if answers_only:
                 hidden = min(example.answer_start - 1, len(learnt))  # the last token of the prompt predicts the answer
                 learnt[:hidden] = [IGNORED] * hidden
-            inputs.append([*row[:-1], *[padding] * room])
-            targets.append([*learnt, *[IGNORED] * room])
+            inputs.append([*row[:-1], *[padding] * padded])
+            targets.append([*learnt, *[IGNORED] * padded])
         batch = Batch(torch.tensor(inputs).view(-1, width), torch.tensor(targets).view(-1, width))
         if (batch.targets != IGNORED).any():
             yield batch
@@ -109,24 +109,25 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """Result of a fine-tuning: its losses by epoch (None: not finite), and the epoch whose weights the model has at the
-    end. Epoch 0 is the model before fine-tuning."""
+    """Result of a fine-tuning. Losses are means in nats per token, or None if not finite. Epoch 0 is the model before
+    fine-tuning."""
 
-    validation_losses: list[float | None]  # from epoch 0 on
-    train_losses: list[float | None] = field(default_factory=list)  # from epoch 1 on
-    kept_epoch: int = 0
+    validation_losses: list[float | None]  # after each epoch, from epoch 0 on
+    train_losses: list[float | None] = field(default_factory=list)  # during each epoch, from epoch 1 on
+    kept_epoch: int = 0  # the epoch whose weights the model has at the end
     rose: bool = False  # False if max_epochs was reached before the validation loss rose
 
 
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
-    """Train on the training part for up to `max_epochs` epochs. Training stops earlier if the loss on the validation
-    part rises, or is not a number, after an epoch. Afterwards the model has the weights from before that epoch, or
-    those of the last epoch if there was no rise. It is in evaluation mode.
+    """Train the model on the training part for up to `max_epochs` epochs. Training stops earlier, after an epoch in
+    which the loss on the validation part rose or became NaN. Then the model gets back the weights from before that
+    epoch. Afterwards the model is in evaluation mode.
 
-    All randomness comes from the settings' seed. Prints a line after each epoch, and the reason for stopping. Raises
-    UserError if a part has no example with an answer, or RunError if the model's loss is not finite before training.
+    All randomness comes from the settings' seed, which also becomes torch's global seed. Prints a line after each
+    epoch, and the reason for stopping. Raises UserError if the training or the validation part has no example whose
+    answer fits the context length, and RunError if the model's loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -185,7 +186,7 @@ def fine_tune(
 
 
 def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy over the targets in a batch, except IGNORED ones. At least one target must
+    """Return the mean cross-entropy (nats) over the targets in a batch, except IGNORED ones. At least one target must
     not be IGNORED."""
     device = next(model.parameters()).device
     learnt_BxT = batch.targets != IGNORED
@@ -195,8 +196,8 @@ def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
-    """Return the mean cross-entropy over the targets in all batches, except IGNORED ones. The mean does not depend on
-    how the examples are divided into batches."""
+    """Return the mean cross-entropy (nats) over the targets in all batches, except IGNORED ones, without dropout. The
+    mean does not depend on how the examples are divided into batches. There must be at least one batch."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():
         for batch in held_out:
@@ -208,9 +209,9 @@ def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) 
 
 def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
     """Return an answer of at most `longest` tokens to each entry, in the order of the entries. Each token is the
-    likeliest one, so that the answers are the same every time.
+    likeliest one, so that the answers are the same every time. Raises RunError if a logit is not finite.
 
-    If a prompt is longer than the context length, the model sees only its end.
+    If a prompt is longer than the context length, the model sees only the end of the prompt.
     """
     prompts = [tokenizer.encode(entry.prompt) for entry in entries]
     by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # so that batches have less padding

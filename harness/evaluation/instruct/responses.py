@@ -32,7 +32,8 @@ FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
 DOWNLOAD_TIMEOUT_SECONDS = 30.0
 MOST_DOWNLOADED_BYTES = 2**30
 NOTEBOOK_SUFFIX = "-ift-test-results"
-# Because of min_length, pydantic also refuses texts with half of a surrogate pair, which cannot be written to a file.
+# A text of any length. Because of min_length, pydantic also refuses texts with half of a surrogate pair, which cannot
+# be written to a file.
 Text = Annotated[str, Field(min_length=0)]
 
 
@@ -50,7 +51,8 @@ class Instruction(_Part):
     output: Text
 
     def request(self, input_heading: str = "### Input:") -> str:
-        """Return instruction and input in the prompt format of Stanford Alpaca (Taori et al. 2023)."""
+        """Return the instruction and, if it is not empty, the input below `input_heading`, in the prompt format of
+        Stanford Alpaca (Taori et al. 2023)."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
@@ -59,11 +61,12 @@ class Instruction(_Part):
 
     @property
     def prompt(self) -> str:
-        """Text that is given to the model. The model continues the text with its answer."""
+        """Text that the model continues with its answer."""
         return f"{self.request()}\n\n### Response:\n"
 
     @property
     def question(self) -> tuple[str, str, str]:
+        """Instruction, input and reference answer, by which two questions are compared."""
         return self.instruction, self.input, self.output
 
 
@@ -102,8 +105,8 @@ class InstructionSplits(NamedTuple):
 
 
 def local_instructions(file_or_url: str) -> Path:
-    """Return the path of a local instruction file unchanged. For an http(s) URL, return the path of the file's copy in
-    this user's cache, and download the file first if the cache does not have it.
+    """Return the path of an instruction file. A path is returned unchanged. For an http(s) URL, return the path of the
+    file's copy in this user's cache, and download the file first if the cache does not have it.
 
     Raises UserError if the download fails, or if the downloaded file is no instruction file (but a login page, for
     example). An incomplete or refused download is never left in the cache.
@@ -134,13 +137,14 @@ def local_instructions(file_or_url: str) -> Path:
 
 
 class Response(Instruction):
-    """Question of the dataset, its reference answer (`output`), and the model's answer (`response`)."""
+    """One question (`instruction` and `input`), its reference answer (`output`), and the model's answer
+    (`response`)."""
 
     response: Text
 
 
 class InstructionData(_Part):
-    """Name, hash and numbers of entries of the instruction file that the questions come from."""
+    """The instruction file that the questions come from: its name, its SHA-256, and its numbers of entries."""
 
     file: Text
     sha256: str
@@ -149,8 +153,8 @@ class InstructionData(_Part):
 
 
 class AnsweringModel(_Part):
-    """Checkpoint of a run, and the device and the version of torch with which it was fine-tuned and answered the
-    questions."""
+    """The checkpoint of a run that was fine-tuned and answered the questions, and the device and the version of torch
+    on which it did so."""
 
     checkpoint: Text  # the name of its folder
     sha256: str  # of its model.safetensors, before fine-tuning
@@ -169,13 +173,14 @@ class Responses(_Part):
 
     @property
     def questions_sha256(self) -> str:
-        """Hex digest of the questions and reference answers, in order. It is equal for models that can be compared."""
+        """SHA-256 (hexadecimal) of the questions and reference answers, in order. Models can be compared if it is
+        equal."""
         questions = [response.question for response in self.responses]
         return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
 
     @property
     def answers_sha256(self) -> str:
-        """Hex digest of everything that a judge sees: the questions, the reference answers and the model's answers."""
+        """SHA-256 (hexadecimal) of all that a judge sees: questions, reference answers and the model's answers."""
         answers = [(*response.question, response.response) for response in self.responses]
         return hashlib.sha256(json.dumps(answers).encode()).hexdigest()
 
@@ -207,8 +212,8 @@ def write_responses(path: Path, responses: Responses) -> None:
 
 
 def read_comparable(paths: Sequence[Path]) -> list[Responses]:
-    """Return the contents of responses files that answer the same questions. If several models have the same name, the
-    path of the responses file is appended to each of these names.
+    """Read the responses files of models that are to be compared. If several models have the same name, the path of the
+    responses file is appended to each of these names.
 
     Raises UserError if a file is given twice, if two files differ in their questions, or if two names are still equal.
     """

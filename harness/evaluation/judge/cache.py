@@ -1,4 +1,4 @@
-"""Cache file with every answer of a judge, one JSON line each, so that no answer is paid for twice."""
+"""Cache file for the answers of a judge, one JSON object per line, so that no answer is paid for twice."""
 
 from __future__ import annotations
 
@@ -19,25 +19,19 @@ LINE_START = b'{"key":'  # every line of a cache begins with this; a file with o
 
 
 class Record(BaseModel):
-    """One answer of the judge. `scores` maps the names of the answers in the prompt to their scores; an invalid answer
-    has a `reason` instead. `prompt` is the wording of the prompt ("book" or "notebook"), or None for this program's own
-    wording.
-
-    The numbers of tokens are None if the endpoint does not count them. `question` and `repeat`, from 1, and `time`, in
-    seconds since 1970, are only for people who read the file.
-    """
+    """One answer of the judge to a prompt, valid or not."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    key: str
-    question: RecordedCount
-    repeat: RecordedCount
-    scores: dict[str, Score] | None = None
-    prompt: str | None = None
-    reason: str | None = None
-    prompt_tokens: RecordedCount | None = None
+    key: str  # SHA-256 of all that the answer depends on
+    question: RecordedCount  # from 1; as `repeat` and `time`, only for people who read the file
+    repeat: RecordedCount  # from 1
+    scores: dict[str, Score] | None = None  # by the names of the models' answers in the prompt; None: not valid
+    prompt: str | None = None  # wording of the prompt: "book", "notebook", or None for this program's own
+    reason: str | None = None  # why the judge's answer is not valid
+    prompt_tokens: RecordedCount | None = None  # None, like the next, if the endpoint does not count tokens
     completion_tokens: RecordedCount | None = None
-    time: float = Field(allow_inf_nan=False)
+    time: float = Field(allow_inf_nan=False)  # seconds since 1970
 
 
 class JudgeCache:
@@ -48,8 +42,8 @@ class JudgeCache:
     """
 
     def __init__(self, path: Path) -> None:
-        """Create or read the file. Raises UserError if another process has locked it or if it is another kind of file,
-        and RunError if it cannot be read or created."""
+        """Create or read the file, and lock it. Raises UserError if another process has locked it or if it is no cache
+        file, and RunError if it cannot be read or created."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
@@ -69,7 +63,8 @@ class JudgeCache:
         self._on_fresh_line = content[-1:] in (b"", b"\n")
 
     def append(self, record: Record) -> None:
-        """Append a record and flush it to the disk. Raises RunError if it cannot be written."""
+        """Append a record and flush it to the disk, or do nothing if the file is closed. Any thread may call this.
+        Raises RunError if the record cannot be written."""
         line = record.model_dump_json(exclude_none=True).encode() + b"\n"
         with self._thread_lock:
             if self._file.closed:  # the judging has ended without waiting for this answer

@@ -65,30 +65,27 @@ LARGEST = 100
 
 
 class InvalidAnswerError(Exception):
-    """Error for a judge's reply without a valid score for each answer. The message says what is wrong with it."""
+    """Error for a judge's reply that has no valid score for each answer. The message says what is wrong with the
+    reply."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt about the answers to one question. `question` and `repeat` count from 0.
-
-    In the prompt, `names[i]` is the name of the answer by the model with index `order[i]`. `wording` is a key of ALONE
-    for a prompt about one answer alone, or None for a prompt about the answers of all models.
-    """
+    """Prompt about the answers of one or all models to one question."""
 
     text: str
-    names: tuple[str, ...]
-    order: tuple[int, ...]
-    question: int
-    repeat: int
-    wording: str | None = None
+    names: tuple[str, ...]  # of the answers in the prompt
+    order: tuple[int, ...]  # names[i] is the answer of the model with the index order[i]
+    question: int  # from 0
+    repeat: int  # from 0
+    wording: str | None = None  # a key of ALONE for a prompt about one answer; None: about the answers of all models
 
     def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
         """Return a dict from each model's index to its score. `scores` maps the answers' names to their scores."""
         return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
 
     def parse(self, text: str) -> dict[str, float]:
-        """Read a judge's reply, and return a dict from each answer's name to its score, which is from 0 to 100. Raises
+        """Return the scores in a judge's reply, as a dict from each answer's name to a number from 0 to 100. Raises
         InvalidAnswerError unless the reply has exactly one valid score for each name."""
         text = text.strip()
         if not text:
@@ -117,11 +114,12 @@ class Prompt:
 
 
 def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: int, seed: int) -> Prompt:
-    """Return a prompt about the answers of all models to one question. `answers` has the answers by the models' labels.
+    """Return a prompt about the answers of all models to one question. `answers` maps the models' labels to their
+    answers.
 
     In the prompt, the answers are called A, B, …, Z, AA, AB, … in a pseudo-random order; all orders are equally likely.
-    They are sorted by hashes of their texts, so that the prompt depends neither on the order of the models nor on their
-    labels. The same answers therefore give the same prompt, and are paid for once. Equal texts are sorted by label.
+    The answers are sorted by hashes of their texts (equal texts by label), so that the prompt depends neither on the
+    order of the models nor on their labels. The same answers therefore give the same prompt, and are paid for once.
     """
     labels = list(answers)
     texts = [answers[label].response for label in labels]
@@ -147,7 +145,8 @@ def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: i
 
 
 def alone_prompt(wording: str, answer: Response, model: int, *, question: int, repeat: int) -> Prompt:
-    """Return a prompt about the answer of the model with the index `model`, in the words of ALONE[wording]."""
+    """Return a prompt about one model's answer to one question, in the words of ALONE[wording]. `model` is the model's
+    index."""
     task, input_heading = ALONE[wording]
     text = task.format(asked=answer.request(input_heading), output=answer.output, response=answer.response)
     return Prompt(text, (ALONE_NAME,), (model,), question, repeat, wording)

@@ -32,32 +32,30 @@ TIE = 1e-9  # a difference of means up to this is a rounding error, and the mean
 
 @dataclass(frozen=True)
 class Pair:
-    """Comparison of two models, given by index. `win_rate` is the share of questions on which `first` has the higher
-    score; a tie counts as half a question. `difference` is the mean score of `first` minus that of `second`."""
+    """Comparison of two models, given by their indices."""
 
     first: int
     second: int
-    win_rate: float
-    difference: Estimate
+    win_rate: float  # share of questions on which `first` has the higher score; a tie counts as half a question
+    difference: Estimate  # mean score of `first` minus that of `second`
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of all models. `ranking` has the models' indices, best mean first. In each of the `pairs`, `first` is
-    the model with the better mean."""
+    """Comparison of all models."""
 
-    questions: int
-    means: tuple[Estimate, ...]
-    ranking: tuple[int, ...]
-    pairs: tuple[Pair, ...]
+    questions: int  # on which all models have scores
+    means: tuple[Estimate, ...]  # by the models' indices
+    ranking: tuple[int, ...]  # the models' indices, best mean first
+    pairs: tuple[Pair, ...]  # all pairs; `first` is the model with the better mean
 
 
 def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
-    """Compare M models by their scores on Q questions in R repeats. A missing score is NaN, and a repeat of a question
-    in which any model's score is missing is left out for all models.
+    """Compare M models by their scores on Q questions in R repeats. A missing score is NaN. A repeat of a question in
+    which any model's score is missing is left out for all models.
 
-    A question's score is the mean over its repeats, and questions without scores are left out. Returns None if no
-    question is left.
+    A model's score on a question is the mean over the question's repeats. Questions without repeats are left out.
+    Returns None if no question is left. `seed` is that of the bootstrap, from which the intervals come.
     """
     scores_QxM = question_means(scores_QxRxM)
     if not len(scores_QxM):
@@ -78,11 +76,11 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """Report of a judgement. `prices` are dollars per million prompt tokens, and per million answer tokens."""
+    """Report of a judgement."""
 
     judgement: Judgement
     settings: JudgeSettings
-    prices: tuple[float, float] | None = None
+    prices: tuple[float, float] | None = None  # dollars for a million tokens of prompts, and of answers
 
     @cached_property
     def comparison(self) -> Comparison | None:
@@ -90,7 +88,7 @@ class JudgeReport:
         return compare(self.judgement.scores, self.settings.seed)
 
     def lines(self) -> Iterator[str]:
-        """Yield the report's lines for a terminal."""
+        """Yield the report's lines for a terminal, of at most 80 columns."""
         if self.comparison is not None:
             yield from self._tables(self.comparison)
             if not self.settings.judges_together:
@@ -210,12 +208,12 @@ def judge_and_report(
     prices: tuple[float, float] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run.
-    This is the run whose folder contains the model's responses file. `paths` are the responses files of `models`, in
-    the same order.
+    """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run (see
+    `keep_scores`). `paths` are the responses files of `models`, in the same order. `cache` is the file for the judge's
+    answers.
 
-    Raises UserError and RunError as `judge` does, and RunError if at least one prompt has no valid answer
-    of the judge.
+    Raises UserError and RunError as `judge` does. Also raises RunError, after the report, if the judge gave no valid
+    answer to at least one prompt.
     """
     report = JudgeReport(judge(models, settings, cache), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
@@ -228,14 +226,14 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
     """Write each model's scores to the run whose folder contains its responses file. `paths` are the responses files of
     `models`, in the same order as in the judgement.
 
-    A model's scores are not written if its file is in no run's folder, or if it has no valid score. They are not
-    written either, and a line on standard error says so, if the file does not say which weights gave the answers, or if
-    these weights are no longer a checkpoint of the run. If writing fails, there is only a warning.
+    A model without a valid score, or whose file is in no run's folder, is skipped. If the file does not name the
+    weights that gave the answers, or if these weights are no longer a checkpoint of the run, a line on standard error
+    says that the scores are not written. If writing fails, a warning is printed.
     """
     settings = report.settings
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)
-        # Compare this model alone, so that no question is left out because another model's score is missing.
+        # Compute this model's mean alone, so that no question is left out because another model's score is missing.
         alone = compare(report.judgement.scores[:, :, [number]], settings.seed)
         if alone is None or not run.model_json.is_file():  # no valid score, or the file is in no run's folder
             continue

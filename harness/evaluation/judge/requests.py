@@ -44,26 +44,22 @@ HOPELESS_QUESTIONS = 8  # stop if the first 8 questions have no valid answer, si
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Settings for judging answers.
-
-    `timeout` is in seconds, for a single try of a request. `attempts` is both the number of times to ask for a valid
-    answer, and the number of tries for a request. `seed` decides the order in which the judge sees the models' answers,
-    and the bootstrap resamples. `prompt` is TOGETHER or a key of prompts.ALONE.
-    """
+    """Settings for judging answers."""
 
     model: str = NOTEBOOK_JUDGE
     base_url: str = OPENAI_URL
-    timeout: float = 120.0
-    repeats: int = 1
-    attempts: int = 5
-    parallel: int = 8
-    seed: int = 0
-    prompt: str = TOGETHER
+    timeout: float = 120.0  # seconds, for a single try of a request
+    repeats: int = 1  # times that each answer is judged
+    attempts: int = 5  # times that a prompt is sent until the answer is valid, and also tries of each request
+    parallel: int = 8  # requests at a time
+    seed: int = 0  # of the order in which the judge sees the models' answers, and of the bootstrap resamples
+    prompt: str = TOGETHER  # or a key of prompts.ALONE
 
     @classmethod
     def choose(cls, model: str, base_url: str | None, **others: Any) -> JudgeSettings:
-        """Return settings with the endpoint at `base_url`, which defaults to the environment's OPENAI_BASE_URL and then
-        to OpenAI's address. Raises UserError if it is not an address, or if `model` is not a name."""
+        """Return settings for the judge `model` at `base_url`. If that is None, the address is that of the environment
+        variable OPENAI_BASE_URL or, if it is not set, OpenAI's. Raises UserError if the address or the name is not
+        valid."""
         if not model or not is_unicode(model):
             raise UserError(f"the judge: {quoted(model)} is not the name of a model")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
@@ -119,16 +115,17 @@ class JudgeClient:
             raise UserError(f"no connection can be set up ({reason}); {remedy}") from None
 
     def without_key(self, text: str) -> str:
-        """Return a text from outside, such as a server's error message, as one line of at most 300 characters without
-        the API key. The line is safe for messages and files."""
+        """Return a server's or library's text as one line of at most 300 printable characters, with "***" in place of
+        the API key."""
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
     def ask(self, key: str, prompt: Prompt) -> Record:
-        """Send a prompt, and return the record of the judge's answer, valid or not. If a request fails before a reply
-        begins, it is retried, with at most `attempts` tries in all. After an invalid answer, nothing is sent again.
+        """Send a prompt, and return the record of the judge's answer, valid or not. `key` is the key of the record. A
+        request that fails before a reply begins is retried, with at most `attempts` tries in all. After an invalid
+        answer, the prompt is not sent again.
 
-        Raises UnavailableError if the judge does not answer, or UserError if other prompts would fail in the same way.
+        Raises UnavailableError if the judge does not answer, and UserError if other prompts would fail in the same way.
         """
         scores = reason = None
         counts: dict[str, int] = {}
@@ -211,12 +208,12 @@ class JudgeClient:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Cost of answers in tokens, including invalid answers. `uncounted` is the number of answers without a count."""
+    """Numbers of tokens that a judge's answers cost, including invalid answers."""
 
     answers: int = 0
-    prompt: int = 0
-    completion: int = 0
-    uncounted: int = 0
+    prompt: int = 0  # tokens of prompts
+    completion: int = 0  # tokens of answers
+    uncounted: int = 0  # answers whose tokens the endpoint did not count
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Tokens:
@@ -227,12 +224,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Question and repeat (both numbered from 1) for which the judge gave no valid answer. `reason` says what was wrong
-    with the judge's last answer."""
+    """Prompt to which the judge gave no valid answer."""
 
-    question: int
-    repeat: int
-    reason: str
+    question: int  # from 1
+    repeat: int  # from 1
+    reason: str  # what was wrong with the judge's last answer
 
 
 @dataclass(frozen=True)
@@ -248,11 +244,11 @@ class Judgement:
 
 
 def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path) -> Judgement:
-    """Ask the judge for all scores that are not in the cache, and return all scores. The models must have different
-    labels and the same questions.
+    """Ask the judge for all scores that are not in the cache file, and return all scores. The models must have
+    different labels and the same questions.
 
-    Raises UserError if the judge cannot be asked with these settings, or RunError if it does not answer. Answers that
-    it gave before the error are in the cache.
+    Raises UserError if the judge cannot be asked with these settings, or if another process uses the cache file. Raises
+    RunError if the judge does not answer, or gives no valid answers. Its answers before the error are in the cache.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
@@ -284,8 +280,8 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
 
 
 def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[tuple[str, Prompt]]:
-    """Yield the prompts, each as (key of its answer in the cache, prompt). For each question and repeat, there is one
-    prompt about the answers of all models, or one prompt about each answer."""
+    """Yield all prompts, each as (key of its answer in the cache, prompt). Each question and repeat has one prompt
+    about the answers of all models, or one prompt about each answer."""
     for question in range(len(models[0].responses)):
         answers = {model.model: model.responses[question] for model in models}
         for repeat in range(settings.repeats):
@@ -302,12 +298,12 @@ def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[t
 
 
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
-    """Send all prompts, in parallel threads. `prompts` maps the key of an answer in the cache to its prompt. Each
-    prompt is sent until there is a valid answer, at most `attempts` times. All answers are added to the cache, which
-    already has `kept` valid answers to other prompts.
+    """Send all prompts, in parallel threads, and add all answers to the cache. Each prompt is sent until there is a
+    valid answer, at most `attempts` times. `prompts` maps the key of an answer in the cache to its prompt. `kept` is
+    the number of valid answers to the judging's other prompts, which are in the cache already.
 
     Returns a dict from the key of each prompt without a valid answer to a text that says what was wrong with the last
-    answer. Raises UserError if the judge cannot be asked with these settings, or RunError if it does not answer or
+    answer. Raises UserError if the judge cannot be asked with these settings, and RunError if it does not answer or
     gives no valid answers.
     """
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
@@ -353,8 +349,8 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         if not isinstance(error, UnavailableError):
             raise
         advice = "judging again asks again"
-        if kept := valid():
-            advice = f"{kept:,} answer{'s are' if kept > 1 else ' is'} kept in {cache.path}; judge again to continue"
+        if count := valid():
+            advice = f"{count:,} answer{'s are' if count > 1 else ' is'} kept in {cache.path}; judge again to continue"
         raise RunError(f"{settings.name}: does not answer: {error}; {advice}") from None
     finally:
         stop.set()
