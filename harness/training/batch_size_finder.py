@@ -5,7 +5,7 @@ error. The steps are real ones, of the run's model on the run's data. On a GPU t
 run in a child process, because a library whose allocation fails may end its process without raising an error.
 
 The size grows until a microbatch does not fit. Then the search bisects. Guesses from a line through the memory peaks
-measured so far make it shorter.
+measured so far shorten the search.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ class MicrobatchSearcher:
         self.tokens = dataset.split("train")
         self.compiles = should_compile(config.compile, world.device)
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
-        self.peaks: dict[
-            int, int
-        ] = {}  # this rank's peak bytes by size, for sizes that fit, in the order of the search
+        self.peaks: dict[int, int] = {}  # this rank's peak bytes by size that fits, in the order of the search
         self.failed: list[int] = []  # sizes that do not fit
         self.remark = ""  # for the user; set if SEARCH_SECONDS ended the search
         self._began = time.monotonic()
@@ -193,7 +191,7 @@ class MicrobatchSearcher:
 
     def _try(self, microbatch_size: int) -> int | None:
         """Run optimizer steps with this microbatch. Return the peak bytes of this rank's memory (see
-        `peak_under_limit`), or None if this rank ran out of memory.
+        `peak_of_limited_memory`), or None if this rank ran out of memory.
 
         Raises UserError if the steps fail because the model cannot be compiled or is not deterministic on this device.
         """
@@ -375,12 +373,12 @@ def largest_that_fits(
     while high - low > max(1, low // fineness):
         if high <= ceiling:
             attempt, end = (low + high) // 2, high
-        else:
+        else:  # all sizes tried so far fit
             attempt = min(growth * low or 1, ceiling)
             end = attempt + 1
-        # A guess is moved to at least `margin` from `low` and `end`. If the same result is guessed again, the size that
-        # is tried is therefore on the other side of it, and the two enclose it. From the third guess on the margin
-        # grows, so that wrong guesses soon reduce the range faster than they cost time.
+        # A guess must be between `low` and `end`, or at most `margin` outside. It is moved to at least `margin` from
+        # both. So if the same size is guessed twice, the two sizes that are tried enclose the result, if the guess was
+        # right. The margin grows from the third guess on, so that wrong guesses cost few tries.
         margin = max(GUESS_GROWTH ** max(0, guesses - 1), int(low / fineness))
         guessed = guess()
         if guessed is not None and low - margin <= guessed <= end + margin and end - low >= 2 * margin:

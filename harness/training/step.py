@@ -50,11 +50,8 @@ class StepResult:
 
     losses_A: Tensor  # fp64: mean cross-entropy of each of this rank's A microbatches
     gradient_norm: Tensor  # fp32 scalar: global norm of the gradients before clipping, equal on all ranks
-    skipped: (
-        Tensor  # fp32 scalar, equal on all ranks: 1 if the gradients were not finite and nothing was updated, else 0
-    )
-    # This rank's number of tokens by block and expert, of all its microbatches together; None without experts
-    expert_tokens: Tensor | None = None
+    skipped: Tensor  # fp32 scalar, equal on all ranks: 1 if the norm is not finite, so that nothing was updated; else 0
+    expert_tokens: Tensor | None = None  # with experts only: this rank's number of tokens by block and expert
 
 
 class OptimizerStep:
