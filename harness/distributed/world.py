@@ -49,7 +49,7 @@ class World:
         ranks. Raises UserError if there is no device for this process, or if the variables contradict one another, and
         RunError or PeerError if another rank does not join.
         """
-        here = read_ranking()
+        here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
         if device.type == "cpu":
             give_back_under_a_limit()
@@ -57,7 +57,6 @@ class World:
             torch.set_num_threads(max(1, usable_cores() // here.local_world_size))
         if here.world_size == 1:
             return cls(*here, device)
-        timeout = collective_timeout_seconds()
         control, heartbeats = rendezvous.join(here, device, timeout)
         watchdog = Watchdog(here.rank, timeout, is_stopping, device_progress(device))
         world = cls(*here, device, watchdog, control)

@@ -114,8 +114,10 @@ def prepare(
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
-    world.on_rank0(lambda: say_plan(experiment, plan, options))
     assert plan.position is not None, "the dataset is here"
+    if not plan.position.is_finished:
+        world.on_rank0(run.check_outputs)
+    world.on_rank0(lambda: say_plan(experiment, plan, options))
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
