@@ -88,7 +88,7 @@ class RunSummary(ProgramAndSettings, Outcome):
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read a summary.json. Raises UserError naming the key that is wrong, also if it is a key of the recorded `train` or
+    """Read a summary.json. Raises UserError naming the key that is wrong, also for keys of the recorded `train` and
     `model` (`check_recorded`)."""
     summary = parse_config(RunSummary, read_json_object(path), path)
     check_recorded(TrainConfig, summary.train, path, "train")
