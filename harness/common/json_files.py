@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -58,10 +59,31 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     except ValidationError as error:
         # A misspelled key comes before the keys that are missing, perhaps because of it.
         found = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
+    raise _refusal(found, kind, path)
+
+
+def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
+    """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that the value's key
+    in `kind` cannot have. Other versions may have written `raw`: missing and unknown keys, null, unknown words in place
+    of a choice, and values that contradict each other are accepted."""
+    known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
+    try:
+        kind.model_validate(known)
+    except ValidationError as error:
+        faults = error.errors()
+        choices = {fault["loc"][0] for fault in faults if fault["type"] == "literal_error"}
+        accepted = ("missing", "extra_forbidden", "value_error")  # value_error: of our own validators
+        wrong = [fault for fault in faults if fault["type"] not in accepted and fault["loc"][0] not in choices]
+        if wrong:
+            raise _refusal([{**fault, "loc": (place, *fault["loc"])} for fault in wrong], kind, path) from None
+
+
+def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserError:
+    """Return the error that lists pydantic's faults `found` of the file `path`."""
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
-    raise UserError(f"{path}: " + "; ".join(faults))
+    return UserError(f"{path}: " + "; ".join(faults))
 
 
 def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
