@@ -294,12 +294,12 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError, and an operation
-    that `deterministic` does not allow becomes UserError; both say what to do. If the connection to another rank is
-    lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
+    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
+    `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
+    to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
     from harness.common.memory import is_out_of_memory
     from harness.distributed.rendezvous import leaving_with_peers
-    from harness.model.kernels import explain_nondeterminism
+    from harness.model.kernels import explain_failed_attention, explain_nondeterminism
 
     try:
         with leaving_with_peers():
@@ -309,8 +309,8 @@ def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError) as error:
-        if nondeterminism := explain_nondeterminism(error):
-            raise UserError(nondeterminism) from None
+        if explained := explain_nondeterminism(error) or explain_failed_attention(error):
+            raise UserError(explained) from None
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
