@@ -55,6 +55,7 @@ class Trainer:
         from harness.data.loader import TokenLoader
         from harness.model.weights import check_memory
         from harness.planning.rates import build_schedule
+        from harness.training.compile_cache import CompileCache
         from harness.training.evaluations import Evaluations
         from harness.training.loss_meter import LossMeter
         from harness.training.reporter import Reporter
@@ -67,6 +68,8 @@ class Trainer:
         torch.manual_seed(experiment.config.random_seed)  # every rank draws the same weights
         partition = StatePartition.for_world(world)
         self.optimizer_step = build_training_step(experiment, prepared.step_config, world, partition=partition)
+        self.compile_cache = CompileCache.of(experiment, prepared.step_config, world)
+        self.compile_cache.load()  # before the warm-up compiles the model
         self.meter = LossMeter(world.device, experiment.model)
         self.reporter = Reporter(prepared, world)
         self.state = prepared.state(world)
@@ -86,6 +89,7 @@ class Trainer:
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
+        self.compile_cache.save()
         state, position = self.state, self.prepared.position
         try:
             if evaluation := self.prepared.interrupted_evaluation:
@@ -139,6 +143,8 @@ class Trainer:
                 self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills ranks 30 s after a signal
         elif "weights_check" in due:
             self.checkpointer.check_weights(state)
+        if due:  # an evaluation may have compiled more
+            self.compile_cache.save()
 
     def report(self, step: int) -> None:
         """Wait for the device, then report the losses since the last report. Collective. Raises RunError on every rank
