@@ -36,8 +36,8 @@ from harness.runs.train_config import TrainConfig
 # The secret, for users whose machines do not share a home directory. By default it is a file, made at first use.
 SECRET_VARIABLE = "DDP_PRETRAIN_CACHE_SECRET"
 SECRET_FILE = "compile-cache-secret"
-SECRET_BYTES = 32
-SIGNATURE_BYTES = 32
+SECRET_BYTES = SIGNATURE_BYTES = 32
+KEY_CHARACTERS = 16
 MOST_PARTS = 8  # files of one rank
 KEPT_KEYS = 3  # of different versions, GPUs and settings; the newest are kept
 
@@ -46,10 +46,10 @@ class CompileCache:
     """Compiled code of one rank, in files of `folder`. `key` must say everything that the code depends on. What torch
     compiles later, such as validation, is added as a further file."""
 
-    def __init__(self, folder: Path, key: str, device_index: int, *, writes: bool, is_main: bool = False) -> None:
+    def __init__(self, folder: Path, key: str, device_index: int, *, writes: bool) -> None:
         # Compiled code has the GPU's index in it, so each rank of a machine has files of its own.
         self.folder, self.key, self.name = folder, key, f"{key}-{device_index}"
-        self.writes, self.is_main = writes, is_main
+        self.writes, self.is_main = writes, writes and device_index == 0
         self.parts = 0  # files that were read or written
         self.compiled = -1  # number of graphs that this process had compiled when the last of them was read or written
 
@@ -61,9 +61,8 @@ class CompileCache:
         folder = experiment.run.compile_cache
         if world.device.type != "cuda":
             return cls(folder, "cpu", 0, writes=False)
-        versions = program_versions()
         parts = {
-            "versions": [versions.get(name) for name in ("python", "torch", "triton", "cuda")],
+            "versions": [program_versions().get(name) for name in ("python", "torch", "triton", "cuda")],
             "device": [world.device_name, torch.cuda.get_device_capability(world.device)],
             "model": experiment.model.model_dump(mode="json"),
             "train": config.model_dump(mode="json", include={*BATCH_KEYS, *KERNEL_KEYS}),
@@ -71,9 +70,8 @@ class CompileCache:
             "is_parallel": world.size > 1,
             "sources": [sha256(Path(str(module.__file__))) for module in (gpt, cross_entropy)],
         }
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-        writes = world.rank == world.local_rank
-        return cls(folder, key, world.local_rank, writes=writes, is_main=world.is_main)
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:KEY_CHARACTERS]
+        return cls(folder, key, world.local_rank, writes=world.rank == world.local_rank)
 
     def load(self) -> None:
         """Give the files' contents to torch, up to the first file that is missing or damaged or has no signature of
@@ -107,11 +105,10 @@ class CompileCache:
             self.parts += 1
             if self.is_main:
                 self._remove_old_keys()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
             self.writes = False
             if self.is_main:
-                reason = f"{error.filename or self.path}: {error.strerror}"
-                click.echo(f"warning: compiled code is not kept for the next start: {reason}", err=True)
+                click.echo(f"warning: compiled code is not kept for the next start: {error}", err=True)
 
     @property
     def path(self) -> Path:
@@ -125,11 +122,12 @@ class CompileCache:
 
     def _remove_old_keys(self) -> None:
         """Remove all files but those of this key and of the newest others, KEPT_KEYS together."""
-        files = sorted(self.folder.glob("*-*-*.bin"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        keys = [*dict.fromkeys([self.key, *(path.name.partition("-")[0] for path in files)])]
-        for path in files:
-            if path.name.partition("-")[0] not in keys[:KEPT_KEYS]:
-                path.unlink(missing_ok=True)
+        files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")  # no other files, if the folder is a link
+        newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        keys = [*dict.fromkeys([self.key, *(path.name[:KEY_CHARACTERS] for path in newest)])]
+        for path in newest:
+            if path.name[:KEY_CHARACTERS] not in keys[:KEPT_KEYS]:
+                path.unlink()
 
 
 def _compiled_graphs() -> int:
