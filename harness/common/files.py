@@ -173,6 +173,11 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def user_cache() -> Path:
+    """Return this user's folder for files that this program can make again. It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
+
+
 def umask() -> int:
     """Return the process's umask. It can only be read by setting it, so it is set to 0 for a moment."""
     current = os.umask(0)

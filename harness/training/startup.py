@@ -211,7 +211,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
     """Print notes about the machine that a user should read before paying for hours of it: idle GPUs, GPU memory taken
-    by other processes, a model that is not compiled, a rounded dropout rate, an unknown peak speed. Collective.
+    by other processes, a model that is not compiled, a setting without effect, a rounded dropout rate, an unknown peak
+    speed. Collective.
 
     Raises UserError if this machine cannot compute what train.json demands.
     """
@@ -219,7 +220,10 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     precision = Precision.resolve(config.precision, device)
     should_compile(config.compile, device)
     remarks = [idle_gpus(device, world.local_size), not_compiled(config.compile, device)]
-    if precision.name != "fp32":  # only half-precision kernels round the dropout rate
+    if config.attention != "auto" and device.type == "cpu":
+        remarks.append(f'"attention": "{config.attention}" in train.json has no effect on a CPU')
+    # Only FlashAttention rounds the dropout rate, and only in half precision.
+    if precision.name != "fp32" and config.attention in ("auto", "flash"):
         remarks.append(rounded_dropout(experiment.model.drop_rates.attention_weights, device))
     remarks.append(unknown_peak(world.device_name))
     for remark in (*remarks, *world.gather(taken_by_others(device))):
