@@ -25,7 +25,7 @@ HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
 # GPU memory that a microbatch search keeps free, for kernels that are loaded later and for fragmentation.
 CUDA_RESERVE_BYTES = 3 * 2**28
-# Approximate memory that a process holds on its GPU once it has initialized CUDA and connected to the other ranks.
+# More memory than a process holds on its GPU once it has initialized CUDA.
 OWN_CUDA_BYTES = 2**31
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY = re.compile(
@@ -103,8 +103,8 @@ def _outside_allocator(device: torch.device) -> int:
 
 
 def taken_by_others(device: torch.device) -> str | None:
-    """Return a remark if other processes hold much of a CUDA device's memory, else None. Called before this process has
-    put anything on the device."""
+    """Return a remark if other processes hold much of a CUDA device's memory, else None. Must be called before this
+    process has put anything on the device and before NCCL allocates its buffers there."""
     if device.type != "cuda":
         return None
     outside, (_, total) = _outside_allocator(device), torch.cuda.mem_get_info(device)
