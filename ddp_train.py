@@ -26,7 +26,7 @@ from harness.common.errors import (
     survive_closed_output,
 )
 from harness.common.libraries import configure_libraries, load
-from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
+from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
@@ -186,8 +186,8 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume G GiB of memory per device.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: assume N tokens/s without validation.")
-@click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: assume N tokens/s with validation.")
+@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s without validation.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s with validation.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")

@@ -25,7 +25,7 @@ HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
 # GPU memory that a microbatch search keeps free, for kernels that are loaded later and for fragmentation.
 CUDA_RESERVE_BYTES = 3 * 2**28
-# Approximate memory that a process holds on its GPU once it has initialized CUDA and connected to the other ranks.
+# More memory than a process holds on its GPU once it has initialized CUDA.
 OWN_CUDA_BYTES = 2**31
 # Message of cuDNN's attention if it can make no plan, either because memory is short or because it cannot compute this.
 # While this much of a GPU's memory is free, memory is not the reason.
@@ -107,8 +107,8 @@ def _outside_allocator(device: torch.device) -> int:
 
 
 def taken_by_others(device: torch.device) -> str | None:
-    """Return a remark if other processes hold much of a CUDA device's memory, else None. Called before this process has
-    put anything on the device."""
+    """Return a remark if other processes hold much of a CUDA device's memory, else None. Must be called before this
+    process has put anything on the device and before NCCL allocates its buffers there."""
     if device.type != "cuda":
         return None
     outside, (_, total) = _outside_allocator(device), torch.cuda.mem_get_info(device)

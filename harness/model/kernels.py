@@ -191,6 +191,18 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
     )
 
 
+def waiting_experts(device: torch.device) -> str | None:
+    """Return a note for the user if the CPU waits for this GPU in each of the experts' matrix products, or None if it
+    does not. Before Hopper, torch's grouped products read the number of rows of each expert on the CPU (pytorch issue
+    186620)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0):
+        return None
+    return (
+        f"experts run slowly on {torch.cuda.get_device_name(device)}: their matrix products wait for the GPU six times "
+        "a layer and microbatch; from Hopper (H100) on they do not"
+    )
+
+
 def tune_by_coordinate_descent() -> None:
     """Let torch.compile, in this process, search for faster variants of each kernel by changing one tuning parameter at
     a time."""
@@ -215,6 +227,8 @@ def compute_deterministically() -> None:
             f'{CUBLAS_VARIABLE}={workspace}: with "deterministic": true in train.json it must be '
             f"{' or '.join(CUBLAS_WORKSPACES)}; unset it"
         )
+    # NCCL chooses its algorithm, and thus the order in which ranks are added, by size, machine and version.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
     # Affects scatter, index_add, and the backward passes of attention and embeddings. Compiled code falls back to these
     # eager operations.
     torch.use_deterministic_algorithms(True)

@@ -56,8 +56,9 @@ from harness.training.startup import choose_precision, fetch_dataset, remark_on_
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
-# Bytes exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it is first used.
-EXCHANGE_BYTES = 2**26
+# Bytes of the tensors exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it
+# first uses an algorithm: as large as the head's gradient, DDP's usual buckets, and a scalar.
+EXCHANGE_BYTES = (2**26, 25 * 2**20, 4)
 STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settles within three
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
 GUESS_GROWTH = 4  # growth of the margin of guesses (see largest_that_fits)

@@ -71,6 +71,7 @@ import torch._inductor.config as inductor
 names = ["shape_padding", "max_autotune", "coordinate_descent_tuning", "deterministic"]
 found = {name: getattr(inductor, name, None) for name in names}
 found["cublas"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+found["nccl"] = os.environ.get("NCCL_ALGO")
 found["algorithms"] = torch.are_deterministic_algorithms_enabled()
 found["fills"] = torch.utils.deterministic.fill_uninitialized_memory
 found["cudnn"] = torch.backends.cuda.cudnn_sdp_enabled()
@@ -82,7 +83,7 @@ def test_every_choice_is_fixed() -> None:
     found = printed_by(SETTINGS)
     assert found.pop("deterministic") in (True, None)  # None if this version of torch does not have the setting
     off = dict.fromkeys(("fills", "cudnn", "shape_padding", "max_autotune", "coordinate_descent_tuning"), False)
-    assert found == {"algorithms": True, "cublas": ":4096:8", **off}
+    assert found == {"algorithms": True, "cublas": ":4096:8", "nccl": "Ring", **off}
 
 
 def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
