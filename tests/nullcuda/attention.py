@@ -4,7 +4,8 @@
 
 A case has train.json's `attention`, may have keys of model.json and train.json, and says with "wheel" if FlashAttention
 3 is installed. The line has the kernels, in the order of their first calls, of a training step (its recomputation
-included), a validation and a sample; the kernel that the run records; or the error that refuses the case.
+included), a validation and a sample; the kernel that the run records and torch's compile cache knows; or the error that
+refuses the case.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def kernels_of(case: dict[str, Any]) -> dict[str, Any]:
         work()
         found[name] = [*dict.fromkeys(chosen)]
     found["newer"] = [*dict.fromkeys(newer)]
+    found["tag"] = torch.compiler.config.cache_key_tag.strip()
     return found | {"recorded": attention_in_use(configs[0].attention, steps.DEVICE)}
 
 

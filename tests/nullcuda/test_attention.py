@@ -57,6 +57,7 @@ def expected(case: dict[str, Any], training: str | None, validation: str | None,
         "sample": [EFFICIENT],  # it has a mask and is in fp32
         "newer": [],
         "recorded": None if setting == "auto" else setting,
+        "tag": "" if setting == "auto" else f"attention={setting}",
     }
 
 
@@ -77,6 +78,7 @@ def test_the_key_chooses_the_kernel_of_every_call(sm: int, indexes: Sequence[int
     assert rounding["refused"] == f'{line} of 0.1 on this GPU; use another one, or "auto"'
     assert in_fp32["refused"].startswith('train.json: key "attention": "flash"')
     usual = expected(auto, None, None, sm)
-    fa3 = {**usual, "train": [FLASH], "validation": [FLASH], "newer": ["forward", "backward"], "recorded": "FA3"}
+    fa3 = {**usual, "train": [FLASH], "validation": [FLASH], "newer": ["forward", "backward"]}
+    fa3 |= {"recorded": "FA3", "tag": "attention=FA3"}
     assert newer == (fa3 if sm == 90 else usual)
     assert after == usual
