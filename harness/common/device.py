@@ -15,6 +15,7 @@ from harness.common.processes import started_by_torchrun
 DEVICE_FILES = Path("/dev")
 # A GPU with less free memory than this has no room for CUDA itself and the communication buffers.
 LEAST_CUDA_BYTES = 2**30
+OTHER_TORCH = "`uv pip install --reinstall torch --torch-backend=auto`, then UV_NO_SYNC=1"
 ON_THE_CPU = "put CUDA_VISIBLE_DEVICES= (empty) before the command to train on the CPU"
 
 
@@ -47,7 +48,7 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
                 reason = str(error).splitlines()[0].strip().rstrip(".")
             raise UserError(
                 f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason}; "
-                f"update the driver, or {ON_THE_CPU}"
+                f"update the driver, or install a torch for it ({OTHER_TORCH}), or {ON_THE_CPU}"
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -79,6 +79,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
+def distinct_sizes(needed: int, free: int) -> tuple[str, str]:
+    """Format two numbers of bytes in the same unit: the largest of GiB, MiB and bytes in which the first is at least 1
+    and the two texts differ."""
+    for size, unit in ((GIB, "GiB"), (2**20, "MiB")):
+        texts = f"{needed / size:,.2f} {unit}", f"{free / size:,.2f} {unit}"
+        if needed >= size and texts[0] != texts[1]:
+            return texts
+    return f"{needed:,} bytes", f"{free:,} bytes"
+
+
 def document_count(documents: int) -> str:
     """Return the number of documents that end in a split as text: "1,234 documents", "1 document", or "a part of a
     document" for 0."""

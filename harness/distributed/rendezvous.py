@@ -66,6 +66,8 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     # Chosen by the device, because torch.accelerator reports cuda on any CUDA build, even without a GPU.
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
+    # NCCL's own monitor would otherwise abort after 480 s, before the watchdog, with pages of C++ stack frames.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
     # With variables left over from another job, this rank would wait silently for hours. So it prints what it waits
     # for.
     text = (

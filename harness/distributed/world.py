@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
 from harness.common.libraries import usable_cores
-from harness.common.memory import give_back_under_a_limit
+from harness.common.memory import give_back_under_a_limit, taken_by_others
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
@@ -39,6 +39,7 @@ class World:
     device: torch.device
     watchdog: Watchdog = field(default_factory=Watchdog)
     control: Any = None  # process group on the CPU, for all but the work on the device; None for a single process
+    taken: str | None = None  # remark on GPU memory of other processes, from before NCCL allocated its own buffers
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
@@ -49,18 +50,18 @@ class World:
         ranks. Raises UserError if there is no device for this process, or if the variables contradict one another, and
         RunError or PeerError if another rank does not join.
         """
-        here = read_ranking()
+        here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
         if device.type == "cpu":
             give_back_under_a_limit()
         if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
             torch.set_num_threads(max(1, usable_cores() // here.local_world_size))
+        taken = taken_by_others(device)
         if here.world_size == 1:
-            return cls(*here, device)
-        timeout = collective_timeout_seconds()
+            return cls(*here, device, taken=taken)
         control, heartbeats = rendezvous.join(here, device, timeout)
         watchdog = Watchdog(here.rank, timeout, is_stopping, device_progress(device))
-        world = cls(*here, device, watchdog, control)
+        world = cls(*here, device, watchdog, control, taken)
         watchdog.start(heartbeats, world.size, world.barrier)
         return world
 
@@ -106,14 +107,17 @@ class World:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def exchange_once(self, count: int) -> None:
-        """All-reduce a tensor of `count` bytes on the device, in the same way as gradients, and wait for the result.
-        Afterwards all buffers that an all-reduce needs on the device are allocated. Collective."""
+    def exchange_once(self, sizes: Sequence[int]) -> None:
+        """All-reduce a tensor of each of the given sizes (bytes) on the device, as gradients are, and broadcast it, as
+        weights are. Wait for the results. NCCL allocates buffers when it first uses an algorithm, which it chooses by
+        operation and size. Afterwards all buffers that training needs are allocated. Collective."""
         if self.size > 1:
-            numbers = torch.zeros(count // 4, device=self.device)
             with leaving_with_peers():
-                dist.all_reduce(numbers)
-                numbers[0].item()  # waits for the device
+                for size in sizes:
+                    numbers = torch.zeros(size // 4, device=self.device)
+                    dist.all_reduce(numbers)
+                    dist.broadcast(numbers, src=0)
+                    numbers[0].item()  # waits for the device
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
         """Start to compute, for each of `numbers`, its maximum over all ranks. Returns a function that waits for the

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import GIB, WIDTH, aligned, amount_text, duration, paragraph
+from harness.common.messages import GIB, WIDTH, aligned, amount_text, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
@@ -178,9 +178,10 @@ class SweepPlan:
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
             return None
+        needed, available = distinct_sizes(self.disk_bytes, free)
         return (
-            f"the checkpoints of the sweep's {len(self.left):,} runs to train need {self.disk_bytes / GIB:.2f} "
-            f'GiB, but {free / GIB:.2f} GiB are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
+            f"the checkpoints of the sweep's {len(self.left):,} runs to train need {needed}, but "
+            f'{available} are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
             "another disk (--runs-dir)"
         )
 

@@ -43,7 +43,7 @@ from harness.common.messages import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
-from harness.model.kernels import explain_nondeterminism, should_compile
+from harness.model.kernels import explain_failed_attention, explain_nondeterminism, should_compile
 from harness.model.weights import save_weights
 from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
@@ -56,8 +56,9 @@ from harness.training.startup import choose_precision, fetch_dataset, remark_on_
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
-# Bytes exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it is first used.
-EXCHANGE_BYTES = 2**26
+# Bytes of the tensors exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it
+# first uses an algorithm: as large as the head's gradient, DDP's usual buckets, and a scalar.
+EXCHANGE_BYTES = (2**26, 25 * 2**20, 4)
 STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settles within three
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
 GUESS_GROWTH = 4  # growth of the margin of guesses (see largest_that_fits)
@@ -204,7 +205,8 @@ class MicrobatchSearcher:
                 if self._step is not None:
                     self._step.forget_gradients()  # which would take memory from the next size
                 return None
-            if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
+            explanations = (explain_nondeterminism, explain_failed_attention, explain_failed_compilation)
+            for explained in filter(None, (explain(error) for explain in explanations)):
                 raise UserError(explained) from None
             raise
         return peak_of_limited_memory(self.world.device)

@@ -69,7 +69,9 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nPlease update.")
 
     machine.setattr(torch.cuda, "init", init)
-    with pytest.raises(UserError, match=r"nvidia0: this machine has GPUs, but torch .*: The NVIDIA driver"):
+    with pytest.raises(
+        UserError, match=r"nvidia0: this machine has GPUs, but torch .*: The NVIDIA driver.*--torch-backend=auto"
+    ):
         device.choose_device(0, 8)
     machine.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device.choose_device(0, 8) == CPU
@@ -295,18 +297,19 @@ def test_a_machine_that_cannot_is_refused_in_one_line(
 
 
 def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each note is printed once on a machine with an unknown kind of GPU, another process on that GPU, and no compiler.
-    The test ends before the first operation on the GPU, because the GPU is simulated."""
+    """Each note is printed once on a machine with an unknown kind of GPU, on which experts are slow, another process on
+    that GPU, and no compiler. The test ends before the first operation on the GPU, because the GPU is simulated."""
 
     def end(*arguments: object) -> None:
         raise RunError("enough")
 
     shop = InProcess(tmp_path / "shop")
     shop.add_dataset()
-    shop.add_run()
+    shop.add_run(model={"moe": {"num_experts": 4, "num_active_experts": 2}})
     set_gpus(machine, 2)
     no_compiler(machine)
     machine.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X999")
+    machine.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     machine.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: True)
     machine.setattr(torch.cuda, "mem_get_info", lambda *index: (2**30, 80 * 2**30))
     machine.setattr(startup, "fetch_dataset", end)
@@ -317,6 +320,7 @@ def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, t
         "1 of this machine's",
         "the model is not",
         "FlashAttention drops a share",
+        "experts run slowly on",
         "MFU unknown: the peak",
         "another process holds about",
     ]

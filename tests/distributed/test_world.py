@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from harness.distributed.watchdog import collective_timeout_seconds
 from tests.support.launch import Workshop, finish, rank_variables
 from tests.support.same_end import assert_equal
 
 # Calls each operation in turn and saves all results and errors in one file for each rank.
 WORKER = """
+import os
 import sys
 import time
 from pathlib import Path
@@ -60,11 +62,13 @@ with one_line_errors():
     pending = world.async_max(rank, 7 - rank, 5)
     second = world.async_max(-rank)
     found["async_max"] = [second(), pending()]
-    exchanged, all_reduce = [], torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda tensor: (exchanged.append(tensor.nbytes), all_reduce(tensor))
-    world.exchange_once(2**20)
-    torch.distributed.all_reduce = all_reduce
+    exchanged, kept = [], dict(vars(torch.distributed))
+    torch.distributed.all_reduce = lambda tensor: (exchanged.append(tensor.nbytes), kept["all_reduce"](tensor))
+    torch.distributed.broadcast = lambda tensor, src: (exchanged.append(-tensor.nbytes), kept["broadcast"](tensor, src))
+    world.exchange_once([2**20, 4])
+    torch.distributed.all_reduce, torch.distributed.broadcast = kept["all_reduce"], kept["broadcast"]
     found["exchange_once"] = exchanged
+    found["monitor"] = float(os.environ.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 0))
     found["on_rank0"] = world.on_rank0(lambda: f"of rank {rank}")
     found["on_each_node"] = world.on_each_node(lambda: f"of rank {rank}")
     found["broadcast"] = world.broadcast(lambda: TREE if rank == 0 else raising(AssertionError)())
@@ -108,7 +112,9 @@ def test_every_rank_has_the_results_of_all(ranks: list[dict[str, Any]]) -> None:
     assert everywhere(ranks, "async_max") == [[0], [size - 1, 7, 5]], (
         "the largest of each number, with two calls pending"
     )
-    assert everywhere(ranks, "exchange_once") == ([2**20] if size > 1 else []), "bytes"
+    sent = [2**20, -(2**20), 4, -4]  # bytes; negative for a broadcast
+    assert everywhere(ranks, "exchange_once") == (sent if size > 1 else [])
+    assert size == 1 or everywhere(ranks, "monitor") > collective_timeout_seconds(), "the watchdog reports first"
     assert everywhere(ranks, "on_rank0") == everywhere(ranks, "on_each_node") == "of rank 0"
     assert everywhere(ranks, "stopping") == (size > 1), "a signal to one rank is known to all"
     own_error = ("UserError: a wrong file", "RunError: a full disk", "ValueError: a defect", "RunError: a loss of nan")

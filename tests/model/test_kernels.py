@@ -71,6 +71,7 @@ import torch._inductor.config as inductor
 names = ["shape_padding", "max_autotune", "coordinate_descent_tuning", "deterministic"]
 found = {name: getattr(inductor, name, None) for name in names}
 found["cublas"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+found["nccl"] = os.environ.get("NCCL_ALGO")
 found["algorithms"] = torch.are_deterministic_algorithms_enabled()
 found["fills"] = torch.utils.deterministic.fill_uninitialized_memory
 found["cudnn"] = torch.backends.cuda.cudnn_sdp_enabled()
@@ -82,7 +83,7 @@ def test_every_choice_is_fixed() -> None:
     found = printed_by(SETTINGS)
     assert found.pop("deterministic") in (True, None)  # None if this version of torch does not have the setting
     off = dict.fromkeys(("fills", "cudnn", "shape_padding", "max_autotune", "coordinate_descent_tuning"), False)
-    assert found == {"algorithms": True, "cublas": ":4096:8", **off}
+    assert found == {"algorithms": True, "cublas": ":4096:8", "nccl": "Ring", **off}
 
 
 def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +109,33 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     assert kernels.explain_nondeterminism(RuntimeError("another error")) is None
 
 
-def test_on_the_cpu_deterministic_changes_no_bit(shop: Workshop) -> None:
-    """Training on the CPU ends in the same weights with "deterministic": true and with false."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No available kernel. Aborting execution.",
+        "backend='inductor' raised:\nRuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No execution plans",
+        "FA3 SDPA backward unsupported: logsumexp dtype must be float32",
+        "FlashAttention only supports Ampere GPUs or newer.",
+    ],
+)
+def test_a_failed_attention_kernel_is_one_line(text: str) -> None:
+    with pytest.raises(UserError) as refused, explained_failures(1, StopSignal()):
+        raise RuntimeError(text)
+    line = str(refused.value)
+    assert line.startswith('train.json: key "attention": the attention kernel failed (')
+    assert line.endswith('"cudnn", "flash" or "efficient", or lower microbatch_size if memory may be short')
+    assert "\n" not in line
+    assert kernels.explain_failed_attention(RuntimeError("CUDA out of memory")) is None
+
+
+def test_on_the_cpu_kernels_that_are_chosen_for_gpus_change_no_bit(shop: Workshop) -> None:
+    """Training on the CPU ends in the same weights with "deterministic": true and with an attention kernel, which is
+    remarked upon."""
     ends = []
-    for name, setting in (("usual", False), ("fixed", True)):
-        run = shop.add_run(name, deterministic=setting, min_train_tokens=512, validation_interval=2)
-        shop.train(name, ranks=1)
+    for name, settings in (("usual", {}), ("fixed", {"deterministic": True}), ("flash", {"attention": "flash"})):
+        run = shop.add_run(name, **settings, min_train_tokens=512, validation_interval=2)
+        result = shop.train(name, ranks=1)
+        remark = 'note: "attention": "flash" in train.json has no effect on a CPU'
+        assert (remark in result.stdout) == (name == "flash")
         ends.append((run / "checkpoints" / "latest" / "model.safetensors").read_bytes())
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]

@@ -207,9 +207,9 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path)
     where = shipped(tmp_path, "8xh100m80-fast")
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (chosen by the run's name; ")
-    assert found["global batch"].startswith("8 ranks x 27 sequences")
-    assert "(estimated for 8 x H100: 2,230,000 to 3,350,000; " in found["speed"]
-    assert "estimated: $6.61 to $9.91" in found["cost"]
+    assert found["global batch"].startswith("8 ranks x 64 sequences")
+    assert "(estimated for 8 x H100: 2,490,000 to 3,730,000; " in found["speed"]
+    assert "estimated: $5.93 to $8.89" in found["cost"]
     found = rows(where, "8xh100m80-fast", ranks=2)
     assert found["machine"].startswith("2 x H100 in place of 8x H100 80 GiB (chosen by the run's name; ")
     assert "$6.38/h, the price of 2x H100 80 GiB on 2025-12-05" in found["cost"]
@@ -219,7 +219,7 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path)
     train.write_text(train.read_text().replace("23.92", "24"))
     found = rows(where, "mine")
     assert "machine" not in found
-    assert found["global batch"].startswith("1 ranks x 27 sequences")
+    assert found["global batch"].startswith("1 ranks x 64 sequences")
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,16 @@ def test_the_small_runs() -> None:
 
 @pytest.mark.parametrize("name", FAST)
 def test_the_fast_runs_see_the_same_data_as_the_notebooks(name: str) -> None:
+    """A fast run's batch on eight GPUs is the batch that its rates are for. It trains on the notebook's tokens, and
+    validates as often and on as many sequences, to 1 %, as the notebook's run on the same machine."""
     own, notebooks = train_json(name), train_json(name.removesuffix("-fast"))
-    for key in notebooks:
+    batch = {"microbatch_size", "validation_interval", "validation_batches"}
+    for key in notebooks.keys() - batch:
         assert own[key] == notebooks[key], key
+    assert 8 * 1024 * own["microbatch_size"] == own["scale_with_batch"]["reference_tokens"] == 524_288
+    for key in batch - {"microbatch_size"}:
+        sequences, theirs = (each[key] * each["microbatch_size"] for each in (own, notebooks))
+        assert sequences == pytest.approx(theirs, rel=0.01)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.json")), ids=lambda path: path.name)

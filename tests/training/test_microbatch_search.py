@@ -528,11 +528,11 @@ def test_a_gpu_has_its_exchange_buffers_before_its_memory_is_looked_at(
         raise InterruptedError
 
     experiment = loaded(Workshop(tmp_path))
-    monkeypatch.setattr(World, "exchange_once", lambda self, count: done.append(count))
+    monkeypatch.setattr(World, "exchange_once", lambda self, sizes: done.append(sizes))
     monkeypatch.setattr(batch_size_finder, "remark_on_machine", lambda *_: None)
     monkeypatch.setattr(batch_size_finder, "release_memory", lambda device: done.append("released"))
     monkeypatch.setattr(batch_size_finder, "limit_memory", reach)
-    for device, wanted in (("cuda:3", [2**26, "released"]), ("cpu", [])):
+    for device, wanted in (("cuda:3", [batch_size_finder.EXCHANGE_BYTES, "released"]), ("cpu", [])):
         done.clear()
         world = World(0, 0, 1, 1, torch.device(device))
         monkeypatch.setattr(World, "join", lambda world=world: world)
