@@ -8,6 +8,7 @@ inside functions, so that --help, --plan and errors in the run's files do not wa
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,7 +79,7 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Run the remaining steps, and after each step the work that is due. If a signal asks any rank to stop, save a
+        """Run the remaining steps, and after each step the work that is due. If any rank has a reason to stop, save a
         checkpoint, unless there is one of this step, and raise RunStopped on every rank. Collective.
 
         From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
@@ -91,7 +92,7 @@ class Trainer:
             if evaluation := self.prepared.interrupted_evaluation:
                 self.after_step(state.global_step, interrupted_evaluation=evaluation)
             steps = range(position.first_step, position.total_steps)
-            # Raises RunStopped before the next step if there is a signal, and the error of a background save.
+            # Raises RunStopped before the next step if there is a reason to, and the error of a background save.
             for step in self.stop.steps_until_signal(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
                     steps_from_start = step - position.first_step  # the loader starts where this process does
@@ -110,7 +111,7 @@ class Trainer:
             if request.interrupted_evaluation or state.global_step != self.checkpointer.saved_step:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
-            self.reporter.stopped(request.signal, state)
+            self.reporter.stopped(request.reason, state)
             self.world.barrier()
             raise
 
@@ -278,6 +279,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
         world.on_rank0(partial(restore_summary, prepared, world))
     else:
+        stop.ceiling_at = time.monotonic() + min(clock.ceilings(experiment.config).values(), default=math.inf)
         with explained_failures(experiment.config.microbatch_size, stop):
             trainer = Trainer(prepared, world, stop)
             trainer.checkpointer.restore(trainer.loader)

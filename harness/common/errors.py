@@ -49,17 +49,22 @@ class PeerError(RunError):
     not."""
 
 
-class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
-    """Orderly end of a run after a signal. The message for the user has already been printed. The exit status is 128 +
-    the signal's number, as in shells."""
+# Reasons to stop a run that are no signals, numbered above all signals, with their exit statuses.
+CEILING = 101  # max_hours or max_dollars of train.json is reached
+STATUSES = {CEILING: 3}
 
-    def __init__(self, signal_number: int, interrupted_evaluation: str | None = None) -> None:
-        """Store the signal's number. `interrupted_evaluation` is "validation" or "benchmarks" if the signal interrupted
-        that evaluation of the last completed step, and otherwise None."""
-        super().__init__(signal_number, interrupted_evaluation)
-        self.signal = signal_number
+
+class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
+    """Orderly end of a run after a signal, or for a reason in STATUSES. The message for the user has already been
+    printed. The exit status after a signal is 128 + its number, as in shells."""
+
+    def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
+        """Store the reason, which is the signal's number or a key of STATUSES. `interrupted_evaluation` is "validation"
+        or "benchmarks" if that evaluation of the last completed step was interrupted, and otherwise None."""
+        super().__init__(reason, interrupted_evaluation)
+        self.reason = reason
         self.interrupted_evaluation = interrupted_evaluation
-        self.exit_status = 128 + signal_number
+        self.exit_status = STATUSES.get(reason, 128 + reason)
 
 
 @dataclass
@@ -86,7 +91,7 @@ def one_line_errors() -> Iterator[None]:
         UserError                 its message, on each machine once (see `_exit_because_of`)  2
         RunError                  its message                                                 1
         PeerError                 its message, unless another rank's comes first              1, or 128 + signal
-        RunStopped                nothing, because the body has printed a message             128 + signal
+        RunStopped                nothing, because the body has printed a message             its own
         BrokenPipeError           nothing                                                     128 + SIGPIPE
         OSError                   the file and the system's reason                            1
         KeyboardInterrupt         the signal's name and how to continue                       128 + signal

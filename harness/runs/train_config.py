@@ -237,6 +237,15 @@ class TrainConfig(RunFile):
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
         default=None, ge=0, le=LARGEST_PRICE, description="US dollars per hour for the whole machine."
     )
+    max_hours: Annotated[float | None, Affects.NOTHING] = Field(
+        default=None, gt=0, le=1e6, description="The run stops, with a checkpoint, once it has taken so many hours."
+    )
+    max_dollars: Annotated[float | None, Affects.NOTHING] = Field(
+        default=None,
+        gt=0,
+        le=LARGEST_PRICE,
+        description="The run stops, with a checkpoint, once it has cost so many dollars by price_per_hour.",
+    )
     benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Global steps between benchmarks."
     )
@@ -270,6 +279,8 @@ class TrainConfig(RunFile):
         _check_schedule(self)
         _check_optimizer_and_precision(self)
         _check_intervals(self)
+        if self.max_dollars is not None and not self.price_per_hour:
+            raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
         return self
 
     @property
@@ -283,6 +294,16 @@ class TrainConfig(RunFile):
         every = self.checkpoint_interval or self.validation_interval
         assert every is not None, "checked when the file was loaded"
         return every
+
+    def ceilings(self, seconds: float, dollars: float) -> dict[str, float]:
+        """Return the seconds that are left until a run that has taken `seconds` and cost `dollars` reaches `max_hours`
+        and `max_dollars`, by these keys. Keys that train.json does not set are left out."""
+        left = {}
+        if self.max_hours is not None:
+            left["max_hours"] = 3600 * self.max_hours - seconds
+        if self.max_dollars is not None and self.price_per_hour:
+            left["max_dollars"] = 3600 * (self.max_dollars - dollars) / self.price_per_hour
+        return left
 
     @property
     def budget_key(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from harness.common.errors import UserError, described, say_last
+from harness.common.errors import CEILING, UserError, described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.messages import GIB
 from harness.common.program import program_commit, program_versions
@@ -204,18 +204,25 @@ class Reporter:
         if self.world.is_main and draws:
             self.chart.draw()
 
-    def stopped(self, signal_number: int, state: TrainState) -> None:
-        """Print why the run stops here and how to resume it. First flush metrics.jsonl to disk, and wait for the chart
-        that is being drawn."""
+    def stopped(self, reason: int, state: TrainState) -> None:
+        """Print why the run stops here and how to resume it; `reason` is that of RunStopped. First flush metrics.jsonl
+        to disk, and wait for the chart that is being drawn."""
         self.console.close()
         if not self.world.is_main:
             return
         step = state.global_step
         done = f"after global step {step}" if step >= 0 else "before the first step"
-        remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
+        again = "run the same command again (without --restart or a CHECKPOINT)"
         self.metrics.make_durable()
         self.chart.finish(STOPPED_CHART_SECONDS)
-        say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
+        if reason == CEILING:
+            config = self.prepared.experiment.config
+            left = self.clock.ceilings(config)
+            key = min(left, key=lambda each: left[each])
+            cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
+        else:
+            cause, remedy = described(reason), again
+        say_last(f"stopped by {cause} {done}; to continue, {remedy}")
 
     def summary(self, state: TrainState) -> None:
         """Write and print the summary, wait until the last chart is drawn, and print which commands test the model.

@@ -44,7 +44,8 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"optimizer": "muon", "precision": "fp32", "muon_learning_rate": 0.02, "muon_update_scale": "original"},
         {"optimizer": "muon", "precision": "bf16", "muon_weight_decay": 0, "muon_momentum": 0},
         {"optimizer": "muon", "muon_momentum": 0.85, "muon_momentum_warmup_steps": 300},
-        {"price_per_hour": 0.0, "report_interval": 1, "min_train_tokens": -1},
+        {"price_per_hour": 0.0, "report_interval": 1, "min_train_tokens": -1, "max_hours": 0.5},
+        {"price_per_hour": 2.5, "max_dollars": 40},
         {"sample_interval": 100, "sample_prompt": "Every effort\nmoves you ✓"},
     ],
     "model": [
@@ -270,7 +271,7 @@ IMPOSSIBLE: list[tuple[float, tuple[str, ...]]] = [
     (0, ("microbatch_size", "min_train_tokens", "validation_interval", "validation_batches", "train_steps")),
     (0, ("gradient_accumulation_steps", "global_batch_size", "learning_rate", "eps", "clipping_max_norm")),
     (0, ("checkpoint_interval", "keep_checkpoints", "bucket_mb", "report_interval", "max_skipped_steps")),
-    (0, ("tokens_per_parameter", "decay_period_percent")),
+    (0, ("tokens_per_parameter", "decay_period_percent", "max_hours", "max_dollars")),
     (-1, ("start_train_token", "start_val_token", "random_seed", "warmup_steps", "warmup_period_percent")),
     (-1, ("price_per_hour", "target_flops")),
     (-0.1, ("learning_rate", "weight_decay", "min_lr_ratio", "moe_router_loss_scale")),
