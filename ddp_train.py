@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.common.errors import (
+    DIVERGED,
     SPEAKER_PATIENCE_SECONDS,
     PeerError,
     RunError,
@@ -31,6 +32,9 @@ from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
+
+# A run has diverged if its loss has been too high in so much of the run, and in so many reports at least.
+PATIENCE, LEAST_PATIENCE = 0.05, 20
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
@@ -118,7 +122,8 @@ class Trainer:
     def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
         """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
         of the other work. If a signal interrupted the evaluation "validation" or "benchmarks" of this step in an
-        earlier process, only that evaluation and the work after it are done."""
+        earlier process, only that evaluation and the work after it are done. Raises RunStopped on every rank if the
+        training loss has diverged."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = position.due_after(step, config, interrupted_evaluation)
         if "report" in due:
@@ -140,17 +145,23 @@ class Trainer:
                 self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills ranks 30 s after a signal
         elif "weights_check" in due:
             self.checkpointer.check_weights(state)
+        if "report" in due and config.stop_if_diverged and state.has_diverged and step != position.last_step:
+            raise RunStopped(DIVERGED)
 
     def report(self, step: int) -> None:
         """Wait for the device, then report the losses since the last report. Collective. Raises RunError on every rank
         if the gradients of `max_skipped_steps` steps in a row were not finite."""
+        config = self.prepared.experiment.config
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world)
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
+            interval = config.report_interval
+            patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))
+            self.state.follow_level(patience=patience, interval=interval)
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
-        if metrics.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
+        if metrics.skipped_in_a_row >= config.max_skipped_steps:
             raise self.world.collective_error(
                 f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row by global step {step} "
                 "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from an "

@@ -51,7 +51,8 @@ class PeerError(RunError):
 
 # Reasons to stop a run that are no signals, numbered above all signals, with their exit statuses.
 CEILING = 101  # max_hours or max_dollars of train.json is reached
-STATUSES = {CEILING: 3}
+DIVERGED = 102  # the training loss has diverged
+STATUSES = {CEILING: 3, DIVERGED: 4}
 
 
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run

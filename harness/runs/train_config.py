@@ -234,6 +234,9 @@ class TrainConfig(RunFile):
     max_skipped_steps: Annotated[Positive, Affects.NOTHING] = Field(
         default=10, description="The run ends after this many consecutive steps whose gradients are not finite."
     )
+    stop_if_diverged: Annotated[bool, Affects.NOTHING] = Field(
+        default=True, description="End a run whose training loss has long been far above its own lowest level."
+    )
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
         default=None, ge=0, le=LARGEST_PRICE, description="US dollars per hour for the whole machine."
     )

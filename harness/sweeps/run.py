@@ -24,6 +24,7 @@ from types import FrameType
 
 from harness.common.errors import (
     CEILING,
+    DIVERGED,
     STATUSES,
     RunError,
     RunStopped,
@@ -373,6 +374,8 @@ class SweepRunner:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command trains the rest")
         elif code == STATUSES[CEILING]:
             say(f"{name}: stopped by its own max_hours or max_dollars after {seconds:,.0f} s")
+        elif code == STATUSES[DIVERGED]:
+            say(f"{name}: diverged after {seconds:,.0f} s")
         else:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
             _note(attempt.run, f"# failed with exit status {code}")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from harness.common.errors import CEILING, UserError, described, say_last
+from harness.common.errors import CEILING, DIVERGED, UserError, described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.messages import GIB
 from harness.common.program import program_commit, program_versions
@@ -220,6 +220,9 @@ class Reporter:
             left = self.clock.ceilings(config)
             key = min(left, key=lambda each: left[each])
             cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
+        elif reason == DIVERGED:
+            cause = f"stop_if_diverged (the training loss left its level at about step {state.above_level_since})"
+            remedy = "name a checkpoint well before that and lower learning_rate, or set stop_if_diverged to false"
         else:
             cause, remedy = described(reason), again
         say_last(f"stopped by {cause} {done}; to continue, {remedy}")
