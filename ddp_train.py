@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ from harness.common.errors import (
 )
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
-from harness.common.processes import exit_when_launcher_dies
+from harness.common.processes import PARENT, exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 
@@ -229,6 +230,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
     from harness.planning.experiment import Experiment
     from harness.runs.directory import RunDirectory
+    from harness.runs.ending import check_on_end, watch_end
 
     unblock_stopping_signals()
     here = read_ranking()  # before all else, since stale RANK variables would change the job
@@ -249,8 +251,17 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
         # find errors before torch is imported and other ranks are started
         checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
+    if here.rank == 0:
+        check_on_end(found, experiment.config)
+
+    def watch(rank0: int) -> None:
+        if not options.find:
+            watch_end(found, experiment.config, rank0)
+
     if to_start:
-        run_ranks(to_start)
+        run_ranks(to_start, watch)
+    if here.rank == 0 and PARENT not in os.environ:
+        watch(os.getpid())
     configure_libraries()
     if here.rank == 0:  # printed before torch is imported and the ranks connect, which takes seconds
         count = here.world_size

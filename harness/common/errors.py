@@ -78,6 +78,8 @@ class Exit:
     has_lost_peer: bool = False
     is_explained: bool = False  # the reason why this machine's processes end has been printed, or is being printed
     stop_signal: int = 0  # number of the last signal that asked this process for an orderly end; 0 if there was none
+    # Called with the exit status by a process that ends in order, after its last message.
+    before_end: Callable[[int], None] = lambda status: None
 
 
 EXIT = Exit()
@@ -109,6 +111,7 @@ def one_line_errors() -> Iterator[None]:
                 stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         yield
+        EXIT.before_end(0)
         if launcher_number("WORLD_SIZE", 1) > 1:
             # When the interpreter shuts down, torch's threads that still run C++ code can abort the process ("terminate
             # called without an active exception"), and torchrun would report a finished rank as failed.
@@ -133,6 +136,7 @@ def one_line_errors() -> Iterator[None]:
         if "LOCAL_RANK" not in os.environ:
             raise
         say_last(traceback.format_exc().rstrip())
+        EXIT.before_end(1)
         os._exit(1)  # at once, because with other ranks running a normal exit could hang
 
 
@@ -164,6 +168,7 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     if sys.stdout is not None:  # None if it was closed before Python started
         with suppress(OSError):
             sys.stdout.flush()
+    EXIT.before_end(end.exit_status)
     os._exit(end.exit_status)
 
 

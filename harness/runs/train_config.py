@@ -249,6 +249,13 @@ class TrainConfig(RunFile):
         le=LARGEST_PRICE,
         description="The run stops, with a checkpoint, once it has cost so many dollars by price_per_hour.",
     )
+    # Excluded from all files that record train.json, because both can hold secrets.
+    on_end: Annotated[list[Text] | None, Affects.NOTHING] = Field(
+        default=None, min_length=1, exclude=True, description="Command to run once when training has ended."
+    )
+    notify: Annotated[str | None, Affects.NOTHING] = Field(
+        default=None, exclude=True, description="URL that gets the start, the end or the failure of training as JSON."
+    )
     benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Global steps between benchmarks."
     )
@@ -284,6 +291,8 @@ class TrainConfig(RunFile):
         _check_intervals(self)
         if self.max_dollars is not None and not self.price_per_hour:
             raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
+        if self.notify is not None and not self.notify.startswith(("http://", "https://")):
+            raise ValueError('key "notify": must begin with http:// or https://')  # without the value, a secret
         return self
 
     @property

@@ -89,6 +89,8 @@ class Sweep(BaseModel):
         for place, keys in (("set", self.set), ("together", together), ("vary", self.vary)):
             if wrong := unknown_key(keys):
                 raise ValueError(f'in "{place}": {wrong}')
+            if "on_end" in keys:
+                raise ValueError(f'in "{place}": key "on_end": would run after each run; put it after sweep_runs.py')
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
         for key, values in self.vary.items():

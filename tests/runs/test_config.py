@@ -46,6 +46,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"optimizer": "muon", "muon_momentum": 0.85, "muon_momentum_warmup_steps": 300},
         {"price_per_hour": 0.0, "report_interval": 1, "min_train_tokens": -1, "max_hours": 0.5},
         {"price_per_hour": 2.5, "max_dollars": 40},
+        {"on_end": ["sudo", "poweroff"], "notify": "https://ntfy.sh/topic"},
         {"sample_interval": 100, "sample_prompt": "Every effort\nmoves you ✓"},
     ],
     "model": [
@@ -328,6 +329,10 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"coordinate_descent_tuning": True, "compile": False}, 'key "coordinate_descent_tuning": true tunes compiled'),
         ({"coordinate_descent_tuning": True, "deterministic": True}, '"coordinate_descent_tuning" and "deterministic"'),
         ({"sample_interval": 1}, 'keys "sample_interval" and "sample_prompt": give both or neither'),
+        ({"max_dollars": 5}, 'key "max_dollars": needs "price_per_hour" above 0'),
+        ({"max_dollars": 5, "price_per_hour": 0}, 'key "max_dollars": needs "price_per_hour" above 0'),
+        ({"on_end": []}, 'key "on_end": '),
+        ({"notify": "ftp://secret"}, 'key "notify": must begin with http:// or https://'),
         ({"sample_prompt": "def"}, 'keys "sample_interval" and "sample_prompt": give both or neither'),
         ({"benchmark_interval": 1}, 'keys "benchmark_interval" and "benchmark_tasks": give both or neither'),
         *(({key: ...}, f'key "{key}": missing; validation needs it') for key in NO_VALIDATION),
