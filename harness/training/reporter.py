@@ -39,6 +39,7 @@ from harness.runs.summary import read_summary, summarise, write_summary
 from harness.runs.throughput import cost, mfu
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
+from harness.training.pace import SlowRanks
 from harness.training.startup import PreparedRun
 
 # Seconds to wait for a chart that is still being drawn, when training ends and after a signal. The second wait is short
@@ -100,6 +101,7 @@ class Reporter:
         self.clock = prepared.clock
         self.metrics = MetricsFile(self.run.metrics)
         self.chart = ChartProcess(self.run)
+        self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
         self._seconds_at_start = dict(self.clock.seconds)
         # Tokens of the steps that this process has to run.
@@ -173,6 +175,8 @@ class Reporter:
         if metrics.expert_load is not None:
             shown["experts"] = f"{metrics.expert_load_min:.2f}-{metrics.expert_load_max:.2f}"
         self.console.show(state.global_step, shown)
+        for note in self.slow_ranks.name(metrics.own_seconds, state.global_step):
+            self.console.say(note)
 
     def validation(self, loss: float, state: TrainState) -> None:
         self.record(ValidationEvent, state, loss=loss)
