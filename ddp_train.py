@@ -8,6 +8,8 @@ inside functions, so that --help, --plan and errors in the run's files do not wa
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.common.errors import (
+    DIVERGED,
     SPEAKER_PATIENCE_SECONDS,
     PeerError,
     RunError,
@@ -27,9 +30,12 @@ from harness.common.errors import (
 )
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Command, TrainOptions
-from harness.common.processes import exit_when_launcher_dies
+from harness.common.processes import PARENT, exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
+
+# A run has diverged if its loss has been too high in so much of the run, and in so many reports at least.
+PATIENCE, LEAST_PATIENCE = 0.05, 20
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
@@ -58,6 +64,7 @@ class Trainer:
         from harness.training.compile_cache import CompileCache
         from harness.training.evaluations import Evaluations
         from harness.training.loss_meter import LossMeter
+        from harness.training.pace import OwnTime
         from harness.training.reporter import Reporter
         from harness.training.step import build_training_step
         from harness.training.zero1 import StatePartition
@@ -67,7 +74,10 @@ class Trainer:
         check_memory(experiment.model)
         torch.manual_seed(experiment.config.random_seed)  # every rank draws the same weights
         partition = StatePartition.for_world(world)
-        self.optimizer_step = build_training_step(experiment, prepared.step_config, world, partition=partition)
+        self.own_time = OwnTime(world.device)
+        self.optimizer_step = build_training_step(
+            experiment, prepared.step_config, world, partition=partition, mark=self.own_time.mark
+        )
         self.compile_cache = CompileCache.of(experiment, prepared.step_config, world)
         self.compile_cache.load()  # before the warm-up compiles the model
         self.meter = LossMeter(world.device, experiment.model)
@@ -81,7 +91,7 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Run the remaining steps, and after each step the work that is due. If a signal asks any rank to stop, save a
+        """Run the remaining steps, and after each step the work that is due. If any rank has a reason to stop, save a
         checkpoint, unless there is one of this step, and raise RunStopped on every rank. Collective.
 
         From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
@@ -95,14 +105,16 @@ class Trainer:
             if evaluation := self.prepared.interrupted_evaluation:
                 self.after_step(state.global_step, interrupted_evaluation=evaluation)
             steps = range(position.first_step, position.total_steps)
-            # Raises RunStopped before the next step if there is a signal, and the error of a background save.
+            # Raises RunStopped before the next step if there is a reason to, and the error of a background save.
             for step in self.stop.steps_until_signal(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
+                    self.own_time.begin()
                     steps_from_start = step - position.first_step  # the loader starts where this process does
                     microbatches = self.loader.microbatches(steps_from_start, self.world.rank)
                     batch_tokens = self.loader.batches.at(steps_from_start).global_tokens
                     rate_factor, decay_factor = self.schedule.at(step, batch_tokens)
                     result = self.optimizer_step.run(microbatches, rate_factor, decay_factor)
+                    self.own_time.end()
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step
                 state.tokens_seen += batch_tokens
@@ -114,14 +126,15 @@ class Trainer:
             if request.interrupted_evaluation or state.global_step != self.checkpointer.saved_step:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
-            self.reporter.stopped(request.signal, state)
+            self.reporter.stopped(request.reason, state)
             self.world.barrier()
             raise
 
     def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
         """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
         of the other work. If a signal interrupted the evaluation "validation" or "benchmarks" of this step in an
-        earlier process, only that evaluation and the work after it are done."""
+        earlier process, only that evaluation and the work after it are done. Raises RunStopped on every rank if the
+        training loss has diverged."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = position.due_after(step, config, interrupted_evaluation)
         if "report" in due:
@@ -145,17 +158,23 @@ class Trainer:
             self.checkpointer.check_weights(state)
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
+        if "report" in due and config.stop_if_diverged and state.has_diverged and step != position.last_step:
+            raise RunStopped(DIVERGED)
 
     def report(self, step: int) -> None:
         """Wait for the device, then report the losses since the last report. Collective. Raises RunError on every rank
         if the gradients of `max_skipped_steps` steps in a row were not finite."""
+        config = self.prepared.experiment.config
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
-            metrics = self.meter.reduce(self.world)
+            metrics = self.meter.reduce(self.world, self.own_time.take())
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
+            interval = config.report_interval
+            patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))
+            self.state.follow_level(patience=patience, interval=interval)
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
-        if metrics.skipped_in_a_row >= self.prepared.experiment.config.max_skipped_steps:
+        if metrics.skipped_in_a_row >= config.max_skipped_steps:
             raise self.world.collective_error(
                 f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row by global step {step} "
                 "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from an "
@@ -223,6 +242,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
     from harness.planning.experiment import Experiment
     from harness.runs.directory import RunDirectory
+    from harness.runs.ending import check_on_end, watch_end
 
     unblock_stopping_signals()
     here = read_ranking()  # before all else, since stale RANK variables would change the job
@@ -243,8 +263,17 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
         # find errors before torch is imported and other ranks are started
         checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
+    if here.rank == 0:
+        check_on_end(found, experiment.config)
+
+    def watch(rank0: int) -> None:
+        if not options.find:
+            watch_end(found, experiment.config, rank0)
+
     if to_start:
-        run_ranks(to_start)
+        run_ranks(to_start, watch)
+    if here.rank == 0 and PARENT not in os.environ:
+        watch(os.getpid())
     configure_libraries()
     if here.rank == 0:  # printed before torch is imported and the ranks connect, which takes seconds
         count = here.world_size
@@ -284,6 +313,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
         world.on_rank0(partial(restore_summary, prepared, world))
     else:
+        stop.ceiling_at = time.monotonic() + min(clock.ceilings(experiment.config).values(), default=math.inf)
         with explained_failures(experiment.config.microbatch_size, stop):
             trainer = Trainer(prepared, world, stop)
             trainer.checkpointer.restore(trainer.loader)

@@ -84,8 +84,16 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @GROUPS
 @PROCESSES
 @click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more than this.")
+@click.option("--max-hours", type=POSITIVE, help="Stop once all runs together have taken so many hours.")
 @RUNS_DIR
-def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **machine: Any) -> None:
+def run_(
+    sweep: Path,
+    datasets_dir: Path,
+    runs_dir: Path,
+    max_dollars: float | None,
+    max_hours: float | None,
+    **machine: Any,
+) -> None:
     """Make the runs of SWEEP.json that are missing, and train those that are not finished: one run after the other, or
     --groups at a time.
 
@@ -103,7 +111,8 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     missing = found.missing()
     RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
     planner = Planner(datasets_dir, runs_dir, **machine)
-    runner = SweepRunner(found.runs, planner, TRAIN, max_dollars)
+    limits = max_dollars or found.max_dollars, max_hours or found.max_hours
+    runner = SweepRunner(found.runs, planner, TRAIN, *limits)
     if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
         raise UserError(f"{runs_dir}: {shortage}")
     write_runs(missing)

@@ -49,17 +49,23 @@ class PeerError(RunError):
     not."""
 
 
-class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
-    """Orderly end of a run after a signal. The message for the user has already been printed. The exit status is 128 +
-    the signal's number, as in shells."""
+# Reasons to stop a run that are no signals, numbered above all signals, with their exit statuses.
+CEILING = 101  # max_hours or max_dollars of train.json is reached
+DIVERGED = 102  # the training loss has diverged
+STATUSES = {CEILING: 3, DIVERGED: 4}
 
-    def __init__(self, signal_number: int, interrupted_evaluation: str | None = None) -> None:
-        """Store the signal's number. `interrupted_evaluation` is "validation" or "benchmarks" if the signal interrupted
-        that evaluation of the last completed step, and otherwise None."""
-        super().__init__(signal_number, interrupted_evaluation)
-        self.signal = signal_number
+
+class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
+    """Orderly end of a run after a signal, or for a reason in STATUSES. The message for the user has already been
+    printed. The exit status after a signal is 128 + its number, as in shells."""
+
+    def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
+        """Store the reason, which is the signal's number or a key of STATUSES. `interrupted_evaluation` is "validation"
+        or "benchmarks" if that evaluation of the last completed step was interrupted, and otherwise None."""
+        super().__init__(reason, interrupted_evaluation)
+        self.reason = reason
         self.interrupted_evaluation = interrupted_evaluation
-        self.exit_status = 128 + signal_number
+        self.exit_status = STATUSES.get(reason, 128 + reason)
 
 
 @dataclass
@@ -72,6 +78,8 @@ class Exit:
     has_lost_peer: bool = False
     is_explained: bool = False  # the reason why this machine's processes end has been printed, or is being printed
     stop_signal: int = 0  # number of the last signal that asked this process for an orderly end; 0 if there was none
+    # Called with the exit status by a process that ends in order, after its last message.
+    before_end: Callable[[int], None] = lambda status: None
 
 
 EXIT = Exit()
@@ -86,7 +94,7 @@ def one_line_errors() -> Iterator[None]:
         UserError                 its message, on each machine once (see `_exit_because_of`)  2
         RunError                  its message                                                 1
         PeerError                 its message, unless another rank's comes first              1, or 128 + signal
-        RunStopped                nothing, because the body has printed a message             128 + signal
+        RunStopped                nothing, because the body has printed a message             its own
         BrokenPipeError           nothing                                                     128 + SIGPIPE
         OSError                   the file and the system's reason                            1
         KeyboardInterrupt         the signal's name and how to continue                       128 + signal
@@ -103,6 +111,7 @@ def one_line_errors() -> Iterator[None]:
                 stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         yield
+        EXIT.before_end(0)
         if launcher_number("WORLD_SIZE", 1) > 1:
             # When the interpreter shuts down, torch's threads that still run C++ code can abort the process ("terminate
             # called without an active exception"), and torchrun would report a finished rank as failed.
@@ -127,6 +136,7 @@ def one_line_errors() -> Iterator[None]:
         if "LOCAL_RANK" not in os.environ:
             raise
         say_last(traceback.format_exc().rstrip())
+        EXIT.before_end(1)
         os._exit(1)  # at once, because with other ranks running a normal exit could hang
 
 
@@ -158,6 +168,7 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     if sys.stdout is not None:  # None if it was closed before Python started
         with suppress(OSError):
             sys.stdout.flush()
+    EXIT.before_end(end.exit_status)
     os._exit(end.exit_status)
 
 

@@ -107,6 +107,18 @@ class RunLock:
             raise _not_written(self.path, error) from None
 
 
+def last_owner(path: Path) -> Owner | None:
+    """Return the process that holds the lock `path` or held it last, or None if it is not known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        return Owner.read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def is_held(path: Path) -> bool | None:
     """Return True if a living process holds the lock `path`, False if no process holds it, and None if its owner is on
     another machine or in another container, whose processes this process cannot see.

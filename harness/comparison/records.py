@@ -32,7 +32,7 @@ from harness.runs.train_config import BUDGETS, load_train_config
 BELIEVED_SILENCE_SECONDS = 900.0
 
 StateWord = Literal[
-    "finished", "going on", "stopped", "failed", "never trained", "not made", "damaged"
+    "finished", "going on", "stopped", "diverged", "failed", "never trained", "not made", "damaged"
 ]  # in the order in which a sweep's status counts them
 # The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
 # when the run has failed.
@@ -265,7 +265,7 @@ def _unfinished_state(
     held = is_held(run.path / ".lock")
     if not held and (end := _last_end(run)):
         return end
-    word: StateWord = "going on" if held else "stopped"
+    word: StateWord = "going on" if held else "diverged" if meta and meta.has_diverged else "stopped"
     if is_outdated:
         return State(word, "model.json or train.json asks for another shape or budget than summary.json records")
     if progress is None and meta is None:

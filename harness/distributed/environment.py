@@ -15,10 +15,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from harness.common.errors import STOPPING_SIGNALS, UserError, described, handle_stopping_signals, say_last, tell_soon
+from harness.common.errors import (
+    EXIT,
+    STOPPING_SIGNALS,
+    UserError,
+    described,
+    handle_stopping_signals,
+    say_last,
+    tell_soon,
+)
 from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
 from harness.common.processes import ENDING_SECONDS, PARENT
@@ -83,13 +92,14 @@ def ranks_to_start(processes: int | None) -> int:
     return processes if processes > 1 else 0
 
 
-def run_ranks(count: int) -> NoReturn:
+def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
     """Run this process's command in `count` ranks on this machine, forward signals to them, and exit when all have
     ended. If a signal ended a rank before the rank could print a message, print one.
 
-    Each rank has its own process group of the operating system, so that Ctrl-C in a terminal reaches only this process.
-    The exit status is that of the first rank that failed, or 128 + the signal's number if a signal ended it, or 0 if
-    none failed. Raises UserError if `count` is more than RANKS_PER_CORE for each core.
+    `when_started` is called with the pid of rank 0. Each rank has its own process group of the operating system, so
+    that Ctrl-C in a terminal reaches only this process. The exit status is that of the first rank that failed, or 128 +
+    the signal's number if a signal ended it, or 0 if none failed. Raises UserError if `count` is more than
+    RANKS_PER_CORE for each core.
     """
     if count > (most := RANKS_PER_CORE * usable_cores()):
         raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
@@ -118,6 +128,7 @@ def run_ranks(count: int) -> NoReturn:
             command = [sys.executable, *sys.argv]
             ranks.append(subprocess.Popen(command, env=environment, pass_fds=inherited, start_new_session=True))
     unblock_stopping_signals()
+    when_started(ranks[0].pid)
     failed = _wait(ranks, asked)
     if asked and (ranks[0].returncode or 0) < 0:  # rank 0 was ended before it could print this
         say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
@@ -126,7 +137,9 @@ def run_ranks(count: int) -> NoReturn:
         text = f"rank {ranks.index(failed)} (pid {failed.pid}) was ended by {name}"
         tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
     status = failed.returncode if failed else 0
-    raise SystemExit(status if status >= 0 else 128 - status)
+    status = status if status >= 0 else 128 - status
+    EXIT.before_end(status)
+    raise SystemExit(status)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:

@@ -1,11 +1,13 @@
-"""Orderly end of a run when a signal asks for it, or when the launcher of its ranks has been killed.
+"""Orderly end of a run when a signal asks for it, when the launcher of its ranks has been killed, or when the run has
+reached a ceiling of time or cost.
 
-`StopSignal` holds the signal that one rank has received. The ranks exchange their signals between two steps, and
-`RunStopped` is then raised on all of them at the same place.
+`StopSignal` holds the signal that one rank has received. The ranks exchange their reasons to stop between two steps,
+and `RunStopped` is then raised on all of them at the same place.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.common.errors import EXIT, RunStopped, handle_stopping_signals, ignores_hangup
+from harness.common.errors import CEILING, EXIT, RunStopped, handle_stopping_signals, ignores_hangup
 from harness.common.processes import is_launcher_gone, on_launcher_death
 from harness.distributed.watchdog import Place
 
@@ -27,7 +29,8 @@ LONG_STEP_SECONDS = 2
 
 
 class StopSignal:
-    """The signal that asked this process to stop, or 0 if there was none.
+    """The signal that asked this process to stop, or 0 if there was none, and the time by `time.monotonic` at which it
+    has to stop without one (`ceiling_at`).
 
     The signal handler only stores its number, because a collective in the handler could run in the middle of another
     one.
@@ -35,9 +38,15 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal = 0
+        self.ceiling_at = math.inf
+
+    @property
+    def reason(self) -> int:
+        """The signal's number, or CEILING if the time for it has come, or 0 if there is no reason to stop."""
+        return self.signal or (CEILING if time.monotonic() >= self.ceiling_at else 0)
 
     def is_set(self) -> bool:
-        return bool(self.signal)
+        return bool(self.reason)
 
     def listen(self) -> None:
         """From now on, record a signal that asks this process to stop, and the end of the launcher, instead of ending
@@ -55,17 +64,17 @@ class StopSignal:
     def steps_until_signal(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
         """Yield the steps, calling `between()` before each. Collective.
 
-        Raises RunStopped before the same step on all ranks if any rank was asked to stop. The ranks exchange their
-        signals while the previous step computes, so that no rank waits for the exchange. A signal during the last step
-        changes nothing, because the run ends anyway.
+        Raises RunStopped before the same step on all ranks if any rank has a reason to stop. The ranks exchange their
+        reasons while the previous step computes, so that no rank waits for the exchange. A reason that comes up during
+        the last step changes nothing, because the run ends anyway.
         """
-        wait_for_maxima, step_seconds = world.async_max(self.signal, 0), 0.0
+        wait_for_maxima, step_seconds = world.async_max(self.reason, 0), 0.0
         for step in steps:
-            signal_number, longest_seconds = wait_for_maxima()  # sent before the previous step began
-            if signal_number:
-                raise RunStopped(signal_number)
+            reason, longest_seconds = wait_for_maxima()  # sent before the previous step began
+            if reason:
+                raise RunStopped(reason)
             between()
-            wait_for_maxima, began = world.async_max(self.signal, int(step_seconds)), time.monotonic()
+            wait_for_maxima, began = world.async_max(self.reason, int(step_seconds)), time.monotonic()
             yield step
             step_seconds = time.monotonic() - began
             # If steps are long, exchange the signals at once. The next step may take longer than the 30 seconds after
@@ -77,11 +86,11 @@ class StopSignal:
         wait_for_maxima()
 
     def raise_if_set(self, world: World, interrupted_evaluation: str | None = None) -> None:
-        """Raise RunStopped, with `interrupted_evaluation`, on every rank if any rank has been asked to stop.
+        """Raise RunStopped, with `interrupted_evaluation`, on every rank if any rank has a reason to stop.
         Collective."""
-        signal_number = max(world.gather(self.signal))
-        if signal_number:
-            raise RunStopped(signal_number, interrupted_evaluation)
+        reason = max(world.gather(self.reason))
+        if reason:
+            raise RunStopped(reason, interrupted_evaluation)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # The training loop reads self.signal. EXIT is for `one_line_errors`, which has no StopSignal.
@@ -131,7 +140,7 @@ class SharedWork:
         asked to stop, or if another rank's last heartbeat (its regular status message) says that this other rank was
         asked to stop."""
         for index in indexes:
-            if self.stop.signal or self.world.watchdog.is_anyone_stopping():
+            if self.stop.reason or self.world.watchdog.is_anyone_stopping():
                 raise Interrupted
             yield index
             self.world.watchdog.beat()

@@ -49,6 +49,8 @@ class Plan:
     budget: Budget | None = None  # train.json's budget converted to tokens; None if given in tokens
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
+    seconds_before: float = 0.0  # taken by the run's earlier processes, as the checkpoint records
+    dollars_before: float = 0.0
 
     @property
     def config(self) -> TrainConfig:
@@ -187,6 +189,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         if config.min_train_tokens != -1:
             position = experiment.position(layout, sys.maxsize, meta, budget)
     plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark)
+    if meta is not None:
+        plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(meta.costs.values()))
     if position is None:
         return plan
     tokens = position.tokens_seen + plan.tokens()
@@ -294,7 +298,13 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         unknown = "the time of benchmarks is unknown, and not included below"
         rows.append(("benchmarks", f"{plan.times(config.benchmark_interval):,} ({each})\n{unknown}"))
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
-    return [*rows, ("checkpoints", f"{plan.checkpoints():,} ({disk})"), *_time_rows(plan, speed)]
+    rows.append(("checkpoints", f"{plan.checkpoints():,} ({disk})"))
+    needed = None if speed.tokens_per_second is None else sum(plan.seconds(speed).values())
+    for key, left in config.ceilings(plan.seconds_before, plan.dollars_before).items():
+        said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else f"{key} is reached"
+        early = needed is not None and left < needed
+        rows.append(("ceiling", f"{said}{'; the run would stop there, before its end' if early else ''}"))
+    return [*rows, *_time_rows(plan, speed)]
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Dollars = Annotated[float, Field(ge=0, lt=1e12)]
 WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
+DIVERGED_BY = 0.5  # nats
 PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 
@@ -64,6 +65,12 @@ class Progress(BaseModel):
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
     measured_from_tokens: Count = 0
     measured_from_seconds: Seconds = 0.0  # seconds of training
+    # See `TrainState.follow_level`.
+    level_reports: Count = 0
+    loss_level: Loss | None = None
+    lowest_loss_level: Loss | None = None
+    above_level_since: Count | None = None  # global step; null while the level is near its lowest
+    has_diverged: bool = False
 
 
 class TrainState(Progress):
@@ -104,6 +111,41 @@ class TrainState(Progress):
         self.loss_sum += loss * microbatches
         self.loss_count += microbatches
         self.skipped_steps += skipped_steps
+
+    def follow_level(self, *, patience: int, interval: int) -> None:
+        """Set `has_diverged` by the loss of the report that was added last. `patience` is a number of reports, and
+        `interval` the global steps between two.
+
+        The loss's level is its moving mean over half of `patience`. A run has diverged if the level has been above its
+        own lowest value by more than DIVERGED_BY for `patience` reports or longer, and the last validation loss, if the
+        run validates, is not near the best one. A report counts as at most twice DIVERGED_BY above the lowest level,
+        and so does one whose loss is not finite, so that a spike is forgotten as soon as its reports are outnumbered,
+        however high it was.
+
+        This finds a loss that leaves what it had reached for the loss of guessing, for NaN or for a plateau, at once or
+        slowly. It does not find a loss that never fell, because no level is above it, or a rise of less than
+        DIVERGED_BY. Text that becomes much harder for long looks the same, unless the run validates.
+        """
+        loss, window = self.train_loss, max(1, patience // 2)
+        if self.lowest_loss_level is not None:
+            highest = self.lowest_loss_level + 2 * DIVERGED_BY
+            loss = min(loss, highest) if loss is not None and math.isfinite(loss) else highest
+        if loss is None or not math.isfinite(loss):
+            return
+        self.level_reports += 1
+        level = loss if self.loss_level is None else self.loss_level
+        self.loss_level = level = level + (loss - level) / min(self.level_reports, window)
+        if self.level_reports < window:
+            return
+        lowest = level if self.lowest_loss_level is None else min(level, self.lowest_loss_level)
+        self.lowest_loss_level, since = lowest, self.above_level_since
+        if level <= lowest + DIVERGED_BY:
+            self.above_level_since, self.has_diverged = None, False
+            return
+        self.above_level_since = since = self.global_step if since is None else since
+        best = -math.inf if self.best_loss is None else self.best_loss
+        is_near_best = self.val_loss is not None and self.val_loss <= best + DIVERGED_BY / 2
+        self.has_diverged = self.global_step - since >= patience * interval and not is_near_best
 
     def begin_checkpoint(self) -> None:
         """Set `train_loss` to the mean loss over the reports since the previous call, or None if there were none.

@@ -238,8 +238,27 @@ class TrainConfig(RunFile):
     max_skipped_steps: Annotated[Positive, Affects.NOTHING] = Field(
         default=10, description="The run ends after this many consecutive steps whose gradients are not finite."
     )
+    stop_if_diverged: Annotated[bool, Affects.NOTHING] = Field(
+        default=True, description="End a run whose training loss has long been far above its own lowest level."
+    )
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
         default=None, ge=0, le=LARGEST_PRICE, description="US dollars per hour for the whole machine."
+    )
+    max_hours: Annotated[float | None, Affects.NOTHING] = Field(
+        default=None, gt=0, le=1e6, description="The run stops, with a checkpoint, once it has taken so many hours."
+    )
+    max_dollars: Annotated[float | None, Affects.NOTHING] = Field(
+        default=None,
+        gt=0,
+        le=LARGEST_PRICE,
+        description="The run stops, with a checkpoint, once it has cost so many dollars by price_per_hour.",
+    )
+    # Excluded from all files that record train.json, because both can hold secrets.
+    on_end: Annotated[list[Text] | None, Affects.NOTHING] = Field(
+        default=None, min_length=1, exclude=True, description="Command to run once when training has ended."
+    )
+    notify: Annotated[str | None, Affects.NOTHING] = Field(
+        default=None, exclude=True, description="URL that gets the start, the end or the failure of training as JSON."
     )
     benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Global steps between benchmarks."
@@ -274,6 +293,10 @@ class TrainConfig(RunFile):
         _check_schedule(self)
         _check_optimizer_and_precision(self)
         _check_intervals(self)
+        if self.max_dollars is not None and not self.price_per_hour:
+            raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
+        if self.notify is not None and not self.notify.startswith(("http://", "https://")):
+            raise ValueError('key "notify": must begin with http:// or https://')  # without the value, a secret
         return self
 
     @property
@@ -287,6 +310,16 @@ class TrainConfig(RunFile):
         every = self.checkpoint_interval or self.validation_interval
         assert every is not None, "checked when the file was loaded"
         return every
+
+    def ceilings(self, seconds: float, dollars: float) -> dict[str, float]:
+        """Return the seconds that are left until a run that has taken `seconds` and cost `dollars` reaches `max_hours`
+        and `max_dollars`, by these keys. Keys that train.json does not set are left out."""
+        left = {}
+        if self.max_hours is not None:
+            left["max_hours"] = 3600 * self.max_hours - seconds
+        if self.max_dollars is not None and self.price_per_hour:
+            left["max_dollars"] = 3600 * (self.max_dollars - dollars) / self.price_per_hour
+        return left
 
     @property
     def budget_key(self) -> str:

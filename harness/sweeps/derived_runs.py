@@ -178,6 +178,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     run = RunDirectory(base.directory.path.parent / check_name(name, "run"))
     given = {key: value for key, value in changes.items() if value is not None}
     dropped = {*changes}.difference(given).union(*(ALTERNATIVES.get(key, ()) for key in given))
+    dropped |= {"on_end"} - {*given}  # it may end the machine's rental, on which another run may follow
     model, train = (
         {key: value for key, value in file.items() if key not in dropped}
         | {key: value for key, value in given.items() if key in keys}

@@ -64,6 +64,8 @@ class Sweep(BaseModel):
     set: Settings = {}  # for all runs; entries of `together` can change these
     vary: dict[str, list[JsonValue]] = {}
     together: list[Settings] = []
+    max_hours: float | None = Field(default=None, gt=0)  # of `sweep_runs.py run`, for all runs together
+    max_dollars: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -87,6 +89,8 @@ class Sweep(BaseModel):
         for place, keys in (("set", self.set), ("together", together), ("vary", self.vary)):
             if wrong := unknown_key(keys):
                 raise ValueError(f'in "{place}": {wrong}')
+            if "on_end" in keys:
+                raise ValueError(f'in "{place}": key "on_end": would run after each run; put it after sweep_runs.py')
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
         for key, values in self.vary.items():
@@ -161,6 +165,8 @@ class SweepRuns:
     path: Path
     name: str
     runs: list[DerivedRun]
+    max_hours: float | None = None
+    max_dollars: float | None = None
 
     def missing(self) -> list[DerivedRun]:
         """Return the runs whose folders do not exist yet, after checking that training would accept all of them, so
@@ -196,4 +202,4 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
             raise UserError(
                 f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one of their values"
             )
-    return SweepRuns(path, name, list(runs.values()))
+    return SweepRuns(path, name, list(runs.values()), sweep.max_hours, sweep.max_dollars)

@@ -8,6 +8,7 @@ folder. Therefore a sweep that was killed can simply be started again.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from harness.common.errors import RunError, RunStopped, UserError, handle_stopping_signals, ignores_hangup
+from harness.common.errors import (
+    CEILING,
+    DIVERGED,
+    STATUSES,
+    RunError,
+    RunStopped,
+    UserError,
+    handle_stopping_signals,
+    ignores_hangup,
+)
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.messages import amount_text
@@ -92,13 +102,17 @@ def groups_before(run: DerivedRun) -> int:
     return min((int(groups or 1) for groups in marks), default=1)
 
 
-def logged_dollars(run: DerivedRun) -> float:
-    """Return what the machine has cost while earlier sweeps trained the run: the seconds in the run's sweep.log, at the
-    run's price per hour. Unlike the run's own records, these seconds include attempts that ended before the run had
-    recorded anything. 0 without a log or a price."""
+def logged_seconds(run: DerivedRun) -> float:
+    """Return the seconds in which earlier sweeps trained the run, from the run's sweep.log. Unlike the run's own
+    records, they include attempts that ended before the run had recorded anything. 0 without a log."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    return cost(sum(map(float, TIME_MARK.findall(text))), run.train_config.price_per_hour or 0.0)
+    return sum(map(float, TIME_MARK.findall(text)))
+
+
+def logged_dollars(run: DerivedRun) -> float:
+    """Return what the machine has cost in `logged_seconds`, at the run's price per hour; 0 without a price."""
+    return cost(logged_seconds(run), run.train_config.price_per_hour or 0.0)
 
 
 @dataclass
@@ -145,12 +159,18 @@ def _note(run: DerivedRun, *lines: str) -> None:
 class SweepRunner:
     """Runner that trains the unfinished runs. Damaged runs, which have a file that cannot be read, are left unchanged.
 
-    `planner` plans the remaining work of a run, `script` is ddp_train.py, and `max_dollars` limits the cost of all
-    `runs` together, including what they cost before this sweep began.
+    `planner` plans the remaining work of a run, and `script` is ddp_train.py. `max_dollars` limits the cost of all
+    `runs` together, and `max_hours` their time on this machine. Both include what the runs took before this sweep
+    began.
     """
 
     def __init__(
-        self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None = None
+        self,
+        runs: Sequence[DerivedRun],
+        planner: Planner,
+        script: Path,
+        max_dollars: float | None = None,
+        max_hours: float | None = None,
     ) -> None:
         """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
@@ -167,14 +187,16 @@ class SweepRunner:
         # runs have cost together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
         self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
+        earlier = sum(logged_seconds(run) / groups_before(run) for run in runs)
+        self.max_hours, self.ends_at = max_hours, time.monotonic() + 3600 * (max_hours or math.inf) - earlier
         self.attempts: list[Attempt] = []
         self.stop_reason: str | None = None  # why no more runs are started; None while runs are started
         self.signal = 0  # number of the first signal that asked the sweep to stop; 0 if there was none
         self._said_waiting: set[str] = set()
 
     def run(self) -> None:
-        """Train the runs. Returns when all runs are finished or have failed, or when a signal or the limit
-        `max_dollars` has ended the sweep and its processes have stopped. Handles the signals that ask a process to
+        """Train the runs. Returns when all runs are finished or have failed, or when a signal, `max_dollars` or
+        `max_hours` has ended the sweep and its processes have stopped. Handles the signals that ask a process to
         stop. On a terminal, progress is shown in place of the last line; elsewhere it is printed every
         REPORT_SECONDS."""
         handle_stopping_signals(self._note_signal)
@@ -211,12 +233,14 @@ class SweepRunner:
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """If a signal has arrived or `max_dollars` are spent, start no more runs, and ask the runs under way to write a
-        checkpoint and end. Does nothing otherwise."""
+        """If a signal has arrived, or `max_dollars` or `max_hours` are spent, start no more runs, and ask the runs
+        under way to write a checkpoint and end. Does nothing otherwise."""
         if self.signal:
             self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
             self.stop_reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
+        elif time.monotonic() >= self.ends_at:
+            self.stop_reason = f"--max-hours {self.max_hours:g} have passed"
         else:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
@@ -348,6 +372,10 @@ class SweepRunner:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command trains the rest")
+        elif code == STATUSES[CEILING]:
+            say(f"{name}: stopped by its own max_hours or max_dollars after {seconds:,.0f} s")
+        elif code == STATUSES[DIVERGED]:
+            say(f"{name}: diverged after {seconds:,.0f} s")
         else:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
             _note(attempt.run, f"# failed with exit status {code}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.runs.metrics import PHASES
 from harness.runs.throughput import cost
+from harness.runs.train_config import TrainConfig
 
 
 @dataclass
@@ -60,6 +61,10 @@ class Clock:
             return {"seconds": seconds}
         dollars = {phase: cost(took, price or 0.0) + changes.get(phase, 0.0) for phase, took in seconds.items()}
         return {"seconds": seconds, "dollars": dollars}
+
+    def ceilings(self, config: TrainConfig) -> dict[str, float]:
+        """Return the seconds that are left until the run reaches each ceiling (see `TrainConfig.ceilings`)."""
+        return config.ceilings(self.total, sum(self.spent().get("dollars", {}).values()))
 
     @property
     def total(self) -> float:

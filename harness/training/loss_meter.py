@@ -27,6 +27,7 @@ class TrainMetrics:
     skipped_steps: int
     microbatches: int
     skipped_in_a_row: int  # largest number of consecutive skipped steps, including those before the last report
+    own_seconds: list[float]  # by rank: median time of its own part of a step
     # With experts only. An expert's load is its number of tokens divided by the mean over the experts of its block.
     expert_load_min: float | None = None
     expert_load_max: float | None = None
@@ -71,11 +72,12 @@ class LossMeter:
         """Wait until the device has finished all steps added so far."""
         self._values = self._values.cpu().to(self._values.device)
 
-    def reduce(self, world: World) -> TrainMetrics:
+    def reduce(self, world: World, own_seconds: float = 0.0) -> TrainMetrics:
         """Wait for the device, combine the values of all ranks, and reset the meter, except for the number of
-        consecutive skipped steps. Returns the same metrics on every rank. At least one step must have been added.
-        Collective."""
-        columns = list(zip(*world.gather(self.state()), strict=True))
+        consecutive skipped steps. `own_seconds` is this rank's entry of the result's `own_seconds`. Returns the same
+        metrics on every rank. At least one step must have been added. Collective."""
+        states, seconds = zip(*world.gather((self.state(), own_seconds)), strict=True)
+        columns = list(zip(*states, strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self.EMPTY)]
         experts: dict[str, Any] = {}
         if self._expert_tokens.numel():
@@ -98,6 +100,7 @@ class LossMeter:
             skipped_steps=int(skipped[0]),
             microbatches=int(sum(counts)),
             skipped_in_a_row=int(longest[0]),
+            own_seconds=list(seconds),
             **experts,
         )
 

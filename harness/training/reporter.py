@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from harness.common.errors import UserError, described, say_last
+from harness.common.errors import CEILING, DIVERGED, UserError, described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.messages import GIB
 from harness.common.program import program_commit, program_versions
@@ -40,6 +40,7 @@ from harness.runs.summary import read_summary, summarise, write_summary
 from harness.runs.throughput import cost, mfu
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
+from harness.training.pace import SlowRanks
 from harness.training.startup import PreparedRun
 
 # Seconds to wait for a chart that is still being drawn, when training ends and after a signal. The second wait is short
@@ -101,6 +102,7 @@ class Reporter:
         self.clock = prepared.clock
         self.metrics = MetricsFile(self.run.metrics)
         self.chart = ChartProcess(self.run)
+        self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
         self._seconds_at_start = dict(self.clock.seconds)
         # Tokens of the steps that this process has to run.
@@ -178,6 +180,8 @@ class Reporter:
         if metrics.expert_load is not None:
             shown["experts"] = f"{metrics.expert_load_min:.2f}-{metrics.expert_load_max:.2f}"
         self.console.show(state.global_step, shown)
+        for note in self.slow_ranks.name(metrics.own_seconds, state.global_step):
+            self.console.say(note)
 
     def validation(self, loss: float, state: TrainState) -> None:
         self.record(ValidationEvent, state, loss=loss)
@@ -209,18 +213,28 @@ class Reporter:
         if self.world.is_main and draws:
             self.chart.draw()
 
-    def stopped(self, signal_number: int, state: TrainState) -> None:
-        """Print why the run stops here and how to resume it. First flush metrics.jsonl to disk, and wait for the chart
-        that is being drawn."""
+    def stopped(self, reason: int, state: TrainState) -> None:
+        """Print why the run stops here and how to resume it; `reason` is that of RunStopped. First flush metrics.jsonl
+        to disk, and wait for the chart that is being drawn."""
         self.console.close()
         if not self.world.is_main:
             return
         step = state.global_step
         done = f"after global step {step}" if step >= 0 else "before the first step"
-        remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
+        again = "run the same command again (without --restart or a CHECKPOINT)"
         self.metrics.make_durable()
         self.chart.finish(STOPPED_CHART_SECONDS)
-        say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
+        if reason == CEILING:
+            config = self.prepared.experiment.config
+            left = self.clock.ceilings(config)
+            key = min(left, key=lambda each: left[each])
+            cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
+        elif reason == DIVERGED:
+            cause = f"stop_if_diverged (the training loss left its level at about step {state.above_level_since})"
+            remedy = "name a checkpoint well before that and lower learning_rate, or set stop_if_diverged to false"
+        else:
+            cause, remedy = described(reason), again
+        say_last(f"stopped by {cause} {done}; to continue, {remedy}")
 
     def summary(self, state: TrainState) -> None:
         """Write and print the summary, wait until the last chart is drawn, and print which commands test the model.

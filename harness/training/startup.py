@@ -113,6 +113,8 @@ def prepare(
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
+    if not plan.position or not plan.position.is_finished:
+        world.on_rank0(lambda: check_ceilings(experiment, clock))
     assert plan.position is not None, "the dataset is here"
     if not plan.position.is_finished:
         world.on_rank0(run.check_outputs)
@@ -140,6 +142,16 @@ def prepare(
         scaled=plan.scaled,
         changed=changed,
     )
+
+
+def check_ceilings(experiment: Experiment, clock: Clock) -> None:
+    """Raise UserError if earlier processes of the run have already reached train.json's max_hours or max_dollars."""
+    for key, left in clock.ceilings(experiment.config).items():
+        if left <= 0:
+            raise UserError(
+                f'{experiment.run.train_json}: key "{key}": the run has reached {getattr(experiment.config, key):g} '
+                "already; raise it to continue"
+            )
 
 
 def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:

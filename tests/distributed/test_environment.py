@@ -96,4 +96,4 @@ def test_leftovers_are_named_with_the_remedy(
 
 def test_more_ranks_than_a_machine_can_hold_are_refused() -> None:
     with pytest.raises(UserError, match="--processes 100000: at most"):
-        environment.run_ranks(100_000)
+        environment.run_ranks(100_000, lambda pid: None)

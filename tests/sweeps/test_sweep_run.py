@@ -94,9 +94,16 @@ class Ended:
     spent: float
 
 
-def run(shop: Workshop, sweep: SweepRuns, *, groups: int = 1, max_dollars: float | None = None) -> Ended:
+def run(
+    shop: Workshop,
+    sweep: SweepRuns,
+    *,
+    groups: int = 1,
+    max_dollars: float | None = None,
+    max_hours: float | None = None,
+) -> Ended:
     planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1)
-    runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars)
+    runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars, max_hours)
     said, end, error = io.StringIO(), io.StringIO(), ""
     with redirect_stdout(said):
         runner.run()
@@ -285,6 +292,32 @@ def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     assert run(shop, sweep, groups=2, max_dollars=9.0).said == [], (
         "the first command's attempt counts in later commands"
     )
+
+
+def test_hours_are_those_of_this_machine_and_of_earlier_commands(shop: Workshop) -> None:
+    """The runs under way are stopped when the hours have passed, and no run is begun after that. Two runs that shared
+    the machine took half of their time each."""
+    sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
+    assert states(sweep) == {"seed1": "never trained", "seed2": "never trained"}
+    ended = run(shop, sweep, max_hours=2.0 / 3600)
+    assert ended.stop_reason == "--max-hours 0.000555556 have passed"
+    assert ended.said[-1].startswith("s-seed1: stopped after")
+    for each in sweep.runs:
+        each.directory.sweep_log.write_text(
+            "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC, 1 of 2 groups\n# took 3600.0 s\n"
+        )
+        each.directory.metrics.unlink(missing_ok=True)
+    assert run(shop, sweep, groups=2, max_hours=1.0).said == [], "nothing is begun"
+
+
+def test_the_limits_of_the_file_hold_unless_the_command_gives_others(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1]}, max_dollars=1e-9, max_hours=1e-9)
+    shop.add_dataset()
+    assert (sweep.max_dollars, sweep.max_hours) == (1e-9, 1e-9)
+    refused = sweep_command(shop, "run", str(shop.datasets))
+    assert re.search(r"--max-(hours|dollars) .*(passed|spent)", refused.stdout + refused.stderr)
+    other = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "90000", "--max-hours", "9")
+    assert other.status == 0, other
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:

@@ -140,7 +140,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     assert on_ranks(shared=True) == losses
     with pytest.raises(RunStopped) as stopped:
         on_ranks(shared=True, signal=15)
-    assert (stopped.value.signal, stopped.value.interrupted_evaluation) == (15, "validation")
+    assert (stopped.value.reason, stopped.value.interrupted_evaluation) == (15, "validation")
 
 
 def test_accumulation_in_half_precision_scales_and_unscales() -> None:

@@ -1,0 +1,158 @@
+"""The end of a training command, told to the world outside: train.json's command `on_end` runs, and its URL `notify`
+gets messages.
+
+A process of its own does both, so that they also happen if training is killed. It learns of the end from its standard
+input, which training's process writes its exit status to, or closes by dying.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.common.errors import CEILING, DIVERGED, EXIT, STATUSES, STOPPING_SIGNALS, UserError
+from harness.common.lock import is_held, last_owner
+from harness.common.messages import quoted
+from harness.common.processes import has_ended, launcher_name, started_by_torchrun
+from harness.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from harness.runs.train_config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from harness.runs import ending; ending.main()"
+POLL_SECONDS = 0.5
+NOTIFY_SECONDS = 5.0
+LONGEST_SECONDS = 600.0
+STATES = {0: "finished", STATUSES[CEILING]: "stopped", STATUSES[DIVERGED]: "diverged"}
+STATES |= {128 + each: "stopped" for each in STOPPING_SIGNALS}
+
+
+def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
+    """Raise UserError if the program that train.json's `on_end` names does not exist on this machine."""
+    if config.on_end and shutil.which(config.on_end[0]) is None:
+        raise UserError(
+            f'{run.train_json}: key "on_end": there is no program {quoted(config.on_end[0])} here; give its path'
+        )
+
+
+def watch_end(run: RunDirectory, config: TrainConfig, rank0: int) -> None:
+    """Start the process that runs train.json's `on_end` after this process has printed its last message, and sends
+    messages to `notify`. `rank0` is the pid of rank 0, whose parent or own process this is. Does nothing if train.json
+    has neither key.
+
+    This process waits for the command at its end, unless torchrun has started it: torchrun may start its ranks again,
+    and the command then runs once torchrun has ended.
+    """
+    if config.on_end is None and config.notify is None:
+        return
+    launcher = launcher_name() if started_by_torchrun() else ""
+    job = {"run": str(run.path.resolve()), "rank0": rank0, "launcher": launcher}
+    job |= {"on_end": config.on_end, "notify": config.notify}  # by a pipe, because everybody sees a command line
+    watcher = subprocess.Popen([sys.executable, "-c", WATCHER], stdin=subprocess.PIPE, start_new_session=True)
+    assert watcher.stdin is not None
+    pipe = watcher.stdin
+    pipe.write(json.dumps(job).encode() + b"\n")
+    pipe.flush()
+
+    def end(status: int) -> None:
+        with suppress(OSError):  # the watcher was killed
+            pipe.write(str(status).encode())
+            pipe.close()
+        for number in STOPPING_SIGNALS:  # Ctrl-C ends the wait, not the command
+            signal.signal(number, signal.SIG_DFL)
+        if not launcher:
+            watcher.wait()
+
+    EXIT.before_end = end
+
+
+# The watching process ---------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Watch the training command that standard input describes, in a process that `watch_end` has started."""
+    for number in STOPPING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    job = json.loads(sys.stdin.readline())
+    run, is_begun = RunDirectory(Path(job["run"])), False
+    lock = run.path / ".lock"
+
+    def is_of_this_command() -> bool:
+        """True if rank 0 took the run's lock, and no later process did. Otherwise another command trains the run, or
+        torchrun has started rank 0 again, which has a watcher of its own."""
+        owner = last_owner(lock)
+        return owner is not None and owner.is_here() and owner.process.pid == job["rank0"]
+
+    is_over = False
+    while not is_over:
+        is_over = bool(select.select([sys.stdin], [], [], POLL_SECONDS)[0])
+        if not is_begun and is_of_this_command():
+            is_begun = True
+            notify(job["notify"], run, "start", "training")
+    status = sys.stdin.read()
+    while not status and is_held(lock):  # the launcher was killed: rank 0 may still be saving
+        time.sleep(POLL_SECONDS)
+    while job["launcher"] and not has_ended(job["launcher"]):
+        time.sleep(POLL_SECONDS)
+    if not is_of_this_command():
+        return
+    state = STATES.get(int(status or 1), "failed")
+    notify(job["notify"], run, "failure" if state in ("failed", "diverged") else "end", state)
+    if job["on_end"] and (fault := run_on_end(job["on_end"], run, state)):
+        print(f"warning: on_end {fault}; if it ends the rental, do that by hand", file=sys.stderr, flush=True)
+
+
+def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
+    """Send an event to `url` as JSON, or do nothing if there is no URL. Returns after NOTIFY_SECONDS at the latest. If
+    there is no answer, print a line without the URL, which is a secret."""
+    if url is None:
+        return
+    from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits
+
+    progress = None
+    with suppress(UserError):
+        progress = read_progress(run.metrics)
+    step = progress.global_step if progress else None
+    message = f"{run.path.name}: {state}" + ("" if step is None else f", last report at global step {step:,}")
+    values = {"run": run.path.name, "event": event, "state": state, "step": step, "message": message}
+    faults: list[str] = ["no answer in time"]
+
+    def post() -> None:
+        try:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(url, json.dumps(values).encode(), headers, method="POST")
+            urllib.request.urlopen(request, timeout=NOTIFY_SECONDS).close()
+            faults.clear()
+        except Exception as error:
+            faults[:] = [f"{type(error).__name__} {getattr(error, 'code', '')}".strip()]
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    thread.join(NOTIFY_SECONDS)
+    for fault in faults:
+        print(f"warning: notify: {event} was not received: {fault}", file=sys.stderr, flush=True)
+
+
+def run_on_end(command: list[str], run: RunDirectory, state: str) -> str | None:
+    """Run the command, and return what went wrong, or None. It is killed after LONGEST_SECONDS."""
+    variables: dict[str, Any] = {"RUN": run.path.name, "STATE": state, "DIRECTORY": run.path}
+    environment = os.environ | {f"DDP_PRETRAIN_{name}": str(value) for name, value in variables.items()}
+    try:
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=LONGEST_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"was killed after {LONGEST_SECONDS:g} s"
+    except OSError as error:
+        return f"cannot be started: {error.strerror}"
+    return f"failed with exit status {done.returncode}" if done.returncode else None

@@ -1,0 +1,79 @@
+"""Time of each rank's own part of a step, and the ranks that are slower than the others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+SLOWER_BY = 0.1
+REPORTS = 3  # in a row, before a slow rank is named
+LEAST_SECONDS = 0.005  # of a step; shorter times vary too much
+LONGEST_WINDOW = 64  # steps
+
+
+class OwnTime:
+    """Times from the beginning of a step to this rank's last gradient. Later work of the step waits for other ranks,
+    so its end says nothing about a single rank. On CUDA the times are those of the device, by events in its queue.
+    Nothing here waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._begun: Any = None
+        self._marked: Any = None
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=LONGEST_WINDOW)  # of the last report's window, at most
+
+    def begin(self) -> None:
+        """Record that a step begins."""
+        self._begun, self._marked = self._now(), None
+
+    def mark(self) -> None:
+        """Record that this rank has finished a part of the step. The last mark of a step counts."""
+        self._marked = self._now()
+
+    def end(self) -> None:
+        """Record that the step has ended."""
+        if self._marked is not None:
+            self._steps.append((self._begun, self._marked))
+
+    def take(self) -> float:
+        """Return the median seconds of the steps since the last call, or 0 if there were none. The device must have
+        finished these steps."""
+        if self._is_cuda:
+            seconds = [begun.elapsed_time(marked) / 1000 for begun, marked in self._steps]
+        else:
+            seconds = [marked - begun for begun, marked in self._steps]
+        self._steps.clear()
+        return statistics.median(seconds) if seconds else 0.0
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class SlowRanks:
+    """The ranks that have been slower than the others in the last reports."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, int]] = {}  # by rank: the step of the first slow report, and their number
+
+    def name(self, seconds: Sequence[float], step: int) -> Iterator[str]:
+        """Yield a note for each rank whose own time has been SLOWER_BY above the median for REPORTS reports in a row,
+        once until it is faster again. `seconds` are those of `OwnTime.take`, by rank; `step` is the report's."""
+        usual = statistics.median_low(seconds)  # of two ranks, the faster
+        for rank, own in enumerate(seconds):
+            if usual < LEAST_SECONDS or own <= usual * (1 + SLOWER_BY):
+                self._found.pop(rank, None)
+                continue
+            since, reports = self._found.get(rank, (step, 0))
+            self._found[rank] = since, reports + 1
+            if reports + 1 == REPORTS:
+                more = f"{own / usual - 1:.0%} longer than the median since global step {since:,}"
+                yield f"note: rank {rank} takes {more}; the others wait for it"

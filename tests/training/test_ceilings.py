@@ -1,0 +1,79 @@
+"""A run stops, in order and on all ranks, once it has reached max_hours or max_dollars."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import Workshop
+from tests.support.same_end import assert_same_end
+
+SETTINGS: dict[str, Any] = {"min_train_tokens": 2560, "learning_rate": 0.01, "price_per_hour": 3.0}
+# The clock of one rank jumps ahead by two hours.
+LATER = """
+from types import SimpleNamespace
+import time
+from tests.support.faults import *
+from harness.distributed import signals
+
+def later():
+    signals.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 7200)
+
+"""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("ceilings"))
+    made.add_dataset(tokens=20_000)
+    made.add_run("straight", **SETTINGS, validation_ranks="all")
+    made.train("straight")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("key", "jump", "step"),
+    [
+        ("max_hours", "before(STEP, later, rank=1, step=7)", 8),  # the exchange of step 8 was under way
+        ("max_dollars", "if own_rank() == 0: after_first_evaluated(later, step=10)", 10),
+    ],
+)
+def test_a_run_stops_with_a_checkpoint_and_goes_on_to_the_same_end(
+    shop: Workshop, key: str, jump: str, step: int
+) -> None:
+    """Two hours at three dollars an hour are above either ceiling. The run goes on after the ceiling is raised."""
+    run = shop.add_run(key, **SETTINGS, validation_ranks="all", **{key: 1.5})
+    ended = shop.train(key, prelude=LATER + jump, expect=3)
+    assert ended.error_lines == [
+        f"stopped by {key} 1.5 of train.json after global step {step}; to continue, raise {key} and run the same "
+        "command again (without --restart or a CHECKPOINT)"
+    ]
+    assert (run / "checkpoints" / "latest").resolve().name.endswith(f"-iteration-{step}")
+    shop.add_run(key, **SETTINGS, validation_ranks="all", **{key: 9.0})
+    shop.train(key)
+    assert_same_end(shop.runs / "straight", run)
+
+
+@pytest.mark.parametrize("key", ["max_hours", "max_dollars"])
+def test_a_ceiling_that_earlier_processes_have_reached_is_refused_and_planned(
+    shop: Workshop, key: str, tmp_path: Path
+) -> None:
+    again = Workshop(tmp_path)
+    again.add_dataset(tokens=20_000)
+    run = again.add_run(**SETTINGS | {"min_train_tokens": 256})
+    again.train()
+    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    spent = sum(meta["dollars" if key == "max_dollars" else "seconds"].values())
+    lower = {key: 0.9 * spent if key == "max_dollars" else 0.9 * spent / 3600}
+    again.add_run(**SETTINGS | lower)
+    refused = again.train(expect=2)
+    assert re.search(rf'train\.json: key "{key}": the run has reached [\d.e-]+ already; raise it', refused.stderr)
+    assert f"{key} is reached; the run would stop there" in again.attempt("--plan", "--assume-tps", "1").stdout
+    again.add_run(**SETTINGS | {key: 0.25})
+    said = " ".join(again.attempt("--plan", "--assume-tps", "1").stdout.split())
+    assert re.search(rf"ceiling +{key} 0\.25: [\d.,]+ (s|h) left; the run would stop there, before its end", said)
+    assert "would stop there" not in again.attempt("--plan", "--assume-tps", "100000").stdout

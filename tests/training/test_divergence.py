@@ -1,0 +1,145 @@
+"""A run whose training loss diverges ends with a checkpoint. Spikes, noise and plateaus do not end it."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.comparison.records import RunRecord
+from harness.runs.checkpoint_meta import TrainState
+from harness.runs.directory import RunDirectory
+from tests.support.launch import Workshop, metrics
+from tests.support.same_end import assert_same_end
+
+TOTAL, INTERVAL, PATIENCE = 10_000, 10, 50
+
+
+def falling(step: float) -> float:
+    """Return the loss at a step of a run like GPT-2's: from 13 to 3.3 nats."""
+    return 3.3 + 7.5 * math.exp(-step / 300) + 2 * math.exp(-step / 2000)
+
+
+def from_5000(loss: Callable[[float], float]) -> Callable[[float], float]:
+    """Return a curve that falls for half of the run, and is then `loss(step)`."""
+    return lambda step: falling(step) if step < 5000 else loss(step)
+
+
+def spike(height: float, steps: float) -> Callable[[float], float]:
+    """Return a curve with a spike at step 5,000 that decays by a factor of e in `steps`."""
+    return from_5000(lambda step: falling(step) + height * math.exp((5000 - step) / steps))
+
+
+def stops_at(curve: Callable[[float], float], noise: float, **validation: Any) -> int | None:
+    """Return the global step at which the rule ends a run of 10,000 steps with this training loss, or None."""
+    draws, state = random.Random(0), TrainState()
+    for step in range(0, TOTAL, INTERVAL):
+        state.global_step = step
+        state.add_report(curve(step) + draws.gauss(0, noise), 1, 0)
+        state.follow_level(patience=PATIENCE, interval=INTERVAL)
+        if validation and step % 1000 == 0:
+            state.val_loss = validation["loss"](step)
+            state.record_if_best(state.val_loss)
+        if state.has_diverged:
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("curve", "noise"),
+    [
+        (falling, 0.03),
+        (falling, 0.5),
+        (spike(7, 100), 0.05),
+        (spike(3, 200), 0.05),
+        (from_5000(lambda step: 1e6 if step == 5000 else falling(step)), 0.05),
+        (from_5000(lambda step: math.nan if step < 5100 else falling(step)), 0.05),
+        (from_5000(lambda step: falling(step) + 0.4), 0.05),  # a higher learning rate
+        (lambda step: math.log(50257), 0.02),  # never learns
+        (lambda step: max(7.5, falling(step)), 0.05),  # learns the frequency of tokens only
+    ],
+)
+def test_curves_that_recover_or_never_fell_go_on(curve: Callable[[float], float], noise: float) -> None:
+    assert stops_at(curve, noise) is None
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.5])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda step: falling(5000) + 1,
+        lambda step: math.log(50257),
+        lambda step: math.nan,
+        lambda step: math.inf,
+        lambda step: 40.0,
+    ],
+)
+def test_curves_that_do_not_recover_end(loss: Callable[[float], float], noise: float) -> None:
+    """The run ends when the loss has been too high for 5 % of the steps, and as many reports as it takes to see it."""
+    step = stops_at(from_5000(loss), noise)
+    assert step is not None
+    assert 5500 <= step <= 5800
+
+
+def test_text_that_becomes_harder_ends_no_run_that_improves() -> None:
+    harder = from_5000(lambda step: falling(step) + 1.5)
+    assert stops_at(harder, 0.05) is not None
+    assert stops_at(harder, 0.05, loss=falling) is None
+    assert stops_at(harder, 0.05, loss=from_5000(lambda step: falling(step) if step < 6001 else 6.0)) == 7010
+    assert stops_at(from_5000(lambda step: math.nan), 0.05, loss=from_5000(lambda step: math.nan)) is not None
+
+
+# A learning rate that rises far too high, in a warm-up that is longer than the run.
+RISING: dict[str, Any] = {
+    "min_train_tokens": 128 * 160,
+    "learning_rate": 1.0,
+    "warmup_steps": 160,
+    "report_interval": 1,
+    "validation_interval": 25,
+}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("divergence"))
+    made.add_dataset(tokens=60_000)
+    made.add_run("to-the-end", **RISING, stop_if_diverged=False)
+    made.train("to-the-end")
+    made.add_run("ended", **RISING)
+    made.train("ended", expect=4)
+    return made
+
+
+def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
+    run = shop.runs / "ended"
+    again = Path(shutil.copytree(run, shop.runs / "again", symlinks=True))
+    last = metrics(run)[-1]["global_step"]
+    assert (run / "checkpoints" / "latest").resolve().name.endswith(f"-iteration-{last}")
+    best = min((each for each in metrics(run) if each["event"] == "validation"), key=lambda each: each["loss"])
+    assert (run / "checkpoints" / "best").resolve().name.endswith(f"-iteration-{best['global_step']}")
+    assert RunRecord.read(RunDirectory(run)).state.word == "diverged"
+    repeated = shop.train("again", expect=4)
+    assert "stopped by stop_if_diverged (the training loss left its level at about step" in repeated.stderr
+    assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
+
+
+def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> None:
+    run = shop.add_run("ended", **RISING, stop_if_diverged=False)
+    shop.train("ended")
+    assert_same_end(shop.runs / "to-the-end", run)
+
+
+def test_a_stop_before_the_end_changes_nothing(shop: Workshop) -> None:
+    """The level is part of a checkpoint: a run that was stopped twice ends at the same step."""
+    shop.add_run("straight", **RISING)
+    shop.train("straight", expect=4)
+    run, faults = shop.add_run("interrupted", **RISING), "from tests.support.faults import *\n"
+    for step in (40, metrics(shop.runs / "straight")[-1]["global_step"] - 5):
+        shop.train("interrupted", prelude=f"{faults}before(STEP, tell(SIGTERM), step={step})", expect=143)
+    shop.train("interrupted", expect=4)
+    assert_same_end(shop.runs / "straight", run)

@@ -1,0 +1,160 @@
+"""The command `on_end` runs once however training ends, and `notify` gets messages."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import Workshop, finish, metrics, wait_until
+from tests.support.torchrun import Torchrun
+
+FAULTS = "from tests.support.faults import *\n"
+# Writes the state and the run's name into a file of the run's folder, and the other variable to standard output.
+NOTE = 'D="$DDP_PRETRAIN_DIRECTORY"; echo "$DDP_PRETRAIN_STATE $DDP_PRETRAIN_RUN" >> "$D/ended"; echo "in $D"'
+ON_END = ["sh", "-c", NOTE]
+SHORT: dict[str, Any] = {"min_train_tokens": 640, "on_end": ON_END}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("on-end"))
+    made.add_dataset(tokens=20_000)
+    return made
+
+
+def endings(run: Path) -> list[str]:
+    path = run / "ended"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("name", "prelude", "status"),
+    [
+        ("finished", "", 0),
+        ("stopped", "before(STEP, tell(SIGTERM), rank=1, step=2)", 143),
+        ("failed", "before(STEP, fail, step=2)", 1),
+    ],
+)
+def test_it_runs_before_the_process_ends(shop: Workshop, name: str, prelude: str, status: int) -> None:
+    run = shop.add_run(name, **SHORT)
+    done = shop.train(name, prelude=FAULTS + prelude, expect=status)
+    assert endings(run) == [f"{name} {name}"]
+    assert f"in {run.resolve()}\n" in done.stdout
+    recorded = [path for path in run.rglob("*.json") if path.name != "train.json" and "on_end" in path.read_text()]
+    assert recorded == [], "it may hold a secret"
+    if name == "finished":
+        shop.train(name)
+        assert endings(run) == ["finished finished"] * 2, "a machine on which nothing is left to do costs as much"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_runs_if_a_rank_is_killed(shop: Workshop, rank: int) -> None:
+    run = shop.add_run(f"killed{rank}", **SHORT)
+    shop.train(run.name, prelude=f"{FAULTS}before(STEP, kill, rank={rank}, step=2)", expect=None)
+    wait_until(lambda: endings(run))
+    assert endings(run) == [f"failed {run.name}"]
+
+
+def test_it_runs_if_the_launcher_is_killed(shop: Workshop) -> None:
+    """The ranks notice that their launcher is gone, and save. The command runs after that."""
+    run = shop.add_run("orphaned", **SHORT | {"min_train_tokens": 10**4, "start_train_token": 0})
+    job = Torchrun(shop, run, by_processes=True)
+    process = job.start("before(STEP, pause(0.3))")
+    wait_until(lambda: (run / "metrics.jsonl").exists(), process)
+    process.kill()
+    wait_until(lambda: endings(run))
+    assert endings(run) == ["failed orphaned"]
+    assert job.seconds_to_the_end(60) < 60
+    assert (run / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> None:
+    """It runs once, when torchrun has ended, and has the state of the last start."""
+    run = shop.add_run(f"torchrun{restarts}", **SHORT)
+    job = Torchrun(shop, run, are_forked=True)
+    died = f"before(STEP, in_life(1, {str(run / 'lives')!r}, kill), rank=0, step=2)"
+    finish([job.start(died, f"--max-restarts={restarts}")], expect=None, timeout=240)
+    wait_until(lambda: endings(run))
+    assert endings(run) == [f"{'finished' if restarts else 'failed'} {run.name}"]
+
+
+def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
+    run = shop.add_run("wrong", **SHORT | {"on_end": ["false"]})
+    done = shop.train("wrong")
+    assert "warning: on_end failed with exit status 1; if it ends the rental, do that by hand" in done.stderr
+    shop.add_run("wrong", **SHORT | {"on_end": ["/no/such program"], "min_train_tokens": 1280})
+    before = len(metrics(run))
+    done = shop.train("wrong", expect=2)
+    named = f'error: {run}/train.json: key "on_end": there is no program "/no/such program" here; give its path'
+    assert done.error_lines[0] == named
+    assert len(metrics(run)) == before
+
+
+def test_a_command_that_is_refused_ends_no_rental(shop: Workshop) -> None:
+    """Another process trains the run, and its own command will run."""
+    run = shop.add_run("twice", **SHORT)
+    process = shop.start("twice", prelude=f"{FAULTS}before(STEP, until({str(run / 'go')!r}), step=2)")
+    wait_until(lambda: (run / "metrics.jsonl").exists(), *process)
+    refused = shop.train("twice", expect=2)
+    assert "is being trained by another process" in refused.stderr
+    assert endings(run) == []
+    (run / "go").touch()
+    finish(process, expect=0, timeout=240)
+    assert endings(run) == ["finished twice"]
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield a server's URL, and the list of the messages that it has received."""
+    received: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if "refuses" not in self.path else 403)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", received
+    server.shutdown()
+
+
+def test_messages_of_a_run(shop: Workshop, listener: tuple[str, list[dict[str, Any]]]) -> None:
+    url, received = listener
+    run = shop.add_run("told", min_train_tokens=2560, notify=f"{url}/secret-token")
+    outputs = shop.train("told", prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=4)", expect=143)
+    outputs2 = shop.train("told", prelude=f"{FAULTS}before(STEP, fail, step=7)", expect=1)
+    assert [(each["event"], each["state"]) for each in received[::2]] == [("start", "training")] * 2
+    ends = [(each["event"], each["state"], each["step"]) for each in received[1::2]]
+    assert ends == [("end", "stopped", 5), ("failure", "failed", 6)]
+    assert received[-1]["message"] == "told: failed, last report at global step 6"
+    texts = [
+        path.read_text(errors="replace") for path in run.rglob("*") if path.is_file() and path.name != "train.json"
+    ]
+    shown = shop.attempt("--plan", run="told").stdout
+    assert "secret-token" not in "".join([*texts, outputs.stdout, outputs.stderr, outputs2.stdout, shown])
+
+
+def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
+    shop: Workshop, listener: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, _ = listener
+    shop.add_run("refused", min_train_tokens=640, notify=f"{url}/refuses-secret")
+    done = shop.train("refused")
+    assert done.stderr.count("was not received: HTTPError 403") == 2
+    assert "secret" not in done.stdout + done.stderr
+    shop.add_run("refused", min_train_tokens=1280, notify="http://127.0.0.1:9/secret", on_end=ON_END)
+    done = shop.train("refused")
+    assert "warning: notify: end was not received: URLError" in done.stderr
+    assert endings(shop.runs / "refused") == ["finished refused"]

@@ -1,0 +1,54 @@
+"""A rank that takes longer than the others for its own part of a step is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from harness.training.pace import SlowRanks
+from tests.support.launch import Workshop
+
+# Each step has two forward passes of at least 0.1 s on each rank, and on rank 1 they take longer from step 6 to 15.
+PASSES = """
+from tests.support.faults import *
+import time
+
+def passing():
+    time.sleep(0.1 + (0.1 if own_rank() and 6 <= Now.step < 16 else 0))
+
+before(FORWARD, passing)
+"""
+
+
+def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=8000)
+    shop.add_run(
+        min_train_tokens=2560,
+        report_interval=2,
+        validation_interval=None,
+        validation_batches=None,
+        start_val_token=None,
+        checkpoint_interval=100,
+    )
+    said = shop.train(prelude=PASSES).stdout
+    notes = [line for line in said.splitlines() if line.startswith("note: rank")]
+    assert len(notes) == 1, said
+    named = re.fullmatch(r"note: rank 1 takes (\d+)% longer than the median since global step (\d+); .*", notes[0])
+    assert named, notes
+    assert 10 < int(named[1]) <= 110
+    assert int(named[2]) in (6, 8)
+
+
+def test_named_again_only_after_it_was_as_fast_as_the_others() -> None:
+    ranks, slow, fast = SlowRanks(), [0.1, 0.1, 0.114, 0.1], [0.1, 0.1, 0.109, 0.1]
+    windows = [slow, slow, fast, slow, slow, slow, slow, fast, slow, slow, slow]
+    found = [(step, note) for step, seconds in enumerate(windows) for note in ranks.name(seconds, step)]
+    said = "note: rank 2 takes 14% longer than the median since global step {}; the others wait for it"
+    assert found == [(5, said.format(3)), (10, said.format(8))]
+
+
+def test_of_two_ranks_the_slower_one_is_named_and_tiny_steps_never() -> None:
+    ranks = SlowRanks()
+    assert [note[:15] for _ in range(3) for note in ranks.name([0.5, 0.1], 0)] == ["note: rank 0 ta"]
+    assert [note for _ in range(9) for note in SlowRanks().name([0.004, 0.001], 0)] == []
