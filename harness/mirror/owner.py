@@ -44,7 +44,7 @@ class Lease:
         self._run = run
         self._id = own_id(run)
         self._since = time.time()
-        self._released = threading.Event()
+        self._released, self._writing = threading.Event(), threading.Lock()
         self._lost: str | None = None
 
     def take(self, *, wait: bool, take_over: bool) -> None:
@@ -81,16 +81,17 @@ class Lease:
     def release(self) -> None:
         """Delete owner.json, if it is this machine's, so that another machine can take the run at once."""
         self._released.set()
-        with suppress(LeaseLost):
+        with self._writing, suppress(LeaseLost):
             self.check()
             self._mirror.delete(OWNER)
 
     def _refresh(self) -> None:
         while not self._released.wait(min(REFRESH_SECONDS, LEASE_SECONDS / 4)):
             try:
-                self.check()
-                if not self._released.is_set():
-                    self._write()
+                with self._writing:
+                    self.check()
+                    if not self._released.is_set():
+                        self._write()
             except LeaseLost:
                 return
             except Exception:  # told by the thread that sends the run's files, to the same store
