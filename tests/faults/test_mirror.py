@@ -6,16 +6,21 @@ must reach the end of an undisturbed run, bit for bit.
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.mirror.fetch import newest_in_mirror
+from harness.mirror.store import Mirror
 from tests.support import faulty_store, file_operations
 from tests.support.jobs import for_each, said, set_pace, start, train, wait_for
-from tests.support.launch import Workshop, finish
+from tests.support.launch import Workshop, finish, wait_until
+from tests.support.s3_server import BUCKET, s3_server
 from tests.support.same_end import assert_same_end
 
 SETTINGS: dict[str, Any] = {
@@ -111,3 +116,42 @@ def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool) ->
         go_on_after_loss(shop, name)
 
     for_each(range(count) if exhaustive else range(5, count, 12), lose_machine)
+
+
+# A machine is lost a random time after it has brought the run forward.
+LOST_MACHINES = 6
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "six machines lost in one run, on an S3 server",
+    "each killed and its disk deleted: one unchanged command reaches the same end on the seventh",
+)
+def test_six_lost_machines(shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice, settings = random.Random(0), {**SETTINGS, "min_train_tokens": 64 * 41}
+    with s3_server() as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)  # for the processes, too
+        shop.add_run("long", **settings)
+        train(shop, "long")
+        mirror, reached = Mirror(f"s3://{BUCKET}", "moving"), -1
+        prelude = SLOWLY + faulty_store.HASTE
+
+        def newest_step() -> int:
+            found = newest_in_mirror(mirror, mirror.files())
+            return -1 if found is None else found[1].global_step
+
+        for machine in range(LOST_MACHINES + 1):
+            shutil.rmtree(shop.runs / "moving", ignore_errors=True)
+            run = shop.add_run("moving", **settings, mirror=f"s3://{BUCKET}")
+            processes = start(shop, "moving", "--wait", prelude=prelude)
+            if machine == LOST_MACHINES:
+                finish(processes, expect=0, timeout=200)
+                break
+            wait_until(lambda: newest_step() > reached, *processes)  # noqa: B023
+            reached = newest_step()
+            threading.Event().wait(dice.uniform(0, 0.4))
+            processes[0].kill()
+            assert wait_for(processes[0], 10) == -signal.SIGKILL
+        assert reached > 0
+        assert_same_end(shop.runs / "long", run)

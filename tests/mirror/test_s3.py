@@ -54,6 +54,7 @@ def test_two_machines_on_s3(tmp_path: Path, server: dict[str, str], monkeypatch:
     assert listed.stdout.startswith(f"r: {found[0]}")
 
 
+@pytest.mark.slow  # botocore tries again and again
 def test_a_bucket_that_is_not_there_or_not_ours_is_one_line(tmp_path: Path, server: dict[str, str]) -> None:
     shop = machine_at(tmp_path, server, mirror="s3://nowhere/runs")
     refused = shop.attempt()

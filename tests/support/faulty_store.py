@@ -9,7 +9,6 @@ in its middle, and once more when it is done but not yet answered.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable
@@ -94,12 +93,11 @@ def log(path: str) -> Fault:
     return act
 
 
-def fail(*errors: BaseException, share: float, seed: int, after: int = 0) -> Fault:
-    """Return a fault that raises one of `errors` at a random share of the operations after the first `after`."""
-    dice = random.Random(seed)
+def fail(error: BaseException, *, window: range) -> Fault:
+    """Return a fault that raises `error` at the operations whose numbers are in `window`."""
 
     def act(number: int, name: str) -> None:
-        if number >= after and dice.random() < share:
-            raise dice.choice(errors)
+        if number in window:
+            raise error
 
     return act
