@@ -152,7 +152,9 @@ class Checkpointer:
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
         if self.config.keep_checkpoints is not None:
-            checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
+            kept = {path.name} | self.protected | {str(self.prepared.uploads.sending)}
+            checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, kept)
+        self.prepared.uploads.notice()
 
     def check_weights(self, state: TrainState) -> None:
         """Raise RunError on every rank if the checksums of the weights are not equal on all ranks. They must be equal,

@@ -127,7 +127,7 @@ class Trainer:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
-            self.world.barrier()
+            self.world.on_rank0(self.prepared.uploads.finish)  # the others wait: a launcher ends all with the first
             raise
 
     def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
@@ -209,6 +209,9 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s with validation.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
+@click.option("--mirror", metavar="URL", help="In place of train.json's mirror; none: without one.")
+@click.option("--wait", is_flag=True, help="Wait if another machine trains the run in the same mirror.")
+@click.option("--take-over", is_flag=True, help="Take the run from that machine.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @click.option(
@@ -252,17 +255,22 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     if options.restart:
         experiment.check_restart()
     experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
+    mirrored = None
+    if here.rank == 0 and not options.find and (options.plan or here.world_size == 1):
+        from harness.mirror.start import look
+
+        mirrored = look(experiment, options, checkpoint)
     if options.plan:
         from harness.planning.plan import print_plan
 
         if here.rank == 0:
-            print_plan(experiment, checkpoint, options.processes or here.world_size, options)
+            print_plan(experiment, checkpoint, options.processes or here.world_size, options, mirrored)
         return
     if here.world_size == 1 and not options.find:
         from harness.planning.plan import checked_plan
 
         # find errors before torch is imported and other ranks are started
-        checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart)
+        checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart, mirrored=mirrored)
     if here.rank == 0:
         check_on_end(found, experiment.config)
 
@@ -312,19 +320,23 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
         if prepared.checkpoint and prepared.meta and checkpoint is None:  # no change if CHECKPOINT is given
             world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
         world.on_rank0(partial(restore_summary, prepared, world))
+        prepared.uploads.start()
     else:
         stop.ceiling_at = time.monotonic() + min(clock.ceilings(experiment.config).values(), default=math.inf)
         with explained_failures(experiment.config.microbatch_size, stop):
             trainer = Trainer(prepared, world, stop)
             trainer.checkpointer.restore(trainer.loader)
             world.on_rank0(prepared.lock.note_begun)  # so that a restart by torchrun resumes the run
+            prepared.uploads.start()
             try:
                 trainer.train()
             except Exception:  # after RunStopped, every save has ended, and this does not wait
                 with suppress(Exception):  # an error of a background save must not replace this one
                     trainer.checkpointer.writer.wait(SPEAKER_PATIENCE_SECONDS)
+                prepared.uploads.leave()
                 raise
             trainer.reporter.summary(trainer.state)
+    world.on_rank0(prepared.uploads.finish)
     world.leave()
 
 

@@ -49,6 +49,7 @@ ROOMS = {
     "harness.evaluation.judge": ["harness.common", "harness.runs", "harness.evaluation.instruct"],
     "harness.hf": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.evaluation", "gpt"],
     "harness.planning": ["harness.common", "harness.data", "harness.model", "harness.runs"],
+    "harness.mirror": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"],
     "harness.comparison": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"],
     "harness.sweeps": [
         *("harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"),
@@ -57,7 +58,7 @@ ROOMS = {
     "harness.scaling": ["harness.common", "harness.runs"],
     "harness.training": [
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
-        *("harness.planning", "harness.evaluation", "gpt"),
+        *("harness.planning", "harness.mirror", "harness.evaluation", "gpt"),
     ],
     "compare_runs": ["harness.common", "harness.runs", "harness.planning", "harness.comparison"],
     "gpt": ["harness.common", "harness.model"],
@@ -94,9 +95,10 @@ BEFORE_TORCH = [
     "harness.comparison.against_baseline",
     "harness.comparison.charts",
     "harness.sweeps.run",
+    "harness.mirror.start",
 ]
 HELP_SECONDS = 0.5  # of processor time, because wall-clock time depends on the machine's other work
-SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}
+SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub", "fsspec"}
 
 
 @cache

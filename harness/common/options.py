@@ -64,6 +64,8 @@ NOT_TOGETHER = (
     ("assume_device", "assume_tps"),
     ("assume_device", "assume_tps_with_validation"),
     ("restart", "find"),
+    ("mirror", "find"),
+    ("wait", "take_over"),
 )
 
 
@@ -81,6 +83,9 @@ class TrainOptions:
     assume_world_size: int | None = None
     assume_device: str | None = None
     restart: bool = False
+    mirror: str | None = None
+    wait: bool = False
+    take_over: bool = False
     runs_dir: Path = Path("runs")
 
     def check(self, checkpoint: str | None) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from harness.common.errors import UserError
 from harness.common.messages import GIB, distinct_sizes, duration, paragraph
@@ -34,6 +35,15 @@ from harness.runs.train_config import TrainConfig
 PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products is smaller than that
 WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
+
+
+class InMirror(NamedTuple):
+    """What a run would find in its mirror (harness/mirror/)."""
+
+    name: str  # the URL of the run's folder there
+    checkpoint: str | None  # the checkpoint from which the run would continue; None: there is none newer than its own
+    meta: CheckpointMeta | None  # its meta.json
+    bytes_per_second: float | None  # speed of this machine's last upload; None if there was none
 
 
 @dataclass(frozen=True)
@@ -198,14 +208,23 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     return replace(plan, scaled=scaled)
 
 
-def checked_plan(experiment: Experiment, checkpoint: str | None, ranks: int, *, restart: bool) -> Plan:
+def checked_plan(
+    experiment: Experiment,
+    checkpoint: str | None,
+    ranks: int,
+    *,
+    restart: bool,
+    mirrored: InMirror | None = None,
+) -> Plan:
     """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
-    there is any), or starts anew if `restart` is true.
+    there is any), or starts anew if `restart` is true. A checkpoint in the run's mirror takes their place.
 
     Raises UserError for settings, data and checkpoints that training would refuse. Not checked are the free disk space,
     the names of benchmarks, the checkpoint's hashes, and whether the device supports the settings.
     """
-    meta = None if restart else planned_start(experiment, ranks, checkpoint)
+    meta = mirrored.meta if mirrored else None
+    if meta is None and not restart:
+        meta = planned_start(experiment, ranks, checkpoint)
     plan = make_plan(experiment, ranks, meta)
     if meta is None and experiment.initial_weights is not None:
         with experiment.initial_weights_errors():
@@ -241,7 +260,14 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     return upgrade_notebook_meta(start, meta, provenance, experiment.batches(experiment.layout(world_size)))
 
 
-def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None, notes: Sequence[str] = ()) -> str:
+def describe_plan(
+    plan: Plan,
+    speed: PlannedSpeed,
+    *,
+    machine: str | None = None,
+    mirrored: InMirror | None = None,
+    notes: Sequence[str] = (),
+) -> str:
     """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
     screen."""
     config, model = plan.config, plan.experiment.model
@@ -276,11 +302,36 @@ def describe_plan(plan: Plan, speed: PlannedSpeed, *, machine: str | None = None
     if plan.position is None or not plan.position.first_step:
         initial = None if plan.is_continued else plan.experiment.initial_weights
         rows.append(("starts from", str(initial or "new weights")))
+    if mirrored:
+        newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "no newer checkpoint there"
+        rows.append(("mirror", f"{mirrored.name}: {newer}"))
+        if plan.position:
+            rows.append(("a lost machine", describe_loss(plan, speed, mirrored)))
     if plan.position:
         rows += _work_rows(plan, speed)
     else:
         rows.append(("global steps", f"unknown until {config.dataset} is on this machine (min_train_tokens is -1)"))
     return "\n".join(lines + _table([*rows, *(("note", note) for note in notes)]))
+
+
+def describe_loss(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
+    """Return a text on what is lost at most if the machine is lost at any instant: the training since the newest
+    checkpoint that is whole in the mirror."""
+    size, every, rate = plan.checkpoint_bytes(), plan.config.checkpoint_every, mirrored.bytes_per_second
+    upload = None if rate is None else size / rate
+    sent = f"the upload of {size / GIB:.2f} GiB"
+    sent += ", whose speed is not measured yet" if rate is None else f" at {rate / 1e6:,.1f} MB/s as last measured"
+    if speed.tokens_per_second is None:
+        return f"costs at most {every:,} steps and {sent}"
+    parts = plan.seconds(speed)
+    steps = sum(parts.values()) / max(1, len(plan.steps)) * every
+    # If an upload takes longer than the steps between two checkpoints, the next one starts when it is over.
+    seconds = steps + (upload or 0.0) * (2 if (upload or 0.0) > steps else 1)
+    price, _ = plan.price(speed)
+    dollars = "" if price is None else f", ${cost(seconds, price):,.2f}"
+    return f"costs at most {duration(seconds)}{dollars}{' and' if rate is None else ':'} " + (
+        sent if rate is None else f"{every:,} steps and {sent}"
+    )
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -368,7 +419,9 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
+def print_plan(
+    experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions, mirrored: InMirror | None = None
+) -> None:
     """Print what training would do, resuming from `checkpoint` (None: from the latest one, if there is any).
 
     `ranks` is the number of processes that were started. The plan is for this number of ranks, unless
@@ -384,9 +437,9 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
         said = machine.machine if is_that else f"{assumed or ranks} x {kind} in place of {machine.machine}"
         said += f" (chosen by {named_by}; --assume-device and --assume-world-size replace it)"
     ranks = assumed or ranks
-    plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart)
+    plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart, mirrored=mirrored)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # The disk of this machine does not matter on an assumed machine.
     shortage = None if assumed else plan.disk_shortage(experiment.run)
     notes = [note for note in (plan.dataset_remark, shortage) if note]
-    print(describe_plan(plan, speed, machine=said, notes=notes), flush=True)
+    print(describe_plan(plan, speed, machine=said, mirrored=mirrored, notes=notes), flush=True)

@@ -225,6 +225,11 @@ class TrainConfig(RunFile):
         description="Write checkpoints in a background thread: training pauses at most while weights and optimizer "
         "state are copied.",
     )
+    mirror: Annotated[Text | None, Affects.NOTHING] = Field(
+        default=None,
+        description="Copy checkpoints and results in the background to URL/RUN, and continue from there on a new "
+        "machine: hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://.",
+    )
     weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None,
         description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",

@@ -17,6 +17,8 @@ from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.distributed.world import World, say
+from harness.mirror.start import connect
+from harness.mirror.upload import Uploads
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile, waiting_experts
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
@@ -49,6 +51,7 @@ class PreparedRun:
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
     budget: Budget | None  # train.json's budget in tokens, computed when the run began; None if given in tokens
     scaled: ScaledSettings  # settings changed by train.json's scaling rules
+    uploads: Uploads  # sends what rank 0 writes to the run's mirror; does nothing on other ranks
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
 
     @property
@@ -97,6 +100,14 @@ def prepare(
     provenance = experiment.provenance(dataset)
     check_same_everywhere(experiment, world, provenance)
 
+    mirrors = []
+
+    def open_mirror() -> None:
+        brings = not (lock.began_before or options.restart or checkpoint)
+        mirrors.append(connect(experiment, provenance, options, brings=brings))
+
+    world.on_rank0(open_mirror)
+
     def choose() -> tuple[Path, CheckpointMeta] | None:
         if lock.began_before:  # torchrun restarted this process; its first start has applied --restart or CHECKPOINT
             return checkpoints.open_start(run.checkpoints, None)
@@ -126,6 +137,9 @@ def prepare(
     changed = [*meta.changed] if meta else []
     if meta and not plan.position.is_finished:
         changed += changes_of_result(meta, provenance.train, here)
+    mirror, lease = (mirrors[0] if mirrors else None) or (None, None)
+    keep, start_step = experiment.config.keep_checkpoints, plan.position.first_step - 1
+    uploads = Uploads(run, mirror, lease, keep=keep, start_step=start_step)
     return PreparedRun(
         experiment,
         dataset,
@@ -140,6 +154,7 @@ def prepare(
         step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
         budget=plan.budget,
         scaled=plan.scaled,
+        uploads=uploads,
         changed=changed,
     )
 

@@ -1,0 +1,1 @@
+"""A run's mirror: a copy of its checkpoints and small files in a store that outlives the machine."""

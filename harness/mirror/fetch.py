@@ -1,0 +1,246 @@
+"""Checkpoints in a mirror: finding the whole ones, and bringing the newest one to a machine that has an older one or
+none.
+
+A checkpoint in a mirror is whole if its meta.json, which is sent last, is there and can be read, and if all files that
+meta.json lists are there. Their hashes are verified when they are fetched.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import SAFE_NAME, atomic_file, move, rename_whole, sha256
+from harness.mirror.store import PIECE, Mirror, reason_of
+from harness.model.tensor_names import META, WEIGHTS
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta
+from harness.runs.checkpoints import BEST, LATEST, choose_start, point
+from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
+
+FETCHING_PREFIX = ".fetching-"
+FETCHING_TRIES = 6  # the pauses between them double from one second on
+Check = Callable[[CheckpointMeta], None]
+Result = TypeVar("Result")
+
+
+def step_of(name: str) -> int:
+    """Return the global step in a checkpoint's name, or -1 if it is no such name."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    return int(match.group(1)) if match else -1
+
+
+def names_in(files: dict[str, int]) -> list[str]:
+    """Return the names of all checkpoint folders among a mirror's `files`, whole or not, the newest first."""
+    parts = [path.split("/") for path in files]
+    names = {part[1] for part in parts if len(part) == 3 and part[0] == "checkpoints" and step_of(part[1]) >= 0}
+    return sorted(names, key=lambda name: (step_of(name), name), reverse=True)
+
+
+def read_remote_meta(mirror: Mirror, files: dict[str, int], name: str) -> CheckpointMeta | None:
+    """Return the meta.json of a checkpoint in a mirror, or None if the checkpoint is not whole."""
+    if f"checkpoints/{name}/{META}" not in files:
+        return None
+    content = mirror.read(f"checkpoints/{name}/{META}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.mkdir()
+        (path / META).write_bytes(content or b"")
+        try:
+            meta = read_meta(path)
+            verify_meta(path)
+        except (UserError, KeyError):
+            return None
+    listed = [each for each in meta.sha256 if each != META]
+    is_whole = WEIGHTS in listed and all(
+        SAFE_NAME.fullmatch(each) and f"checkpoints/{name}/{each}" in files for each in listed
+    )
+    return meta if is_whole else None
+
+
+def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, CheckpointMeta] | None:
+    """Return name and meta.json of the newest whole checkpoint in a mirror, or None if there is none."""
+    for name in names_in(files):
+        if meta := read_remote_meta(mirror, files, name):
+            return name, meta
+    return None
+
+
+def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
+    """Return name and meta.json of the newest whole checkpoint in the mirror if it is of a later step than the one that
+    the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError if the
+    mirror cannot be read."""
+    try:
+        found = newest_in_mirror(mirror, mirror.files())
+    except Exception as error:
+        raise RunError(f"mirror {mirror.name}: cannot be read: {reason_of(error)}") from None
+    return found if found and found[1].global_step > _local_step(run) else None
+
+
+def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
+    """Fetch the newest whole checkpoint in the mirror, with its metrics and results and the best checkpoint, if it is
+    of a later step than the one in the run's folder. Return its name, or None if the folder's is at least as new.
+
+    `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
+    checkpoint whose files do not have the hashes in its meta.json is left out with a warning, and an older one is
+    taken. A download that was interrupted resumes. Local files that are replaced are moved to a folder below `aside/`.
+    Raises RunError if the mirror cannot be read.
+    """
+    files, brought = retried(mirror, mirror.files), None
+    for name in names_in(files):
+        if step_of(name) <= _local_step(run):
+            break
+        meta = retried(mirror, partial(read_remote_meta, mirror, files, name))
+        if meta is not None:
+            check(meta)
+            if _bring_checkpoint(run, mirror, files, name, meta):
+                brought = name
+                break
+    for path in run.checkpoints.glob(f"{FETCHING_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return brought
+
+
+def _bring_checkpoint(
+    run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta
+) -> bool:
+    """Fetch a checkpoint and all that belongs to it, and point `latest` and `best`. Return False if it is damaged.
+
+    The rename of the checkpoint comes after all other files, so that a process that is killed before it begins again,
+    and a process that is killed after it has everything.
+    """
+    best = name if meta.best_step == meta.global_step else None
+    best = best or next((each for each in names_in(files) if step_of(each) == meta.best_step), None)
+    if not (run.checkpoints / name).exists():
+        draft = fetch_checkpoint(run, mirror, files, name, meta)
+        if draft is None:
+            return False
+        if best not in (None, name) and not (run.checkpoints / best).exists():
+            best_meta = retried(mirror, partial(read_remote_meta, mirror, files, best))
+            drafted = best_meta and fetch_checkpoint(run, mirror, files, best, best_meta)
+            if drafted:
+                rename_whole(drafted, lambda: run.checkpoints / best)
+        fetch_results(run, mirror, files)
+        fetch_metrics(run, mirror, meta)
+        rename_whole(draft, lambda: run.checkpoints / name)
+    point(run.checkpoints, LATEST, run.checkpoints / name)
+    if best is not None and (run.checkpoints / best).is_dir():
+        point(run.checkpoints, BEST, run.checkpoints / best)
+    return True
+
+
+def _local_step(run: RunDirectory) -> int:
+    start = choose_start(run.checkpoints, None)
+    return -1 if start is None else step_of(start.name)
+
+
+def fetch_checkpoint(
+    run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta
+) -> Path | None:
+    """Fetch all files of a checkpoint into a hidden folder beside the run's checkpoints, and return that folder. What
+    an earlier process has fetched there is kept. Return None, with a warning, if a file does not have the hash in
+    `meta` even when it is fetched again."""
+    draft = run.checkpoints / f"{FETCHING_PREFIX}{name}"
+    draft.mkdir(parents=True, exist_ok=True)
+    wanted = [each for each in meta.sha256 if each != META]
+    total = sum(files[f"checkpoints/{name}/{each}"] for each in wanted)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"fetching {name}", disable=not sys.stderr.isatty())
+    if bar.disable and total:
+        print(f"fetching {name} ({total:,} bytes) from {mirror.name}", flush=True)
+    with bar:
+        for each in wanted:
+            path, final = draft / f"{each}.part", draft / each
+            size = files[f"checkpoints/{name}/{each}"]
+            for _ in range(2):
+                if not final.exists():
+                    _download(mirror, f"checkpoints/{name}/{each}", path, size, bar)
+                    path.rename(final)
+                if sha256(final) == meta.sha256[each]:
+                    break
+                final.unlink()  # damaged on the way, perhaps
+            else:
+                print(
+                    f"warning: mirror {mirror.name}: {name}/{each} is damaged (its SHA-256 is not the one in "
+                    "meta.json); an older checkpoint is tried",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                shutil.rmtree(draft)
+                return None
+    (draft / META).write_bytes(retried(mirror, lambda: mirror.read(f"checkpoints/{name}/{META}")) or b"")
+    return draft
+
+
+def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> None:
+    """Fetch the rest of a file of `size` bytes, of which `path` holds the beginning."""
+    with path.open("ab") as file:
+        if file.tell() > size:
+            file.truncate(0)
+        at = file.seek(0, 2)
+        bar.update(at)
+        while at < size:
+            piece = retried(mirror, partial(mirror.read_part, remote, at, min(size, at + PIECE)))
+            if not piece:
+                raise RunError(f"mirror {mirror.name}: {remote}: ends after {at:,} of {size:,} bytes")
+            file.write(piece)
+            file.flush()
+            at += len(piece)
+            bar.update(len(piece))
+
+
+def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
+    """Replace metrics.jsonl by the mirror's, which reaches at least to the checkpoint of `meta`. If the local file has
+    other lines, it is first moved to a folder below `aside/`."""
+    content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
+    if len(content) < meta.metrics_bytes:
+        print(
+            f"warning: mirror {mirror.name}: {run.metrics.name} has {len(content):,} bytes, fewer than the "
+            f"{meta.metrics_bytes:,} of the checkpoint: lines are missing",
+            file=sys.stderr,
+            flush=True,
+        )
+    here = run.metrics.read_bytes() if run.metrics.exists() else b""
+    if not content.startswith(here):
+        move(run.metrics, run.new_aside() / run.metrics.name)
+    with atomic_file(run.metrics) as draft:
+        draft.write_bytes(content)
+
+
+def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
+    """Fetch the files of results/ that the run's folder does not have."""
+    for path in files:
+        folder, _, name = path.partition("/")
+        if folder == run.results.name and SAFE_NAME.fullmatch(name) and not (run.results / name).exists():
+            content = retried(mirror, partial(mirror.read, path))
+            run.results.mkdir(exist_ok=True)
+            with atomic_file(run.results / name) as draft:
+                draft.write_bytes(content or b"")
+
+
+def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
+    """Return what `work` returns. If it fails, it is called again, up to FETCHING_TRIES times in all with growing
+    pauses. Raises RunError if all fail."""
+    for attempt in range(FETCHING_TRIES):
+        try:
+            return work()
+        except (UserError, RunError):
+            raise
+        except Exception as error:
+            if attempt == FETCHING_TRIES - 1:
+                raise RunError(
+                    f"mirror {mirror.name}: cannot be read: {reason_of(error)}; the same command resumes, and --mirror "
+                    "none trains without it"
+                ) from None
+            if attempt == 0:
+                print(f"mirror {mirror.name}: {reason_of(error)}; trying again", file=sys.stderr, flush=True)
+        time.sleep(2.0**attempt)
+        mirror.open()
+    raise AssertionError("the last attempt returns or raises")

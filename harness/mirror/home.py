@@ -1,0 +1,119 @@
+"""A mirror seen from home, by mirror.py: what is there, bringing a run, following it, sending one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from harness.common.errors import UserError
+from harness.common.files import atomic_file
+from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, retried
+from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, owner_of
+from harness.mirror.store import Mirror, open_mirror
+from harness.mirror.upload import Uploads
+from harness.runs.checkpoints import list_checkpoints
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import TrainEvent, ValidationEvent, parse_event, rough_duration
+
+POLL_SECONDS = 10.0
+
+
+def describe_runs(url: str) -> list[str]:
+    """Return a line for each run at `url`: its name, its newest whole checkpoint, and who trains it."""
+    mirror = open_mirror(url, "", writes=False)
+    lines = []
+    for name in mirror.runs():
+        run = Mirror(url, name)
+        found = newest_in_mirror(run, files := run.files())
+        if not found and "train.json" not in files:
+            continue  # no run
+        size = sum(files.values()) / 1e9
+        lines.append(f"{name}: {found[0] if found else 'no whole checkpoint'}, {size:,.2f} GB{_training(run, files)}")
+    return lines or [f"no runs in {mirror.url}"]
+
+
+def _training(mirror: Mirror, files: dict[str, int]) -> str:
+    if OWNER not in files:
+        return ""
+    host, silent = owner_of(mirror)
+    return "" if host is None else f", trained on {host}, last heard of {rough_duration(max(0.0, silent))} ago"
+
+
+def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
+    """Fetch a run into `runs_dir` and return its folder. model.json and train.json are not replaced if they are there.
+    Metrics are replaced only together with the newest checkpoint, or if there is no checkpoint here.
+
+    Raises UserError if there is no such run, and RunError if the mirror cannot be read.
+    """
+    mirror = open_mirror(url, name, writes=False)
+    files = retried(mirror, mirror.files)
+    if "train.json" not in files:
+        raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists them")
+    run = RunDirectory(runs_dir / name)
+    run.path.mkdir(parents=True, exist_ok=True)
+    small = ["model.json", "train.json", run.summary.name, run.chart.name]
+    if with_weights:
+        run.lock()
+        bring(run, mirror, lambda meta: None)
+    fetch_results(run, mirror, files)
+    has_own = bool(list_checkpoints(run.checkpoints))
+    for each in [*small, *([] if has_own else [run.metrics.name])]:
+        is_setting = each in ("model.json", "train.json")
+        if each in files and not (is_setting and (run.path / each).exists()):
+            content = retried(mirror, partial(mirror.read, each)) or b""
+            with atomic_file(run.path / each) as draft:
+                draft.write_bytes(content)
+    return run.path
+
+
+def follow_run(url: str, name: str) -> Iterator[str]:
+    """Yield a line for each training and validation loss of a run in a mirror: those that are there, then new ones as
+    they come. Ends when no machine trains the run any more."""
+    mirror = open_mirror(url, name, writes=False)
+    done = 0
+    while True:
+        owner, silent = owner_of(mirror)
+        content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
+        if len(content) < done:  # the run went back to an earlier checkpoint
+            done = 0
+            yield "the run has gone back to an earlier checkpoint:"
+        lines = content[done : content.rfind(b"\n") + 1]
+        done += len(lines)
+        for line in lines.splitlines():
+            event = parse_event(line)
+            if isinstance(event, TrainEvent | ValidationEvent) and event.loss is not None:
+                kind = "loss" if isinstance(event, TrainEvent) else "validation loss"
+                speed = getattr(event, "tokens_per_second", None)
+                tps = f"  tps {speed:,.0f}" if speed else ""
+                yield f"global step {event.global_step}  {kind} {event.loss:.3f}{tps}"
+        if owner is None:
+            yield "no machine trains this run now"
+            return
+        if silent > LEASE_SECONDS:
+            yield f"{owner} has been silent for {rough_duration(silent)}"
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
+    """Send a run's newest and best checkpoint and all its small files to a mirror, and return the name of the run's
+    folder there. Raises UserError if another machine trains the run, or if the mirror has a later checkpoint; otherwise
+    the errors of the store."""
+    run.lock()  # until this process ends; a run that is being trained here sends its files itself
+    mirror = open_mirror(url, run.path.name)
+    lease = Lease(mirror, run)
+    lease.take(wait=False, take_over=take_over)
+    try:
+        here = list_checkpoints(run.checkpoints)
+        found = newest_in_mirror(mirror, mirror.files())
+        if found and found[1].global_step > (here[-1][0] if here else -1):
+            raise UserError(
+                f"mirror {mirror.name}: has {found[0]}, which is newer than {run.path}: `uv run mirror.py fetch` "
+                "brings it; to send the older state, use another URL"
+            )
+        Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1).push()
+    finally:
+        lease.release()
+    return mirror.name

@@ -1,0 +1,170 @@
+"""The lease on a run's folder in a mirror: `owner.json` names the machine that trains the run and is written anew while
+that machine lives, so that a second machine does not train the same run by mistake.
+
+A store without locks cannot promise more: two machines that start within the same few seconds may both find the folder
+free. Then the one whose owner.json was written first stops to send as soon as it sees the other's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from harness.common.errors import UserError
+from harness.common.files import replace_text
+from harness.common.messages import quoted
+from harness.mirror.store import Mirror, reason_of
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import rough_duration
+
+OWNER = "owner.json"
+KEPT = ".mirror.json"
+CLOCK = ".clock"  # written to learn the time of the store's clock
+LEASE_SECONDS = 300.0  # an owner that has not been heard of for longer has lost the run
+REFRESH_SECONDS = 30.0  # between two writes of owner.json
+WAITING_SECONDS = 5.0  # between two looks at another machine's owner.json
+
+
+class LeaseLost(Exception):  # noqa: N818 - not an error of this machine
+    """Another machine has taken the run. The message names it."""
+
+
+class Lease:
+    """This machine's claim on a run in a mirror. A thread renews it until `release`. A run directory keeps its identity
+    over restarts, so that a killed run does not wait for its own lease."""
+
+    def __init__(self, mirror: Mirror, run: RunDirectory) -> None:
+        self._mirror = Mirror(mirror.url, mirror.run_name)  # of this thread's own: not every library can be shared
+        self._run = run
+        self._id = own_id(run)
+        self._since = time.time()
+        self._released, self._writing = threading.Event(), threading.Lock()
+        self._lost: str | None = None
+
+    def take(self, *, wait: bool, take_over: bool) -> None:
+        """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard of within
+        LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at once.
+        Without both, raises UserError that names the other machine."""
+        told = False
+        while not take_over:
+            other, silent = owner_of(self._mirror, own=self._id)
+            if other is None or silent > LEASE_SECONDS:
+                break
+            heard = f"last heard of {rough_duration(max(0.0, silent))} ago"
+            if not wait:
+                raise UserError(
+                    f"mirror {self._mirror.name}: {other} trains this run, {heard}: stop it there; --wait waits until "
+                    f"it has ended or was silent for {rough_duration(LEASE_SECONDS)}, --take-over takes the run now"
+                )
+            if not told:
+                print(f"waiting for {other}, which trains this run, {heard}", flush=True)
+                told = True
+            time.sleep(min(WAITING_SECONDS, LEASE_SECONDS / 4))
+        self._write()
+        threading.Thread(target=self._refresh, daemon=True, name="mirror-lease").start()
+
+    def check(self) -> None:
+        """Raise LeaseLost if another machine has taken the run."""
+        if self._lost is None:
+            owner = _parse(self._mirror.read(OWNER))
+            if owner and owner.get("id") != self._id:
+                self._lost = _host(owner)
+        if self._lost is not None:
+            raise LeaseLost(self._lost)
+
+    def release(self) -> None:
+        """Delete owner.json, if it is this machine's, so that another machine can take the run at once."""
+        self._released.set()
+        with self._writing, suppress(LeaseLost):
+            self.check()
+            self._mirror.delete(OWNER)
+
+    def _refresh(self) -> None:
+        while not self._released.wait(min(REFRESH_SECONDS, LEASE_SECONDS / 4)):
+            try:
+                with self._writing:
+                    self.check()
+                    if not self._released.is_set():
+                        self._write()
+            except LeaseLost:
+                return
+            except Exception:  # told by the thread that sends the run's files, to the same store
+                with suppress(Exception):
+                    self._mirror.open()
+
+    def _write(self) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "id": self._id, "run": self._mirror.run_name}
+        owner |= {"since": self._since, "heard": time.time()}
+        self._mirror.write(OWNER, json.dumps(owner, indent=2).encode() + b"\n")
+
+
+def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, float]:
+    """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if
+    nobody owns it, or the machine with the id `own`.
+
+    If `own` is given, which may write to the mirror, and the store says when files were written, both times are the
+    store's. Otherwise the owner's clock is compared with this machine's. Raises UserError if the mirror cannot be read.
+    """
+    try:
+        owner = _parse(mirror.read(OWNER))
+        if owner is None or owner.get("id") == own:
+            return None, 0.0
+        heard, now = (mirror.modified(OWNER), None) if own else (None, None)
+        if heard is not None:
+            mirror.write(CLOCK, b"\n")
+            now = mirror.modified(CLOCK)
+            mirror.delete(CLOCK)
+    except Exception as error:
+        raise UserError(f"mirror {mirror.name}: {OWNER} cannot be read: {reason_of(error)}") from None
+    if heard is None or now is None:
+        recorded = owner.get("heard")
+        heard, now = float(recorded) if isinstance(recorded, int | float) else 0.0, time.time()
+    return _host(owner), now - heard
+
+
+def own_id(run: RunDirectory) -> str:
+    """Return the name by which this machine's copy of a run owns the mirror. It is kept in the run's folder. In a copy
+    of that folder on another machine it is made anew."""
+    known = remembered(run)
+    if isinstance(known.get("id"), str):
+        return known["id"]
+    made = secrets.token_hex(8)
+    with suppress(OSError):  # without the file, only a restart has to wait for its own lease
+        remember(run, id=made)
+    return made
+
+
+def remembered(run: RunDirectory) -> dict[str, Any]:
+    """Return what `remember` has kept in the run's folder on this machine."""
+    with suppress(OSError, ValueError):
+        known = json.loads((run.path / KEPT).read_text(encoding="utf-8"))
+        if isinstance(known, dict) and known.get("host") == socket.gethostname():
+            return known
+    return {}
+
+
+def remember(run: RunDirectory, **values: Any) -> None:
+    """Keep values in a hidden file of the run's folder: "id" (see `own_id`), and "bytes_per_second" of the last
+    upload."""
+    known = {"host": socket.gethostname(), **remembered(run), **values}
+    replace_text(run.path / KEPT, json.dumps(known) + "\n")
+
+
+def _parse(content: bytes | None) -> dict[str, Any] | None:
+    """Return the object in an owner.json, or None if there is none. A damaged file is an owner without a name."""
+    if content is None:
+        return None
+    with suppress(ValueError):
+        if isinstance(owner := json.loads(content), dict):
+            return owner
+    return {}
+
+
+def _host(owner: dict[str, Any]) -> str:
+    return quoted(owner["host"]) if "host" in owner else "another machine"

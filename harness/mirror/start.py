@@ -1,0 +1,102 @@
+"""The mirror at the start of training: where it is, what is newer there, and taking the run over from it."""
+
+from __future__ import annotations
+
+from harness.common.errors import UserError
+from harness.common.json_files import strict_json
+from harness.common.options import TrainOptions
+from harness.data.dataset import Dataset, is_present
+from harness.mirror.fetch import Check, bring, newer_in_mirror
+from harness.mirror.owner import Lease, remembered
+from harness.mirror.store import Mirror, open_mirror
+from harness.model.config import ModelConfig
+from harness.planning.experiment import Experiment, check_continuable, first_difference
+from harness.planning.plan import InMirror
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
+from harness.runs.train_config import TrainConfig
+
+
+def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
+    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none."""
+    url = options.mirror or experiment.config.mirror
+    return None if url == "none" else url
+
+
+def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:
+    """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
+    command's CHECKPOINT; with it or --restart, training continues from no checkpoint in the mirror.
+
+    Without --plan, a probe is written. Raises UserError for a wrong URL, a missing library, and a mirror that cannot be
+    read or written.
+    """
+    url = mirror_url(experiment, options)
+    if url is None:
+        return None
+    mirror = open_mirror(url, experiment.run.path.name, writes=not options.plan)
+    check_same_experiment(experiment, mirror)
+    found = None if options.restart or checkpoint else newer_in_mirror(mirror, experiment.run)
+    if found and is_present(experiment.datasets_dir, experiment.config.dataset, experiment.splits):
+        dataset = Dataset.open(experiment.datasets_dir, experiment.config.dataset)
+        check_of(mirror, experiment, experiment.provenance(dataset))(found[1])
+    rate = remembered(experiment.run).get("bytes_per_second")
+    name, meta = found or (None, None)
+    return InMirror(mirror.name, name, meta, rate)
+
+
+def connect(
+    experiment: Experiment, provenance: Provenance, options: TrainOptions, *, brings: bool
+) -> tuple[Mirror, Lease] | None:
+    """Open the run's mirror, take the lease on it and, with `brings`, fetch the checkpoint there if it is newer than
+    the run's own. Return the mirror and the lease, or None if the run has no mirror.
+
+    Raises UserError if the mirror cannot be written, if another machine has the lease, or if the mirror holds another
+    experiment.
+    """
+    url = mirror_url(experiment, options)
+    if url is None:
+        return None
+    run = experiment.run
+    mirror = open_mirror(url, run.path.name)
+    check_same_experiment(experiment, mirror)
+    lease = Lease(mirror, run)
+    lease.take(wait=options.wait, take_over=options.take_over)
+    if brings and (name := bring(run, mirror, check_of(mirror, experiment, provenance))):
+        print(f"{run.path.name}: {name} is from the mirror", flush=True)
+    return mirror, lease
+
+
+def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> Check:
+    """Return the check that a checkpoint in the mirror is one of this experiment."""
+
+    def check(meta: CheckpointMeta) -> None:
+        try:
+            check_continuable(meta, experiment.run.checkpoints, provenance)
+        except UserError as error:
+            raise another_experiment(mirror, str(error).removeprefix(f"{experiment.run.checkpoints}: ")) from None
+
+    return check
+
+
+def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
+    """Raise UserError if the mirror's model.json or train.json has another model, dataset, starting token or optimizer
+    than the run's. Damaged files there are ignored, since they will be written anew."""
+    try:
+        model, train = (strict_json((mirror.read(name) or b"null").decode()) for name in ("model.json", "train.json"))
+        then = model and ModelConfig.model_validate(model).model_dump(mode="json")
+        given = train and {
+            key: train.get(key, TrainConfig.model_fields[key].default)
+            for key in ("dataset", "start_train_token", "optimizer")
+        }
+    except (ValueError, AttributeError):
+        return
+    difference = then and first_difference(then, experiment.model.model_dump(mode="json"), "model.json: ")
+    if given and not difference:
+        difference = first_difference(given, {key: getattr(experiment.config, key) for key in given}, "train.json: ")
+    if difference:
+        raise another_experiment(mirror, difference)
+
+
+def another_experiment(mirror: Mirror, difference: str) -> UserError:
+    return UserError(
+        f"mirror {mirror.name}: holds another experiment: {difference}; give another mirror or rename the run"
+    )

@@ -1,0 +1,249 @@
+"""A run's folder in a mirror: a bucket, a server or another disk, which fsspec reads and writes. Opening it checks its
+URL, and errors are reduced to one line without credentials.
+
+Every file in a mirror appears whole or not at all: object stores work so, and on `file` and `sftp` a file gets its name
+by a rename. Imports fsspec only where it is used, since that takes a while.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness.common.errors import UserError, printable
+from harness.common.messages import quoted
+
+EXTRAS = {"s3": "s3", "gs": "gcs", "sftp": "sftp"}  # pyproject.toml's extra with the library of a scheme
+CREDENTIALS = {
+    "hf": "HF_TOKEN or `hf auth login`; `hf buckets create` makes a bucket",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws; AWS_ENDPOINT_URL for other providers",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "sftp": "your ssh key or agent, and the server's key in ~/.ssh/known_hosts",
+    "file": "the rights of that folder",
+    "memory": "nothing",  # lives as long as the process; for tests
+}
+FOLDERS = {"file", "sftp"}  # the schemes whose folders must be made, and whose files must be renamed to appear whole
+DRAFT_ENDING = ".partial"
+PROBE = ".probe"  # written to see that files can be written
+PIECE = 2**25  # bytes that a download asks for at once, and the least that an interrupted one loses
+NETWORK_SECONDS = 60.0  # silence after which a connection has failed
+SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
+REASON_CHARACTERS = 200
+OPENING_TRIES = 3
+
+
+class Mirror:
+    """The folder of one run in a mirror. Paths are relative to that folder, with forward slashes. Methods raise the
+    errors of the store's library, which `reason_of` turns into text."""
+
+    def __init__(self, url: str, run_name: str) -> None:
+        """Check the URL. Nothing is read or written. Raises UserError if the URL is wrong or has credentials in it, or
+        if its library is not installed."""
+        self.scheme = check_url(url)
+        self.run_name = run_name
+        self.url = url.rstrip("/")
+        self.name = f"{self.url}/{run_name}".rstrip("/")
+        self.open()
+
+    _opened: Any
+
+    def open(self) -> None:
+        """Make the file system anew, without any cache or connection of an earlier one."""
+        import fsspec
+
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        if self.scheme == "s3":
+            options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": NETWORK_SECONDS}}
+        try:
+            fsspec.get_filesystem_class(self.scheme)
+            if self.scheme == "sftp":
+                options |= {"timeout": 10, "banner_timeout": NETWORK_SECONDS, "host_key_policy": _known_hosts_only()}
+            else:
+                options |= {"use_listings_cache": False}
+        except ImportError:
+            extra = EXTRAS.get(self.scheme, self.scheme)
+            raise UserError(
+                f"mirror {self.name}: its library is not installed: give `uv run --extra {extra} ...`, or once "
+                f"`uv sync --extra {extra}`"
+            ) from None
+        self._options, self._opened = options, None
+
+    @property
+    def _fs(self) -> Any:
+        """The file system, connected at the first use."""
+        import fsspec
+
+        if self._opened is None:
+            self._opened, self._root = fsspec.core.url_to_fs(self.name, **self._options)
+            if self.scheme == "sftp":
+                self._opened.ftp.get_channel().settimeout(NETWORK_SECONDS)
+        self._opened.invalidate_cache()  # HfFileSystem keeps listings whatever its options are
+        return self._opened
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def files(self) -> dict[str, int]:
+        """Return the size in bytes of every file below the run's folder, by path."""
+        try:
+            found = self._fs.find(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        start = len(self._root.strip("/")) + 1
+        return {name.strip("/")[start:]: int(info["size"] or 0) for name, info in found.items()}
+
+    def runs(self) -> list[str]:
+        """Return the names of the folders in a mirror that was opened without a run's name, sorted."""
+        fs = self._fs
+        try:
+            listed = fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in listed if each["type"] == "directory")
+
+    def read(self, path: str) -> bytes | None:
+        """Return a file's contents, or None if there is no such file."""
+        try:
+            return bytes(self._fs.cat_file(self._at(path)))
+        except FileNotFoundError:
+            return None
+
+    def read_part(self, path: str, start: int, end: int) -> bytes:
+        """Return the bytes from `start` up to `end` of a file."""
+        return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file, in place of an earlier one."""
+        self._put(path, lambda fs, target: fs.pipe_file(target, data), len(data))
+
+    def send(self, path: str, local: Path, progress: Callable[[int], None]) -> None:
+        """Write a file with the contents of the file `local`. `progress` is called with the number of bytes sent since
+        the previous call."""
+        from fsspec.callbacks import Callback
+
+        class Told(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                progress(inc)
+
+        self._put(path, lambda fs, target: fs.put_file(str(local), target, callback=Told()), local.stat().st_size)
+
+    def _put(self, path: str, put: Callable[[Any, str], None], size: int) -> None:
+        fs, final = self._fs, self._at(path)
+        target = final
+        if self.scheme in FOLDERS:
+            folder, _, name = final.rpartition("/")
+            fs.makedirs(folder, exist_ok=True)
+            target = f"{folder}/.{name}{DRAFT_ENDING}"
+        put(fs, target)
+        fs.invalidate_cache()
+        found = fs.info(target)["size"]
+        if found != size:
+            raise OSError(f"{path}: {size:,} bytes were sent, and the store holds {found:,}")
+        if target != final:
+            fs.mv(target, final)
+
+    def delete(self, *paths: str) -> None:
+        """Delete files, or folders with all that is in them. What is not there is left out."""
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self._fs.rm(self._at(path), recursive=True)
+
+    def modified(self, path: str) -> float | None:
+        """Return the time at which a file was written, in seconds by the store's own clock, or None if the store does
+        not say, or if there is no such file."""
+        fs, file = self._fs, self._at(path)
+        with suppress(FileNotFoundError, NotImplementedError):
+            time_of_store = fs.info(file).get("uploaded_at") or fs.modified(file)
+            if isinstance(time_of_store, datetime):
+                return time_of_store.timestamp()
+        return None
+
+
+def _known_hosts_only() -> Any:
+    """Return a policy for paramiko by which a server's key must be in ~/.ssh/known_hosts. Without it, fsspec trusts any
+    server that answers."""
+    import paramiko
+
+    class KnownHostsOnly(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
+        def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
+            known = paramiko.HostKeys()
+            with suppress(OSError):
+                known.load(os.path.expanduser("~/.ssh/known_hosts"))
+            if not known.check(hostname, key):
+                raise PermissionError(f"the key of {hostname} is not in ~/.ssh/known_hosts; connect once by ssh")
+
+    return KnownHostsOnly()
+
+
+def check_url(url: str) -> str:
+    """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, or if the
+    URL has credentials in it, which would be recorded in the run's files."""
+    scheme, separator, rest = url.partition("://")
+    shown = quoted(printable_url(url))
+    known = [name for name in CREDENTIALS if name != "memory"]
+    if not separator or scheme not in CREDENTIALS:
+        there = ", ".join(f"{name}://" for name in known)
+        raise UserError(f'mirror (train.json\'s key "mirror", or --mirror) {shown}: unknown scheme; there are {there}')
+    user = rest.partition("/")[0].rpartition("@")[0]
+    if "?" in rest or ":" in user or (user and scheme != "sftp"):
+        raise UserError(f"mirror {shown}: no credentials in a URL: give {CREDENTIALS[scheme]}")
+    parts = [part for part in rest.split("/") if part]
+    if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
+        raise UserError(f"mirror {shown}: must be hf://buckets/OWNER/NAME, with or without a folder after it")
+    if not parts or ".." in parts or any(each in rest for each in "*[]#") or "::" in rest:
+        raise UserError(f"mirror {shown}: must be a plain address, as in s3://BUCKET/FOLDER")
+    return scheme
+
+
+def printable_url(url: str) -> str:
+    """Return a URL without user, password and query."""
+    return re.sub(r"(://)[^/@]*@", r"\1", re.sub(r"\?.*", "?…", url))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's type and first line, with everything removed that may be a secret: queries of URLs, users and
+    passwords in URLs, and the values of environment variables with names like HF_TOKEN."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    for name, value in os.environ.items():
+        if SECRETS.search(name) and len(value) > 5:
+            line = line.replace(value, "***")
+    with suppress(Exception):  # the token that `hf auth login` has stored
+        import huggingface_hub
+
+        line = line.replace(huggingface_hub.get_token() or "\0", "***")
+    line = re.sub(r"(://)[^/@\s]*@", r"\1", re.sub(r"\?\S+", "?…", line))
+    line = re.sub(r"(?i)((?:signature|token|secret|credential)\w*[=:]\s*)\S+", r"\1***", line)
+    return printable(f"{type(error).__name__}: {line[:REASON_CHARACTERS]}".rstrip(": "))
+
+
+def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
+    """Return a mirror that has been read and, with `writes`, written to. Raises UserError if that fails
+    OPENING_TRIES times, or once for a reason that waiting does not remove."""
+    mirror = Mirror(url, run_name)
+    for left in reversed(range(OPENING_TRIES)):
+        try:
+            if writes:
+                mirror.write(PROBE, b"this file is removed at once\n")
+                mirror.delete(PROBE)
+            elif run_name:
+                mirror.files()
+            else:
+                mirror.runs()
+            break
+        except Exception as error:
+            lasting = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | ValueError)
+            if lasting or not left or "redential" in f"{type(error).__name__} {error}":
+                verb = "written" if writes else "read"
+                raise UserError(
+                    f"mirror {mirror.name}: cannot be {verb} ({reason_of(error)}): check the address and "
+                    f"{CREDENTIALS[mirror.scheme]}; --mirror none trains without it"
+                ) from None
+        time.sleep(2.0 ** (OPENING_TRIES - left - 1))
+        mirror.open()
+    return mirror

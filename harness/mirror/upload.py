@@ -1,0 +1,306 @@
+"""Sending what a run writes to its mirror, in a thread that training never waits for.
+
+The thread sends the newest state: the newest checkpoint, then the best one, then the small files. A checkpoint's
+meta.json is sent last, after metrics.jsonl, to which it refers. A checkpoint that a newer one has overtaken before its
+turn is not sent.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from tqdm import tqdm
+
+from harness.common.errors import STOPPING_SIGNALS
+from harness.common.messages import GIB
+from harness.mirror.fetch import names_in, step_of
+from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
+from harness.mirror.store import Mirror, reason_of
+from harness.model.tensor_names import META
+from harness.runs.checkpoints import BEST, LATEST, list_checkpoints
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import rough_duration
+
+ASIDE = "meta-aside.json"  # the meta.json of a checkpoint that the run has gone back behind
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
+END_PATIENCE_SECONDS = 900.0  # at the end of a run, without any byte sent, before it is left as it is
+FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  # sent besides metrics and results
+
+
+class Uploads:
+    """Sends a run's checkpoints and files to its mirror while the run trains. `keep` is train.json's
+    `keep_checkpoints`, and `start_step` the global step from which this process continues (-1: a new run).
+
+    Without a mirror (None), the methods that training calls do nothing. All methods are called on rank 0's main thread,
+    except `notice`, which any thread may call.
+    """
+
+    def __init__(
+        self, run: RunDirectory, mirror: Mirror | None, lease: Lease | None = None, *, keep: int | None, start_step: int
+    ) -> None:
+        self.run, self._mirror, self.lease = run, mirror, lease
+        self.keep, self.start_step = keep, start_step
+        self.sending: str | None = None  # the checkpoint that is being sent, which must not be deleted
+        self.lost = False  # another machine has taken the run
+        self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
+        self._versions: dict[str, tuple[int, int]] = {}  # size and time of the small files that were sent
+        self._sent_bytes = 0  # of everything, for the bar
+        self._is_first = True
+        self._failing_since: float | None = None
+        self._sent_since_failure = 0
+        self._closing = False
+        self._woken, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="mirror-uploads")
+
+    @property
+    def mirror(self) -> Mirror:
+        assert self._mirror is not None, "called only if there is a mirror"
+        return self._mirror
+
+    def start(self) -> None:
+        """Begin to send. The run's links and metrics must already be those that it continues from."""
+        if self._mirror is not None:
+            self._thread.start()
+
+    def notice(self) -> None:
+        """Send what has changed now, not only when the next REFRESH_SECONDS are over."""
+        self._woken.set()
+
+    def finish(self) -> None:
+        """Wait until everything is in the mirror, with a bar if standard error is a terminal, and release the run. A
+        signal that asks to stop ends the wait, and so do END_PATIENCE_SECONDS in which nothing could be sent; then name
+        what is missing. Raises nothing."""
+        if self._mirror is None:
+            return
+        self._closing = True
+        self.notice()
+        bar: tqdm | None = None
+        last, since = self._sent_bytes, time.monotonic()
+        with asked_to_leave() as asked:
+            while not self._ended.wait(0.1) and not asked:
+                if bar is None and time.monotonic() - since > 1.0:
+                    bar = self._bar()
+                if self._sent_bytes != last:
+                    if bar is not None:
+                        bar.update(self._sent_bytes - last)
+                    last, since = self._sent_bytes, time.monotonic()
+                if time.monotonic() - since > END_PATIENCE_SECONDS:
+                    break
+        if bar is not None:
+            bar.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Name on standard error what is not in the mirror, if the thread has not sent everything."""
+        missing = [] if self._mirror is None else self.missing()
+        if missing and not (self._ended.is_set() and not self.lost):
+            names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
+            where = f"{self.run.path.name} {self.mirror.url}"
+            self._say(f"not in the mirror: {names}; `uv run mirror.py push {where}` sends the rest")
+
+    def missing(self) -> list[str]:
+        """Return the names of the newest and the best checkpoint, as far as they are not in the mirror, and of the
+        small files that have changed since they were sent."""
+        changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
+        return [*(path.name for path in self._wanted() if path.name not in self._whole), *changed]
+
+    def push(self) -> None:
+        """Send everything now, in the calling thread, once. Raises the errors of the store."""
+        self._pass()
+
+    # In the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            self._woken.clear()
+            is_last = self._closing  # read before the pass: what was written before `finish` is in this pass
+            try:
+                self._pass()
+            except LeaseLost as lost:
+                self.lost = True
+                self._say(
+                    f"warning: mirror {self.mirror.name}: {lost} has taken this run: nothing more is sent; training "
+                    "goes on here, and its checkpoints are in the run's folder alone"
+                )
+                break
+            except Exception as error:
+                self._tell_failure(error, pause)
+                self._woken.wait(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                with suppress(Exception):
+                    self.mirror.open()
+                continue
+            pause = FIRST_PAUSE_SECONDS
+            self._tell_recovery()
+            if is_last:
+                with suppress(Exception):  # the lease ends by itself
+                    if self.lease is not None:
+                        self.lease.release()
+                break
+            self._woken.wait(REFRESH_SECONDS)
+        self._ended.set()
+
+    def _pass(self) -> None:
+        """Send everything that has changed, and delete what `keep_checkpoints` does not keep."""
+        if self.lease is not None:
+            self.lease.check()
+        there = self.mirror.files()
+        if self._is_first:
+            self._set_aside(there)
+            for name in ("model.json", "train.json"):
+                self._send_small(name, self.run.path / name)
+            self._is_first = False
+        self._whole = {name for name in names_in(there) if f"checkpoints/{name}/{META}" in there}
+        while todo := [path for path in self._wanted() if path.name not in self._whole]:
+            self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
+        for name, path in self._small_files():
+            self._send_small(name, path)
+        self._prune(self.mirror.files())
+
+    def _wanted(self) -> list[Path]:
+        """Return the paths of the checkpoints that the mirror must have: the newest one and the best one."""
+        known = [path for _, path in list_checkpoints(self.run.checkpoints)]
+        best = (self.run.checkpoints / BEST).resolve()
+        latest = (self.run.checkpoints / LATEST).resolve()
+        newest = [path for path in known if path.name == latest.name] or known[-1:]
+        return list(dict.fromkeys([*newest, *(path for path in known if path.name == best.name)]))
+
+    def _send_checkpoint(self, path: Path, there: dict[str, int]) -> None:
+        self.sending, began, sent = path.name, time.monotonic(), 0
+        try:
+            for file in sorted(path.iterdir()):
+                remote = f"checkpoints/{path.name}/{file.name}"
+                if file.name != META and there.get(remote) != file.stat().st_size:
+                    self._send(remote, file)
+                    sent += file.stat().st_size
+            self._send_small(self.run.metrics.name, self.run.metrics)
+            if self.lease is not None:
+                self.lease.check()  # another machine may have taken the run during a long upload
+            self._send(f"checkpoints/{path.name}/{META}", path / META)
+        except FileNotFoundError:
+            if path.exists():
+                raise
+            return  # `keep_checkpoints` has deleted it meanwhile
+        finally:
+            self.sending = None
+        self._whole.add(path.name)
+        self._sent_since_failure += 1
+        if sent:  # for --plan
+            with suppress(OSError):
+                remember(self.run, bytes_per_second=sent / max(time.monotonic() - began, 1e-3))
+
+    def _send(self, remote: str, file: Path) -> None:
+        before, size = self._sent_bytes, file.stat().st_size
+
+        def progress(count: int) -> None:
+            self._sent_bytes += count
+
+        self.mirror.send(remote, file, progress)
+        self._sent_bytes = before + size
+
+    def _send_small(self, name: str, path: Path) -> None:
+        """Send a small file if it has changed since it was sent. It may grow meanwhile."""
+        with suppress(FileNotFoundError):
+            found = version(path)
+            if self._versions.get(name) != found:
+                content = path.read_bytes()
+                self.mirror.write(name, content)
+                self._versions[name] = found
+
+    def _small_files(self) -> Iterator[tuple[str, Path]]:
+        """Yield name in the mirror and path of each small file that there is."""
+        paths = [self.run.metrics, *(self.run.path / name for name in FILES)]
+        yield from ((path.name, path) for path in paths if path.is_file())
+        for path in sorted(self.run.results.iterdir()) if self.run.results.is_dir() else []:
+            if path.is_file() and not path.name.startswith("."):
+                yield f"{self.run.results.name}/{path.name}", path
+
+    def _set_aside(self, there: dict[str, int]) -> None:
+        """Rename the meta.json of checkpoints later than the step that this process continues from: the run has gone
+        back behind them, or they are damaged, and no machine may continue from them. Their files stay."""
+        for name in names_in(there):
+            if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
+                if content := self.mirror.read(f"checkpoints/{name}/{META}"):
+                    self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
+                self.mirror.delete(f"checkpoints/{name}/{META}")
+                del there[f"checkpoints/{name}/{META}"]
+
+    def _prune(self, there: dict[str, int]) -> None:
+        """Delete checkpoints by the rule of `keep_checkpoints`, meta.json first, and what machines that were lost have
+        left of checkpoints that they did not finish. Called when the newest checkpoint is whole."""
+        names, wanted = names_in(there), {path.name for path in self._wanted()}
+        if not wanted <= self._whole:
+            return
+        whole = [name for name in names if f"checkpoints/{name}/{META}" in there]
+        others = [name for name in whole if name not in wanted]
+        doomed = [] if self.keep is None else others[self.keep :]
+        aside = {name for name in names if f"checkpoints/{name}/{ASIDE}" in there}
+        doomed += [name for name in names if name not in whole and name not in aside]
+        for name in doomed:
+            self.mirror.delete(f"checkpoints/{name}/{META}", f"checkpoints/{name}")
+            self._whole.discard(name)
+
+    # What the user is told -------------------------------------------------------------------------------------------
+
+    def _tell_failure(self, error: Exception, pause: float) -> None:
+        if self._failing_since is None:
+            self._failing_since, self._sent_since_failure = time.monotonic(), 0
+            self._say(
+                f"warning: mirror {self.mirror.name}: {reason_of(error)}; it is tried again and again, at first after "
+                f"{pause:g} s and at last every {LONGEST_PAUSE_SECONDS:.0f} s; training goes on"
+            )
+
+    def _tell_recovery(self) -> None:
+        if self._failing_since is not None:
+            took, count = rough_duration(time.monotonic() - self._failing_since), self._sent_since_failure
+            self._failing_since = None
+            checkpoints = f"{count} checkpoint{'' if count == 1 else 's'} sent"
+            self._say(f"mirror {self.mirror.name}: works again after {took}; {checkpoints}")
+
+    def _say(self, text: str) -> None:
+        with suppress(Exception):  # standard error may be closed
+            tqdm.write(text, file=sys.stderr)  # does not break a progress bar
+
+    def _bar(self) -> tqdm | None:
+        waiting = [path for path in self._wanted() if path.name not in self._whole]
+        left = sum(file.stat().st_size for path in waiting for file in path.iterdir())
+        if not sys.stderr.isatty():
+            self._say(f"waiting for the mirror: {left / GIB:.2f} GiB to send to {self.mirror.name}; Ctrl-C leaves")
+            return None
+        return tqdm(total=left, unit="B", unit_scale=True, desc="sending to the mirror (Ctrl-C leaves)")
+
+
+def version(path: Path) -> tuple[int, int]:
+    """Return a file's size and modification time in ns."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def asked_to_leave() -> Iterator[list[int]]:
+    """Yield a list to which each signal that asks this process to stop is appended, in place of what else the signal
+    would do."""
+    import signal
+
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}
+    for number in STOPPING_SIGNALS:
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

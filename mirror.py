@@ -1,0 +1,89 @@
+"""Look into a mirror of runs, bring a run home, follow one that trains elsewhere, or send one.
+
+docs/mirror.md says what a mirror is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import check_name
+from harness.common.options import RUNS_DIR, Command, Group
+
+URL = click.argument("url")
+
+
+@click.group(cls=Group)
+def main() -> None:
+    """Look into a mirror of runs (docs/mirror.md): a copy at URL/RUN.
+
+    \b
+        uv run mirror.py list hf://buckets/me/runs
+        uv run mirror.py fetch hf://buckets/me/runs my-run --without-weights
+        uv run mirror.py follow hf://buckets/me/runs my-run
+        uv run mirror.py push my-run hf://buckets/me/runs
+    """
+
+
+@main.command("list", cls=Command)
+@URL
+def list_runs(url: str) -> None:
+    """Print the runs at URL, their newest whole checkpoint and who trains them."""
+    from harness.mirror.home import describe_runs
+
+    for line in describe_runs(url):
+        print(line)
+
+
+@main.command(cls=Command)
+@URL
+@click.argument("run")
+@click.option("--without-weights", is_flag=True, help="Metrics, results and settings only, for compare_runs.py.")
+@RUNS_DIR
+def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
+    """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
+
+    Files that are here already are kept; a checkpoint that is newer than those here becomes the latest.
+    """
+    from harness.mirror.home import fetch_run
+
+    print(f"{fetch_run(url, check_name(run, 'run'), runs_dir, with_weights=not without_weights)}: fetched")
+
+
+@main.command(cls=Command)
+@URL
+@click.argument("run")
+def follow(url: str, run: str) -> None:
+    """Print the losses of RUN as they come to URL, until the run has ended."""
+    from harness.mirror.home import follow_run
+
+    for line in follow_run(url, check_name(run, "run")):
+        print(line, flush=True)
+
+
+@main.command(cls=Command)
+@click.argument("run")
+@URL
+@RUNS_DIR
+@click.option("--take-over", is_flag=True, help="Even if another machine trains the run.")
+def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
+    """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings."""
+    from harness.mirror.home import push_run
+    from harness.mirror.store import reason_of
+    from harness.runs.directory import RunDirectory
+
+    found = RunDirectory.find(runs_dir, run)
+    try:
+        print(f"{push_run(found, url, take_over=take_over)}: complete")
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        raise RunError(f"mirror: {reason_of(error)}; the same command sends the rest") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

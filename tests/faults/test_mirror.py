@@ -1,0 +1,157 @@
+"""Machines that are lost with their disks, and mirrors that fail.
+
+A run's only copy is then the one in its mirror. The same command on a machine with nothing but the run's two JSON files
+must reach the end of an undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.mirror.fetch import newest_in_mirror
+from harness.mirror.store import Mirror
+from tests.support import faulty_store, file_operations
+from tests.support.jobs import for_each, said, set_pace, start, train, wait_for
+from tests.support.launch import Workshop, finish, wait_until
+from tests.support.s3_server import BUCKET, s3_server
+from tests.support.same_end import assert_same_end
+
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 64 * 11,
+    "validation_interval": 4,
+    "checkpoint_interval": 2,
+    "report_interval": 2,
+    "learning_rate": 0.01,
+    "keep_checkpoints": 1,
+}
+# Steps are as slow as uploads, so that most checkpoints are sent before the next one overtakes them.
+SLOWLY = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
+STORE = "from tests.support import faulty_store\nfaulty_store.watch('file', faulty_store.{fault})\n"
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
+    set_pace(exhaustive)
+    shop = Workshop(tmp_path_factory.mktemp("mirror"))
+    shop.add_dataset()
+    shop.add_run("straight", **SETTINGS)
+    train(shop, "straight")
+    return shop
+
+
+def add_machine(shop: Workshop, name: str) -> Path:
+    """Return a run's folder as on a new machine, without what an earlier machine has left there."""
+    shutil.rmtree(shop.runs / name, ignore_errors=True)
+    return shop.add_run(name, **SETTINGS, mirror=f"file://{shop.path}/store")
+
+
+def go_on_after_loss(shop: Workshop, name: str) -> None:
+    """Run the same command on a new machine, and compare its end, here and in the mirror, with "straight"."""
+    run = add_machine(shop, name)
+    processes = start(shop, name, "--wait", prelude=file_operations.WITHOUT_CHARTS + faulty_store.HASTE)
+    finish(processes, expect=0, timeout=100)
+    assert_same_end(shop.runs / "straight", run)
+    there = shop.path / "store" / name
+    left = [path for path in (there / "checkpoints").iterdir() if any(path.iterdir())]
+    assert all((path / "meta.json").exists() for path in left), "what is unfinished is deleted"
+    for link in ("latest", "best"):
+        end = (run / "checkpoints" / link).resolve()
+        for path in end.iterdir():
+            assert (there / "checkpoints" / end.name / path.name).read_bytes() == path.read_bytes()
+    assert (there / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert not (there / "owner.json").exists()
+    assert not [path for path in there.rglob("*") if path.name.startswith(".")]
+
+
+@pytest.mark.fault(
+    "killed at each operation of an upload, and the disk lost",
+    "at 300 reads and writes of the store, or in their middle: the same command on a new machine reaches the same end",
+)
+def test_killed_at_each_operation_of_the_store(shop: Workshop, exhaustive: bool) -> None:
+    add_machine(shop, "dry")
+    log = shop.path / "operations"
+    prelude = SLOWLY + faulty_store.HASTE + STORE.format(fault=f"log({str(log)!r})")
+    finish(start(shop, "dry", "--wait", prelude=prelude), expect=0, timeout=100)
+    count = len(log.read_text().splitlines())
+    assert count > 200, log.read_text()
+
+    def lose_machine(operation: int) -> None:
+        name = f"store-{operation}"
+        add_machine(shop, name)
+        prelude = SLOWLY + faulty_store.HASTE + STORE.format(fault=f"kill({operation})")
+        processes = start(shop, name, "--wait", prelude=prelude)
+        status = wait_for(processes[0], 100)
+        assert status == -signal.SIGKILL or (status == 0 and operation > count / 2), said(processes)
+        go_on_after_loss(shop, name)
+
+    for_each(range(count) if exhaustive else range(count // 10, count, count // 4), lose_machine)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "killed at each operation of a save, and the disk lost",
+    "while the mirror receives the checkpoint before: the same end on a new machine",
+)
+def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool) -> None:
+    add_machine(shop, "save-dry")
+    log = shop.path / "save-operations"
+    prelude = faulty_store.HASTE + file_operations.prelude("save", 2, "log", log)
+    finish(start(shop, "save-dry", "--wait", prelude=prelude), expect=0, timeout=100)
+    count = len(log.read_text().splitlines())
+    assert count > 20
+
+    def lose_machine(operation: int) -> None:
+        name = f"save-{operation}"
+        add_machine(shop, name)
+        prelude = faulty_store.HASTE + file_operations.prelude("save", 2, "kill", operation)
+        processes = start(shop, name, "--wait", prelude=prelude)
+        assert wait_for(processes[0], 100) in (-signal.SIGKILL, -signal.SIGXFSZ), said(processes)
+        go_on_after_loss(shop, name)
+
+    for_each(range(count) if exhaustive else range(5, count, 12), lose_machine)
+
+
+# A machine is lost a random time after it has brought the run forward.
+LOST_MACHINES = 6
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "six machines lost in one run, on an S3 server",
+    "each killed and its disk deleted: one unchanged command reaches the same end on the seventh",
+)
+def test_six_lost_machines(shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice, settings = random.Random(0), {**SETTINGS, "min_train_tokens": 64 * 41}
+    with s3_server() as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)  # for the processes, too
+        shop.add_run("long", **settings)
+        train(shop, "long")
+        mirror, reached = Mirror(f"s3://{BUCKET}", "moving"), -1
+        prelude = SLOWLY + faulty_store.HASTE
+
+        def newest_step() -> int:
+            found = newest_in_mirror(mirror, mirror.files())
+            return -1 if found is None else found[1].global_step
+
+        for machine in range(LOST_MACHINES + 1):
+            shutil.rmtree(shop.runs / "moving", ignore_errors=True)
+            run = shop.add_run("moving", **settings, mirror=f"s3://{BUCKET}")
+            processes = start(shop, "moving", "--wait", prelude=prelude)
+            if machine == LOST_MACHINES:
+                finish(processes, expect=0, timeout=200)
+                break
+            wait_until(lambda: newest_step() > reached, *processes)  # noqa: B023
+            reached = newest_step()
+            threading.Event().wait(dice.uniform(0, 0.4))
+            processes[0].kill()
+            assert wait_for(processes[0], 10) == -signal.SIGKILL
+        assert reached > 0
+        assert_same_end(shop.runs / "long", run)

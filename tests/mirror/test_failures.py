@@ -1,0 +1,138 @@
+"""A store that is cut, full, forbidden or lying while a run trains. The run goes on, and the mirror is whole later."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from harness.mirror import upload
+from tests.mirror.test_two_machines import SETTINGS, add_machine
+from tests.support import faulty_store
+from tests.support.jobs import start, wait_for
+from tests.support.launch import Workshop, wait_until
+from tests.support.same_end import assert_same_end
+
+SECRET = "token-that-must-not-be-shown"
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(upload, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(upload, "LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setenv("A_TOKEN", SECRET)
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError(f"no answer from https://host/path?signature={SECRET}"),
+        PermissionError(f"403 Forbidden for {SECRET}"),
+        OSError(errno.ENOSPC, "quota exceeded"),
+        RuntimeError(f"an error of a library\nwith a second line and {SECRET}"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_told_when_it_begins_and_when_it_is_over(tmp_path: Path, memory: None, error: Exception) -> None:
+    machine = add_machine(tmp_path, "first", mirror="memory://store")
+    undo = faulty_store.watch("memory", faulty_store.fail(error, window=range(40, 60)))
+    try:
+        result = machine.train_here()
+    finally:
+        undo()
+    begun, over = result.stderr.splitlines()
+    assert begun.startswith("warning: mirror memory://store/r: ")
+    assert type(error).__name__ in begun
+    assert "training goes on" in begun
+    assert "works again after" in over
+    assert SECRET not in result.stderr + result.stdout
+    second = add_machine(tmp_path, "second", mirror="memory://store")
+    assert "is finished" in second.train_here().stdout
+    assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+def test_a_store_that_keeps_half_of_a_file_is_found_out(
+    tmp_path: Path, memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, lies = MemoryFileSystem.put_file, iter(range(3))
+
+    def put_file(self: MemoryFileSystem, source: str, target: str, **options: object) -> None:
+        if next(lies, None) is None:
+            honest(self, source, target, **options)
+        else:
+            self.pipe_file(target, Path(source).read_bytes()[:10])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    machine = add_machine(tmp_path, "first", mirror="memory://store")
+    result = machine.train_here()
+    assert "bytes were sent, and the store holds 10" in result.stderr
+    second = add_machine(tmp_path, "second", mirror="memory://store")
+    second.train_here()
+    assert_same_end(machine.runs / "r", second.runs / "r")
+
+
+CUT = """
+from tests.support import faulty_store
+faulty_store.watch("file", faulty_store.fail(TimeoutError("no answer"), window=range(100, 10**9)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_mirror_that_does_not_answer(tmp_path: Path, number: int) -> None:
+    """The run has ended, and waits for its mirror. It says what is missing, and the same command sends it later."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(**SETTINGS, mirror=f"file://{tmp_path}/store")
+    (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT)
+    error = process.base.with_suffix(".err")  # type: ignore[union-attr]
+    wait_until(lambda: "waiting for the mirror" in error.read_text(), process)
+    process.send_signal(number)
+    assert wait_for(process, 20) == 0
+    newest = (run / "checkpoints" / "latest").resolve().name
+    assert f"not in the mirror: {newest}" in error.read_text()
+    assert not (tmp_path / "store/r/checkpoints" / newest / "meta.json").exists()
+    shop.train(ranks=1)
+    assert (tmp_path / "store/r/checkpoints" / newest / "meta.json").exists()
+
+
+def test_a_stopped_run_is_in_the_mirror_before_it_ends(tmp_path: Path) -> None:
+    """Also with two ranks, whose launcher ends all when the first has ended."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(**SETTINGS | {"min_train_tokens": 3000}, mirror=f"file://{tmp_path}/store")
+    told = "from tests.support.faults import *\nbefore(STEP, tell(15), step=5)"
+    shop.train(ranks=2, prelude=told, expect=128 + signal.SIGTERM)
+    newest = (run / "checkpoints" / "latest").resolve().name
+    assert (tmp_path / "store/r/checkpoints" / newest / "meta.json").exists()
+    assert not (tmp_path / "store/r/owner.json").exists()
+
+
+def test_training_makes_no_call_to_the_store(tmp_path: Path) -> None:
+    """Between its start and its end, only the threads of the mirror use the store."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    shop.add_run(**SETTINGS, mirror=f"file://{tmp_path}/store")
+    log = tmp_path / "threads"
+    prelude = f"""
+import threading
+from harness.mirror.store import Mirror
+from tests.support.faults import *
+training = []
+before(STEP, lambda: training.append(1))
+original = Mirror._fs.fget
+def used(self):
+    if training:
+        with open({str(log)!r}, "a") as file:
+            file.write(threading.current_thread().name + "\\n")
+    return original(self)
+Mirror._fs = property(used)
+"""
+    shop.train(ranks=1, prelude=prelude)
+    assert {*log.read_text().splitlines()} <= {"mirror-uploads", "mirror-lease"}

@@ -1,0 +1,103 @@
+"""mirror.py: a run in a mirror, seen from another machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness.mirror import home
+from tests.mirror.test_two_machines import add_machine, names, remote
+from tests.support.in_process import InProcess
+from tests.support.launch import metrics
+from tests.support.same_end import assert_same_end
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    machine = add_machine(tmp_path_factory.mktemp("home"), "away")
+    machine.train_here()
+    return machine
+
+
+def url(machine: InProcess) -> str:
+    return f"file://{remote(machine).parent}"
+
+
+def at_home(tmp_path: Path) -> InProcess:
+    machine = InProcess(tmp_path / "home")
+    machine.runs.mkdir(parents=True)
+    return machine
+
+
+def test_list(trained: InProcess, tmp_path: Path) -> None:
+    listed = trained.script("mirror.py", "list", url(trained)).stdout
+    assert listed == f"r: {names(remote(trained))[-1]}, 0.00 GB\n"
+    (remote(trained) / "owner.json").write_text(json.dumps({"host": "box", "id": "x", "heard": 0.0}))
+    assert 'trained on "box", last heard of' in trained.script("mirror.py", "list", url(trained)).stdout
+    (remote(trained) / "owner.json").unlink()
+    assert "no runs in" in trained.script("mirror.py", "list", f"file://{tmp_path}/empty").stdout
+
+
+def test_fetch_everything(trained: InProcess, tmp_path: Path) -> None:
+    here = at_home(tmp_path)
+    here.script("mirror.py", "fetch", url(trained), "r")
+    assert_same_end(trained.runs / "r", here.runs / "r")
+    for name in ("model.json", "train.json", "summary.json"):
+        assert (here.runs / "r" / name).read_bytes() == (trained.runs / "r" / name).read_bytes()
+    here.script("mirror.py", "fetch", url(trained), "r")
+    assert not (here.runs / "r" / "aside").exists()
+
+
+def test_compare_what_was_fetched_without_weights(trained: InProcess, tmp_path: Path) -> None:
+    here = at_home(tmp_path)
+    here.script("mirror.py", "fetch", url(trained), "r", "--without-weights")
+    assert not (here.runs / "r" / "checkpoints").exists()
+    own, fetched = (json.loads(machine.script("compare_runs.py", "r", "--json").stdout) for machine in (trained, here))
+    assert fetched == own
+    assert metrics(here.runs / "r") == metrics(trained.runs / "r")
+
+
+def test_fetch_of_an_unknown_run_is_refused(trained: InProcess, tmp_path: Path) -> None:
+    here = at_home(tmp_path)
+    result = here.command("mirror.py", "fetch", url(trained), "q")
+    assert result.status == 2
+    assert "no such run" in result.stderr
+    assert not list(here.runs.iterdir())
+
+
+def test_follow(trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come as the metrics grow, and the command ends with the run."""
+    monkeypatch.setattr(home, "POLL_SECONDS", 0.01)
+    store = Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
+    content = (store / "r" / "metrics.jsonl").read_bytes()
+    (store / "r" / "metrics.jsonl").write_bytes(content[: len(content) // 2])
+    (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "id": "x", "heard": 1e12}))
+    lines: list[str] = []
+    thread = threading.Thread(target=lambda: lines.extend(home.follow_run(f"file://{store}", "r")))
+    thread.start()
+    (store / "r" / "metrics.jsonl").write_bytes(content)
+    (store / "r" / "owner.json").unlink()
+    thread.join(20)
+    events = [event for event in metrics(trained.runs / "r") if event["event"] in ("train", "validation")]
+    losses = [f"{event['loss']:.3f}" for event in events]
+    assert [line.split("loss ")[1].split()[0] for line in lines[:-1]] == losses
+    assert lines[-1] == "no machine trains this run now"
+
+
+def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
+    machine = add_machine(tmp_path, "first", mirror=None)
+    machine.train_here()
+    store = f"file://{tmp_path}/store"
+    assert "complete" in machine.script("mirror.py", "push", "r", store).stdout
+    here = at_home(tmp_path)
+    here.script("mirror.py", "fetch", store, "r")
+    assert_same_end(machine.runs / "r", here.runs / "r")
+    older = add_machine(tmp_path, "older", min_train_tokens=64 * 3, mirror=None)
+    older.train_here()
+    result = older.command("mirror.py", "push", "r", store)
+    assert result.status == 2
+    assert "which is newer" in result.stderr

@@ -1,0 +1,115 @@
+"""Two machines and one mirror: which of them may train the run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.mirror import owner
+from harness.mirror.owner import Lease, LeaseLost
+from harness.mirror.store import Mirror
+from harness.runs.directory import RunDirectory
+from tests.mirror.test_two_machines import add_machine, remote
+
+
+@pytest.fixture(autouse=True)
+def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "LEASE_SECONDS", 1.0)
+
+
+def lease_of(folder: Path, machine: str) -> Lease:
+    run = folder / machine
+    run.mkdir(exist_ok=True)
+    return Lease(Mirror(f"file://{folder}/store", "r"), RunDirectory(run))
+
+
+def test_a_second_machine_is_refused_waits_or_takes_over(tmp_path: Path) -> None:
+    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
+    first.take(wait=False, take_over=False)
+    time.sleep(1.5)  # the first is alive, and keeps its lease
+    with pytest.raises(UserError, match=r'"\S+" trains this run, last heard of 0 s ago.*--wait.*--take-over'):
+        second.take(wait=False, take_over=False)
+    waiting = threading.Thread(target=second.take, kwargs={"wait": True, "take_over": False})
+    waiting.start()
+    waiting.join(0.6)
+    assert waiting.is_alive()
+    first.release()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    third = lease_of(tmp_path, "c")
+    third.take(wait=False, take_over=True)
+    with pytest.raises(LeaseLost):
+        second.check()
+    second.release()
+    third.check()
+    third.release()
+    assert not (tmp_path / "store/r/owner.json").exists()
+
+
+def test_a_machine_that_fell_silent_has_lost_the_run(tmp_path: Path) -> None:
+    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
+    first.take(wait=False, take_over=False)
+    first._released.set()  # as if the machine were gone
+    time.sleep(1.2)
+    second.take(wait=False, take_over=False)
+    with pytest.raises(LeaseLost):
+        first.check()
+    second.release()
+
+
+def test_the_machines_clocks_do_not_matter(tmp_path: Path) -> None:
+    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
+    first.take(wait=False, take_over=False)
+    first._released.set()
+    file = tmp_path / "store/r/owner.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"heard": 0.0}))  # a clock that is decades slow
+    with pytest.raises(UserError, match="last heard of 0 s ago"):
+        second.take(wait=False, take_over=False)
+
+
+def test_a_killed_run_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
+    first = lease_of(tmp_path, "a")
+    first.take(wait=False, take_over=False)
+    first._released.set()
+    lease_of(tmp_path, "a").take(wait=False, take_over=False)
+
+
+def test_through_the_command(tmp_path: Path) -> None:
+    machine = add_machine(tmp_path, "first")
+    other = lease_of(tmp_path, "other")
+    other.take(wait=False, take_over=False)
+    refused = machine.attempt()
+    assert refused.status == 2
+    assert "trains this run" in refused.stderr
+    assert not (machine.runs / "r" / "metrics.jsonl").exists()
+    assert "--wait and --take-over" in machine.attempt("--wait", "--take-over").stderr
+    machine.train_here("r", "--take-over")
+    assert not (remote(machine) / "owner.json").exists()
+
+
+def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path) -> None:
+    machine = add_machine(tmp_path, "first", report_interval=1)
+    thief = lease_of(tmp_path, "thief")
+
+    def steal() -> None:
+        file = remote(machine) / "checkpoints"
+        while not file.exists():
+            time.sleep(0.005)
+        thief.take(wait=False, take_over=True)
+
+    thread = threading.Thread(target=steal)
+    thread.start()
+    result = machine.train_here()
+    thread.join()
+    told = [line for line in result.stderr.splitlines() if "has taken this run" in line]
+    missing = [line for line in result.stderr.splitlines() if "not in the mirror: " in line]
+    thief.release()
+    assert len(told) == 1
+    assert len(missing) == 1
+    assert "mirror.py push r" in missing[0]
+    assert "Training complete" in result.stdout

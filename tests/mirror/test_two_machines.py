@@ -1,0 +1,190 @@
+"""A run that moves from one machine to another by its mirror, through the real command. The two machines are two
+folders of runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.runs.checkpoints import list_checkpoints
+from tests.support.in_process import InProcess
+from tests.support.launch import metrics
+from tests.support.same_end import assert_same_end
+
+STEPS = 9
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 64 * STEPS,
+    "validation_interval": 4,
+    "checkpoint_interval": 2,
+    "report_interval": 2,
+    "learning_rate": 0.01,
+}
+STOP = {"min_train_tokens": 64 * 5}  # a budget at which the first machine's run ends
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> InProcess:
+    """The first machine, whose run has trained five steps and is in the mirror."""
+    machine = add_machine(tmp_path, "first", **STOP)
+    machine.train_here()
+    return machine
+
+
+def add_machine(folder: Path, name: str, **settings: Any) -> InProcess:
+    machine = InProcess(folder / name)
+    machine.add_dataset()
+    machine.add_run(**SETTINGS | {"mirror": f"file://{folder}/store"} | settings)
+    return machine
+
+
+def remote(machine: InProcess) -> Path:
+    return machine.path.parent / "store" / "r"
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for _, path in list_checkpoints(folder / "checkpoints")]
+
+
+def test_the_same_command_on_a_new_machine_goes_on(first: InProcess) -> None:
+    second = add_machine(first.path.parent, "second")
+    result = second.train_here()
+    assert f"{names(first.runs / 'r')[-1]} is from the mirror" in result.stdout
+    straight = add_machine(first.path.parent, "straight", mirror=None)
+    straight.train_here()
+    assert_same_end(straight.runs / "r", second.runs / "r")
+    assert not list((second.runs / "r").rglob(".fetching-*"))
+
+
+def test_everything_is_there_at_the_end(first: InProcess) -> None:
+    run, there = first.runs / "r", remote(first)
+    for name in ("model.json", "train.json", "metrics.jsonl", "summary.json"):
+        assert (there / name).read_bytes() == (run / name).read_bytes()
+    latest = (run / "checkpoints" / "latest").resolve().name
+    assert latest in names(there)
+    for path in (run / "checkpoints" / latest).iterdir():
+        assert (there / "checkpoints" / latest / path.name).read_bytes() == path.read_bytes()
+    assert not (there / "owner.json").exists()
+
+
+def test_a_local_checkpoint_that_is_newer_is_taken(first: InProcess, tmp_path: Path) -> None:
+    first.add_run(**SETTINGS | {"min_train_tokens": 64 * 7})
+    first.train_here("r", "--mirror", "none")
+    assert not [name for name in names(remote(first)) if name.endswith("-6")]
+    first.add_run(**SETTINGS, mirror=f"file://{tmp_path}/store")
+    assert "is from the mirror" not in first.train_here().stdout
+    assert max(int(name.rpartition("-")[2]) for name in names(remote(first))) == STEPS - 1
+
+
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(first: InProcess) -> None:
+    second = add_machine(first.path.parent, "second", min_train_tokens=64 * 7)
+    second.train_here()
+    newest = names(remote(first))[-1]
+    weights = remote(first) / "checkpoints" / newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    third = add_machine(first.path.parent, "third")
+    result = third.train_here()
+    assert f"{newest}/model.safetensors is damaged" in result.stderr
+    assert f"{names(first.runs / 'r')[-1]} is from the mirror" in result.stdout
+    assert (weights.parent / "meta-aside.json").exists(), "no machine continues from it any more"
+    assert metrics(third.runs / "r")[-1]["global_step"] == STEPS - 1
+
+
+def test_an_interrupted_download_resumes(first: InProcess) -> None:
+    second = add_machine(first.path.parent, "second")
+    newest = names(remote(first))[-1]
+    content = (remote(first) / "checkpoints" / newest / "optimizer.pt").read_bytes()
+    draft = second.runs / "r" / "checkpoints" / f".fetching-{newest}"
+    draft.mkdir(parents=True)
+    (draft / "optimizer.pt.part").write_bytes(content[: len(content) // 2])
+    (draft / "model.safetensors.part").write_bytes(b"damaged")  # found by its hash, and fetched again
+    second.train_here()
+    assert (second.runs / "r" / "checkpoints" / newest / "optimizer.pt").read_bytes() == content
+
+
+def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
+    before = names(remote(first))
+    first.add_run(**SETTINGS | {"learning_rate": 0.02}, mirror=f"file://{remote(first).parent}")
+    first.train_here("r", "--restart")
+    assert all((remote(first) / "checkpoints" / name / "meta-aside.json").exists() for name in before)
+    second = add_machine(first.path.parent, "second", learning_rate=0.02)
+    assert "is finished" in second.train_here().stdout
+    assert_same_end(first.runs / "r", second.runs / "r")
+
+
+def test_old_checkpoints_are_deleted_there_too(tmp_path: Path) -> None:
+    machine = add_machine(tmp_path, "first", keep_checkpoints=1, min_train_tokens=64 * 5)
+    machine.train_here()
+    machine.add_run(**SETTINGS | {"keep_checkpoints": 1}, mirror=f"file://{tmp_path}/store")
+    machine.train_here()
+    there = names(remote(machine))
+    assert len(there) <= 3, "latest, best and one more"
+    assert {(machine.runs / "r/checkpoints" / link).resolve().name for link in ("latest", "best")} <= {*there}
+
+
+def test_local_files_that_are_replaced_are_kept(first: InProcess) -> None:
+    second = add_machine(first.path.parent, "second")
+    (second.runs / "r" / "metrics.jsonl").write_text("mine\n")
+    second.train_here()
+    assert [path.read_text() for path in (second.runs / "r" / "aside").rglob("metrics.jsonl")] == ["mine\n"]
+
+
+def test_another_experiment_is_refused(first: InProcess) -> None:
+    before = {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()}
+    for settings, key in ({"model": {"n_layers": 1}}, "n_layers"), ({"start_train_token": 64}, "start_train_token"):
+        second = add_machine(first.path.parent, f"second-{key}", **settings)
+        result = second.attempt()
+        assert result.status == 2
+        assert "holds another experiment" in result.stderr
+        assert key in result.stderr
+        assert not (second.runs / "r" / "metrics.jsonl").exists()
+    after = {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()}
+    after.pop(remote(first) / "owner.json", None)
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s4://bucket", "unknown scheme; there are hf://, s3://, gs://, sftp://, file://"),
+        ("s3://key:secret@bucket", "no credentials in a URL"),
+        ("s3://bucket?token=secret", "no credentials in a URL"),
+        ("hf://owner/name", "must be hf://buckets/OWNER/NAME"),
+        ("gs://bucket", "uv run --extra gcs"),
+        ("file:///proc/nowhere", "cannot be written"),
+        ("file:///a/../b", "must be a plain address"),
+    ],
+)
+def test_a_wrong_url_is_one_line_before_anything_is_trained(shop: InProcess, url: str, said: str) -> None:
+    machine = InProcess(shop.path)
+    run = machine.add_run(mirror=url)
+    result = machine.attempt()
+    assert result.status == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert said in line
+    assert "secret" not in line
+    assert not (run / "metrics.jsonl").exists()
+    assert machine.attempt("--mirror", "none", "--plan").status == 0
+
+
+def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InProcess) -> None:
+    second = add_machine(first.path.parent, "second", price_per_hour=36.0)
+    planned = second.attempt("--plan", "--assume-tps", "128").stdout
+    told = " ".join(planned.split())
+    assert f"would continue from {names(first.runs / 'r')[-1]} there" in told
+    assert "a lost machine costs at most 1 s, $0.01 and the upload of 0.00 GiB, whose speed is not measured" in told
+    assert "done already 5 steps" in told
+    assert not (second.runs / "r" / "checkpoints").exists(), "nothing is fetched"
+    again = " ".join(first.attempt("--plan", "--assume-tps", "128").stdout.split())
+    assert "no newer checkpoint there" in again
+    assert "MB/s as last measured" in again
+
+
+def test_a_file_of_the_mirror_has_no_machine_in_it(first: InProcess) -> None:
+    """What the mirror knows of a machine stays in owner.json, which is deleted, and in the run's folder."""
+    kept = json.loads((first.runs / "r" / ".mirror.json").read_text())
+    assert kept.keys() == {"host", "id", "bytes_per_second"}
+    assert not [path for path in remote(first).rglob("*") if path.name.startswith(".")]
