@@ -184,7 +184,7 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
 
 
 def test_a_file_of_the_mirror_has_no_machine_in_it(first: InProcess) -> None:
-    """What the mirror knows of a machine stays in owner.json, which is deleted, and in the run's folder."""
+    """Names of machines stand in owner.json alone, which is deleted at the end, and in the run's folder."""
     kept = json.loads((first.runs / "r" / ".mirror.json").read_text())
     assert kept.keys() == {"host", "id", "bytes_per_second"}
     assert not [path for path in remote(first).rglob("*") if path.name.startswith(".")]
