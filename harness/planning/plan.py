@@ -38,7 +38,7 @@ OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.
 
 
 class InMirror(NamedTuple):
-    """What a run would find in its mirror (harness/mirror/)."""
+    """Content of a run's mirror (harness/mirror/) from which training would start."""
 
     name: str  # the URL of the run's folder there
     checkpoint: str | None  # the checkpoint from which the run would continue; None: there is none newer than its own
