@@ -124,7 +124,8 @@ class TrainState(Progress):
 
         This finds a loss that leaves what it had reached for the loss of guessing, for NaN or for a plateau, at once or
         slowly. It does not find a loss that never fell, because no level is above it, or a rise of less than
-        DIVERGED_BY. Text that becomes much harder for long looks the same, unless the run validates.
+        DIVERGED_BY. Without validation, text that becomes much harder for long looks the same, and so may the noise of
+        reports over some hundred tokens.
         """
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:

@@ -104,7 +104,7 @@ def main() -> None:
     status = sys.stdin.read()
     while not status and is_held(lock):  # the launcher was killed: rank 0 may still be saving
         time.sleep(POLL_SECONDS)
-    while job["launcher"] and not has_ended(job["launcher"]):
+    while " " in job["launcher"] and not has_ended(job["launcher"]):  # without a start time its end cannot be seen
         time.sleep(POLL_SECONDS)
     if not is_of_this_command():
         return

@@ -35,7 +35,8 @@ from tests.support.warm import FORK_PYTHONS, WarmProcess
 PATIENCE_SECONDS = 100
 
 # `eps` decides what a run does: 1 fails; 2 writes lines of metrics, each a second of training later, until SIGTERM; 3
-# waits until a second run has begun; 6 writes nothing until SIGTERM; others finish at once.
+# waits until a second run has begun; 6 writes nothing until SIGTERM; 7 and 8 end with status 3 and 4; others finish at
+# once.
 IN_PLACE_OF_TRAINING = """
 import json, pathlib, signal, sys, time
 run = pathlib.Path(sys.argv[4], sys.argv[1])
@@ -50,6 +51,8 @@ print("it is", eps, flush=True)
 if eps == 1:
     print("something went before", flush=True)
     sys.exit("error: the disk is full of \\x1b[31mred")
+if eps in (7, 8):
+    sys.exit(int(eps) - 4)
 step = 0
 while eps == 2:
     step += 1
@@ -151,6 +154,15 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
     run(shop, sweep)
     assert set(states(sweep).values()) == {"finished"}
     assert log_of(shop, "s-eps1.0").count("\n$ ") == 3
+
+
+def test_runs_that_end_themselves_stop_no_other(shop: Workshop) -> None:
+    """Status 3 is that of a run's own ceiling, and 4 that of a run that has diverged. Neither counts as a failure."""
+    sweep = make(shop, vary={"eps": [7.0, 8.0, 5.0]})
+    ended = run(shop, sweep)
+    ends = [line.split(" after")[0] for line in ended.said if " after" in line]
+    assert ends == ["s-eps7.0: stopped by its own max_hours or max_dollars", "s-eps8.0: diverged"]
+    assert states(sweep) == {"eps7.0": "never trained", "eps8.0": "never trained", "eps5.0": "finished"}
 
 
 def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
