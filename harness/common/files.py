@@ -56,10 +56,9 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder}: no file can be written there: {error.strerror}") from None
 
 
-def check_regular(path: Path) -> None:
-    """Raise UserError if there is something at `path` that is no regular file: a folder, or a pipe or device, with
-    which a program could wait forever."""
-    if path.exists() and not path.is_file():
+def refuse_special(path: Path) -> None:
+    """Raise UserError if `path` is a pipe or device, which a program could read forever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: not a regular file")
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.common.errors import UserError
-from harness.common.files import check_regular
+from harness.common.files import refuse_special
 from harness.common.messages import is_unicode, nearest, quoted
 from harness.common.other_names import advice
 
@@ -134,8 +134,8 @@ def read_json(path: Path) -> Any:
     because reading it could wait or go on forever; accepted is only a pipe in /dev, as of a shell's <(command).
     """
     try:
-        if not (path.is_fifo() and path.absolute().is_relative_to("/dev")) and not path.is_dir():
-            check_regular(path)
+        if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
+            refuse_special(path)
         return strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         fault = ": no such file"

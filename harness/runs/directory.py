@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.files import SAFE_NAME, check_inside, check_name, check_regular, check_writable, move
+from harness.common.files import SAFE_NAME, check_inside, check_name, check_writable, move
 from harness.common.lock import RunLock
 from harness.common.messages import quoted
 
@@ -122,7 +122,8 @@ class RunDirectory:
         if os.path.lexists(self.checkpoints):  # it may be a file, or a link to a folder that is gone
             check_writable(self.checkpoints)
         for path in (self.metrics, self.summary):
-            check_regular(path)
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path}: not a regular file; move it away")
 
     def new_aside(self) -> Path:
         """Create a new folder below `aside/` and return its path. Old results are moved into such folders instead of

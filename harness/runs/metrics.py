@@ -147,8 +147,8 @@ class MetricsFile:
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
         """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines,
-        if any, are first written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be
-        written there; metrics.jsonl is unchanged in that case.
+        if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. Raises
+        RunError if this fails; metrics.jsonl is unchanged in that case.
 
         The line of the checkpoint itself (a CheckpointEvent) is written after the checkpoint, if that was due by
         train.json's interval. This line is kept, or appended if it is missing.
@@ -174,6 +174,8 @@ class MetricsFile:
             rest = make_aside() / self.path.name
             try:
                 rest.write_bytes(content[size:])
+                for path in (rest, *rest.parents[:2], self.path.parent):  # the folder and its parent may be new
+                    sync(path)
             except OSError as error:
                 raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
             os.truncate(self.path, size)
