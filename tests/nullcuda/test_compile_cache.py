@@ -17,7 +17,7 @@ from tests.support.launch import Workshop
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.slow]
 
 MODEL = {"n_layers": 1, "drop_rate": 0.0, "qkv_bias": False}
-TRAIN = {"compile": True, "precision": "bf16", "attention": "flash", "validation_batches": 1}
+TRAIN = {"compile": True, "deterministic": True, "precision": "bf16", "attention": "flash", "validation_batches": 1}
 # Runs tests/nullcuda/command.py, and then prints how many kernels and graphs were compiled.
 COUNTING = """
 import json, triton
@@ -43,8 +43,9 @@ def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
+@pytest.mark.timeout(600)  # it compiles for half a minute of processor time
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    """The second start has the code of training and of validation from the run's folder."""
+    """The second start has the code of training and of validation from the run's folder, with "deterministic", too."""
     shop = Workshop(tmp_path)
     shop.add_dataset()
     run = shop.add_run("r", model=MODEL, **TRAIN, min_train_tokens=64)
