@@ -4,9 +4,9 @@
     uv run bench/on_gpu.py "step --fast --microbatch 13"     # one stage, with options of its own
 
 Each stage is a process with its own time limit; if it fails, the next stages still run. If the command is run again, it
-repeats only the stages that failed or for which no time was left. All rows are written into one JSON file (--out), and
-as tables into a Markdown file beside it. At the end, the rows of the table in docs/performance.md that are for this GPU
-are printed, with the measured speed in their last column. However the command ends, its stages end with it.
+repeats only the stages that failed or took too long. All rows are written into one JSON file (--out), and as tables
+into a Markdown file beside it. At the end, the rows of the table in docs/performance.md that are for this GPU are
+printed, with the measured speed in their last column. However the command ends, its stages end with it.
 """
 
 from __future__ import annotations
@@ -34,59 +34,53 @@ from harness.planning.estimated_speed import find_device
 
 TABLE = ROOT / "docs" / "performance.md"
 POLL_SECONDS = 0.5
-# Time limits of the stages in seconds. A key is a stage with its options. The most decisive stages come first, because
-# time may run out.
+SECONDS = 1740.0
+# Time limits in seconds of the stages, if all have SECONDS together. A key is a stage with its options. The most
+# decisive stages come first.
 LIMIT_SECONDS = {
-    "machine": 60,
-    "step --fast --ddp": 200,
-    "step --ddp": 180,
-    "step --fast": 150,
-    "step": 150,
+    "machine": 40,
+    "step --fast --ddp": 180,
+    "step --ddp": 140,
+    "step": 110,
     "search": 330,
-    "continue": 300,
-    "saving": 120,
-    "attention": 90,
-    'step --model drop_rate=0 --set attention="cudnn"': 120,
-    'step --model drop_rate=0 --set attention="flash"': 120,
-    "loss": 120,
-    'step --model moe={"num_experts":8,"num_active_experts":2}': 150,
-    'step --set residual_precision="bf16"': 120,
-    "nanogpt": 90,
-    "step --fast --microbatch 27": 120,
-    "step --model drop_rate=0.125": 120,
-    'step --model drop_rate=0 --set attention="efficient"': 120,
+    "continue": 220,
+    "saving": 110,
+    "attention": 50,
+    'step --model drop_rate=0 --set attention="cudnn"': 75,
+    'step --model drop_rate=0 --set attention="flash"': 75,
+    "loss": 60,
+    'step --model moe={"num_experts":8,"num_active_experts":2}': 110,
+    'step --set residual_precision="bf16"': 75,
+    "nanogpt": 60,
+    'step --model drop_rate=0 --set attention="efficient"': 65,
 }
 # The module of bench/gpu that has the function measure_NAME of a stage.
-MODULES = {
-    **dict.fromkeys(("machine", "attention", "loss", "nanogpt"), "kernels"),
-    **dict.fromkeys(("step", "search", "continue", "saving"), "training"),
-}
+MODULES = dict.fromkeys(("machine", "attention", "loss", "nanogpt"), "kernels")
+MODULES |= dict.fromkeys(("step", "search", "continue", "saving"), "training")
 STAGE = "from bench.on_gpu import run_stage; run_stage()"
 
 
 def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
-    """Run each stage in its own process, one after another. Kill a stage after its LIMIT_SECONDS, and the last one when
-    `seconds` are over. Return True if all succeeded."""
-    deadline, statuses = time.monotonic() + seconds, []
+    """Run each stage in its own process, one after another. Kill a stage after its share of `seconds`, which are for
+    all: its LIMIT_SECONDS, if they are SECONDS. Return True if all succeeded."""
+    statuses: list[int | str] = []
     for stage in stages:
         own = replace(bench, stage=stage)
         own.forget()
-        began, limit = time.monotonic(), min(LIMIT_SECONDS.get(stage, 240), deadline - time.monotonic())
-        status: int | str = "no time left"
-        if limit > 0:
-            given = [str(os.getpid()), stage, *map(str, (bench.shipped_runs, bench.work, bench.out))]
-            command = [sys.executable, "-c", STAGE, *given, "tiny" if bench.tiny else ""]
-            # The stage has its own process group, so that the processes that it starts are killed with it.
-            process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-            try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = f"stopped after {limit:.0f} s"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            shutil.rmtree(bench.runs, ignore_errors=True)  # gigabytes of checkpoints
+        began, limit = time.monotonic(), LIMIT_SECONDS.get(stage, 240) * seconds / SECONDS
+        given = [str(os.getpid()), stage, *map(str, (bench.shipped_runs, bench.work, bench.out))]
+        command = [sys.executable, "-c", STAGE, *given, "tiny" if bench.tiny else ""]
+        # The stage has its own process group, so that the processes that it starts are killed with it.
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            status: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {limit:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(bench.runs, ignore_errors=True)  # gigabytes of checkpoints
         own.add("stages", status=status, seconds=time.monotonic() - began)
         statuses.append(status)
     return not any(statuses)
@@ -126,7 +120,9 @@ def measured_rows(bench: Workbench) -> list[str]:
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
 @click.argument("stages", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="[default: on_gpu.json, or on_gpu_tiny.json]")
-@click.option("--seconds", type=float, default=1740.0, show_default=True, help="For all stages together.")
+@click.option(
+    "--seconds", type=float, default=SECONDS, show_default=True, help="For all stages together; each gets its share."
+)
 @click.option("--tiny", is_flag=True, help="A rehearsal with shapes that are small enough for a CPU.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs", help="The shipped runs.")
 def main(stages: tuple[str, ...], out: Path | None, seconds: float, tiny: bool, runs_dir: Path) -> None:

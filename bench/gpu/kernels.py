@@ -49,12 +49,11 @@ def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20)
 
 def measure_machine(bench: Workbench) -> None:
     """Record the machine, the versions of software that affect the results, and NCCL's all-reduce."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader"]
-    has_driver = shutil.which(query[0]) is not None
+    query = "nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader"
     bench.add(
         "machine",
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        nvidia_smi=subprocess.run(query, capture_output=True, text=True).stdout.strip() if has_driver else None,
+        nvidia_smi=subprocess.getoutput(query),
         python=sys.version.split()[0],
         torch=torch.__version__,
         cudnn=torch.backends.cudnn.version(),

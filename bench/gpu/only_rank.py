@@ -4,12 +4,11 @@ the model in DistributedDataParallel, and shards the optimizer's state. NCCL ref
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 
 from harness.distributed import environment
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
-
-stores: list[socket.socket] = []  # open as long as the process runs
 
 
 class OnlyRank(int):
@@ -24,9 +23,10 @@ class OnlyRank(int):
     __hash__ = int.__hash__
 
 
-def connect_alone() -> None:
-    """Make ddp_train.py in this process the only rank of such a world."""
-    stores.append(socket.create_server(("127.0.0.1", 0)))
-    host, port = stores[0].getsockname()
-    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), STORE_DESCRIPTOR: str(stores[0].fileno())}
+def train_alone() -> None:
+    """Run ddp_train.py, with this process's arguments, as the only rank of such a world."""
+    store = socket.create_server(("127.0.0.1", 0))  # the rank takes it over
+    host, port = store.getsockname()
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), STORE_DESCRIPTOR: str(store.detach())}
     environment.read_ranking = lambda: Ranking(world_size=OnlyRank(1), local_world_size=OnlyRank(1))
+    runpy.run_path("ddp_train.py", run_name="__main__")

@@ -5,12 +5,11 @@ import torch.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 import numpy as np
@@ -24,19 +23,15 @@ DATASET = "local/zipf"
 ZIPF_EXPONENT = 1.2
 TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 6_500, "validation": 2_000}}
 STEPS = {False: 100, True: 16}
-# The shipped run for each kind of GPU, and the one with Muon and the other levers.
-SHIPPED = {
-    "A100 40GB": ("8xa100m40", "8xa100m40-fast"),
-    "A100 80GB": ("8xa100m80", "8xh100m80-fast"),
-    "B200": ("8xb200m160", "8xh100m80-fast"),
-}
-OTHERS = ("8xh100m80", "8xh100m80-fast")
+# The shipped run for each kind of GPU, for all others, and the one with Muon and the other levers.
+SHIPPED = {"A100 40GB": "8xa100m40", "A100 80GB": "8xa100m80", "B200": "8xb200m160"}
+OTHERS, FAST = "8xh100m80", "8xh100m80-fast"
 # Keys of the shipped runs that are replaced: data, amount of training, validation and checkpoints.
 SHORT = {"dataset": DATASET, "min_train_tokens": None, "checkpoint_interval": 1000, "keep_checkpoints": None}
 SHORT |= {"validation_interval": None, "validation_batches": None, "start_val_token": None}
 TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
 TINY |= {"bigram_embedding": 64, "value_embeddings": 1}
-ALONE = "from bench.gpu.only_rank import connect_alone; connect_alone()"
+ALONE = "from bench.gpu.only_rank import train_alone; train_alone()"
 SHOWN_LINES = 12
 Row = dict[str, Any]
 
@@ -105,10 +100,10 @@ class Workbench:
         return self.work / "datasets"
 
     def shipped(self, *, fast: bool = False) -> tuple[Row, Row]:
-        """Return model.json and train.json of the shipped run for this machine's kind of GPU. With `fast`, it is the
-        run with Muon and the other levers (`-fast`). A rehearsal has a smaller model and microbatch."""
+        """Return model.json and train.json of the shipped run for this machine's kind of GPU, or with `fast` of the run
+        with Muon and the other levers. A rehearsal has a smaller model and microbatch."""
         device = find_device(self.device)
-        run = self.shipped_runs / SHIPPED.get(device.name if device else "", OTHERS)[fast]
+        run = self.shipped_runs / (FAST if fast else SHIPPED.get(device.name if device else "", OTHERS))
         model, train = (json.loads((run / f"{name}.json").read_text(encoding="utf-8")) for name in ("model", "train"))
         if self.tiny:
             model |= {key: size for key, size in TINY.items() if key in model}
@@ -131,18 +126,10 @@ class Workbench:
         With `ddp`, the only rank does all that it would do as one of several (bench/gpu/only_rank.py). At the first
         line of output that begins with the text in `signal_at`, the process gets the signal in `signal_at`.
         """
-        script = ROOT / "ddp_train.py"
-        if ddp:
-            run = f"exec(compile(open({str(script)!r}).read(), 'ddp_train.py', 'exec'))\n"
-            script = self.work / "ddp_train_alone.py"
-            script.write_text(f"{ALONE}\n{run}")
-        command = [sys.executable, str(script), name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": paths}
+        program = ["-c", ALONE] if ddp else ["ddp_train.py"]
+        command = [sys.executable, *program, name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
         began, lines = time.perf_counter(), []
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
+        with Popen(command, cwd=ROOT, stdout=PIPE, stderr=STDOUT, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line.rstrip())

@@ -60,20 +60,19 @@ def test_every_stage_can_be_read(stage: str, bench: Workbench) -> None:
     assert name in MODULES
     if name == "step":
         given = training.step.make_context("step", options).params
-        if not given["train"].keys() <= TrainConfig.model_fields.keys():
-            pytest.skip(f"train.json has no such key yet: {stage}")
         bench.add_run("r", given["model"], given["train"], fast=given["fast"])
         for kind, config in (("model", ModelConfig), ("train", TrainConfig)):
             config.model_validate_json((bench.runs / "r" / f"{kind}.json").read_text())
 
 
 def test_all_stages_take_less_than_half_an_hour() -> None:
-    assert main.make_context("on_gpu.py", []).params["seconds"] < 1800
+    seconds = main.make_context("on_gpu.py", []).params["seconds"]
+    assert sum(LIMIT_SECONDS.values()) <= seconds < 1800
 
 
 @pytest.mark.parametrize(
     ("gpu", "runs"),
-    [("NVIDIA A100-SXM4-40GB", ("8xa100m40", "8xa100m40-fast")), ("NVIDIA L4", ("8xh100m80", "8xh100m80-fast"))],
+    [("NVIDIA A100-SXM4-40GB", ("8xa100m40", "8xh100m80-fast")), ("NVIDIA L4", ("8xh100m80", "8xh100m80-fast"))],
 )
 def test_the_shipped_runs_for_the_gpu(gpu: str, runs: tuple[str, str], bench: Workbench) -> None:
     """A run has the model, optimizer and microbatch of the shipped one for this kind of GPU, or of an H100's."""
@@ -174,11 +173,10 @@ def test_a_rehearsal(bench: Workbench) -> None:
 
 
 def test_a_stage_that_fails_or_is_late(bench: Workbench) -> None:
-    """A stage whose training fails is a failed stage, one for which no time is left is not begun, and both are for the
-    next call."""
+    """A stage whose training fails is a failed stage, and one that takes too long is stopped."""
     assert start(bench, "step --set nonsense=1").wait(PATIENCE_SECONDS) == 1
     assert start(bench, "saving", "--seconds", "0").wait(PATIENCE_SECONDS) == 1
-    assert [row["status"] for row in rows_of(bench, "stages")] == [1, "no time left"]
+    assert [row["status"] for row in rows_of(bench, "stages")] == [1, "stopped after 0 s"]
     assert "nonsense" in rows_of(bench, "step")[0]["error"]
     assert start(bench, "nonsense").wait(PATIENCE_SECONDS) == 2
 
