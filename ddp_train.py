@@ -26,7 +26,7 @@ from harness.common.errors import (
     survive_closed_output,
 )
 from harness.common.libraries import configure_libraries, load
-from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
+from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
@@ -55,6 +55,7 @@ class Trainer:
         from harness.data.loader import TokenLoader
         from harness.model.weights import check_memory
         from harness.planning.rates import build_schedule
+        from harness.training.compile_cache import CompileCache
         from harness.training.evaluations import Evaluations
         from harness.training.loss_meter import LossMeter
         from harness.training.reporter import Reporter
@@ -67,6 +68,8 @@ class Trainer:
         torch.manual_seed(experiment.config.random_seed)  # every rank draws the same weights
         partition = StatePartition.for_world(world)
         self.optimizer_step = build_training_step(experiment, prepared.step_config, world, partition=partition)
+        self.compile_cache = CompileCache.of(experiment, prepared.step_config, world)
+        self.compile_cache.load()  # before the warm-up compiles the model
         self.meter = LossMeter(world.device, experiment.model)
         self.reporter = Reporter(prepared, world)
         self.state = prepared.state(world)
@@ -86,6 +89,7 @@ class Trainer:
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
+        self.compile_cache.save()
         state, position = self.state, self.prepared.position
         try:
             if evaluation := self.prepared.interrupted_evaluation:
@@ -139,6 +143,8 @@ class Trainer:
                 self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills ranks 30 s after a signal
         elif "weights_check" in due:
             self.checkpointer.check_weights(state)
+        if due:  # an evaluation may have compiled more
+            self.compile_cache.save()
 
     def report(self, step: int) -> None:
         """Wait for the device, then report the losses since the last report. Collective. Raises RunError on every rank
@@ -180,8 +186,8 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume G GiB of memory per device.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: assume N tokens/s without validation.")
-@click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: assume N tokens/s with validation.")
+@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s without validation.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s with validation.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
@@ -294,12 +300,12 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError, and an operation
-    that `deterministic` does not allow becomes UserError; both say what to do. If the connection to another rank is
-    lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
+    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
+    `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
+    to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
     from harness.common.memory import is_out_of_memory
     from harness.distributed.rendezvous import leaving_with_peers
-    from harness.model.kernels import explain_nondeterminism
+    from harness.model.kernels import explain_failed_attention, explain_nondeterminism
 
     try:
         with leaving_with_peers():
@@ -309,8 +315,8 @@ def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError) as error:
-        if nondeterminism := explain_nondeterminism(error):
-            raise UserError(nondeterminism) from None
+        if explained := explain_nondeterminism(error) or explain_failed_attention(error):
+            raise UserError(explained) from None
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"

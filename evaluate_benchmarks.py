@@ -92,7 +92,7 @@ def main(
     device = only_device()
     loaded, tokenizer = load_model(named.config, named.weights, device), named.tokenizer()
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
-    chosen = Precision.resolve(precision, device)
+    chosen = Precision.resolve(precision, device, place="--precision")
     scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)
     asked = benchmarks.load(specs, num_fewshot)
     try:

@@ -100,10 +100,10 @@ def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype
     return angles.cos(), angles.sin()
 
 
-def rotated(x_BxHxTxD: Tensor, by: Rotation) -> Tensor:
+def rotated(x_BxTxHxD: Tensor, by: Rotation) -> Tensor:
     """Rotate queries or keys by the angles of their positions. The result is at least fp32."""
-    cos, sin = (each if each.dim() == 2 else each[:, None] for each in by)
-    first, second = x_BxHxTxD.chunk(2, dim=-1)
+    cos, sin = (each.unsqueeze(-2) for each in by)  # equal for all heads
+    first, second = x_BxTxHxD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -162,14 +162,17 @@ class CausalSelfAttention(nn.Module):
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
             v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)
-        q_BxHxTxD, k_BxHxTxD, v_BxHxTxD = (
-            each.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in (q_BxTxQ, k_BxTxK, v_BxTxK)
+        q_BxTxHxD, k_BxTxHxD, v_BxTxHxD = (
+            each.unflatten(-1, (-1, self.head_width)) for each in (q_BxTxQ, k_BxTxK, v_BxTxK)
         )
         if self.q_norm is not None and self.k_norm is not None:  # before the rotation, as in Qwen 3
-            q_BxHxTxD, k_BxHxTxD = self.q_norm(q_BxHxTxD), self.k_norm(k_BxHxTxD)
+            q_BxTxHxD, k_BxTxHxD = self.q_norm(q_BxTxHxD), self.k_norm(k_BxTxHxD)
         if rotation is not None:
-            q_BxHxTxD = rotated(q_BxHxTxD, rotation).to(v_BxHxTxD.dtype)
-            k_BxHxTxD = rotated(k_BxHxTxD, rotation).to(v_BxHxTxD.dtype)
+            q_BxTxHxD = rotated(q_BxTxHxD, rotation).to(v_BxTxHxD.dtype)
+            k_BxTxHxD = rotated(k_BxTxHxD, rotation).to(v_BxTxHxD.dtype)
+        # Transposed only now: rotated in the order (B, H, T, D), a compiled model would read and write them twice, and
+        # copy the output of attention (docs/LOG.md).
+        q_BxHxTxD, k_BxHxTxD, v_BxHxTxD = (each.transpose(1, 2) for each in (q_BxTxHxD, k_BxTxHxD, v_BxTxHxD))
         if cache is None:
             drop_rate = self.drop_rate if self.training else 0.0
             mixed_BxHxTxD = causal_attention(q_BxHxTxD, k_BxHxTxD, v_BxHxTxD, drop_rate)

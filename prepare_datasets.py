@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from harness.common.errors import UserError, interrupt_on_stopping_signals, printable
-from harness.common.messages import abbreviated, document_count, is_hub_name, is_unicode
+from harness.common.messages import abbreviated, counted, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
 GO_WITH = {  # option: the other options that can be combined with it
@@ -161,13 +161,13 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
         output_dir = Path(os.path.realpath(output_dir))
     splits, vocab_size = make_dataset(inputs, output_dir, options)
     for split in splits:
-        documents = document_count(split.documents)
-        yield f"{split.name}: {split.tokens:,} tokens, {documents}, {split.bytes:,} bytes of text"
-    longest, tokens = splits[0].longest_document, splits[0].tokens  # 0 if unknown
-    if longest > tokens / 10:
+        tokens, documents = counted(split.tokens, "token"), document_count(split.documents)
+        yield f"{split.name}: {tokens}, {documents}, {counted(split.bytes, 'byte')} of text"
+    longest, trained = splits[0].longest_document, splits[0].tokens  # 0 if unknown
+    if longest > trained / 10:
         hint = "" if options["document_separator"] else "; --document-separator cuts files into documents"
         yield (
-            f"one document has {longest / tokens:.0%} of the train split's tokens; training reads it in one stretch, "
+            f"one document has {longest / trained:.0%} of the train split's tokens; training reads it in one stretch, "
             f"and meanwhile the loss depends on this document alone{hint}"
         )
     for split in splits if not options["from_bin"] else ():

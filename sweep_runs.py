@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from harness.common.errors import UserError
-from harness.common.options import POSITIVE, RUNS_DIR, Group
+from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Group
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
 DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -62,9 +62,9 @@ def make(sweep: Path, runs_dir: Path) -> None:
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@click.option("--assume-tps", type=POSITIVE, help="Tokens per second, not counting the time of validation.")
+@click.option("--assume-tps", type=SPEED, help="Tokens per second, not counting the time of validation.")
 @click.option(
-    "--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, counting the time of validation, too."
+    "--assume-tps-with-validation", type=SPEED, help="Tokens per second, counting the time of validation, too."
 )
 @click.option("--assume-device", help="Estimate the speed as if each process had this GPU, e.g. H100.")
 @RUNS_DIR

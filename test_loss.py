@@ -66,7 +66,7 @@ def main(
     from harness.model.tensor_names import check_weights_file
 
     device = only_device()
-    Precision.resolve(precision, device)
+    Precision.resolve(precision, device, place="--precision")
     for model in named:
         check_weights_file(model.weights, model.config)
     texts = [HeldOutText.choose(model, datasets_dir, **options) for model in named]

@@ -1,115 +1,147 @@
-"""Measure training on one GPU, in ten minutes.
+"""Measure training on one GPU, in at most half an hour.
 
-    uv run bench/on_gpu.py                         # all stages, the most decisive first
-    uv run bench/on_gpu.py step --microbatch 13    # one stage alone
+    uv run bench/on_gpu.py                                   # all stages, the most decisive first
+    uv run bench/on_gpu.py "step --fast --microbatch 13"     # one stage, with options of its own
 
 Each stage is a process with its own time limit; if it fails, the next stages still run. If the command is run again, it
 repeats only the stages that failed or for which no time was left. All rows are written into one JSON file (--out), and
-as tables into a Markdown file beside it. --tiny is a rehearsal that runs on any machine.
+as tables into a Markdown file beside it. At the end, the rows of the table in docs/performance.md that are for this GPU
+are printed, with the measured speed in their last column. However the command ends, its stages end with it.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu import kernels, training
-from bench.gpu.workbench import Workbench
+from bench.gpu.workbench import ROOT, Workbench
+from harness.planning.estimated_speed import find_device
 
-LEAST_SECONDS = 15.0  # with less time left, no further stage is started
+TABLE = ROOT / "docs" / "performance.md"
+POLL_SECONDS = 0.5
 # Time limits of the stages in seconds. A key is a stage with its options. The most decisive stages come first, because
 # time may run out.
 LIMIT_SECONDS = {
     "machine": 60,
-    "ceilings": 90,
-    "step": 180,
-    "search": 280,
-    "stop-and-continue": 240,
+    "step --fast --ddp": 200,
+    "step --ddp": 180,
+    "step --fast": 150,
+    "step": 150,
+    "search": 330,
+    "continue": 300,
+    "saving": 120,
     "attention": 90,
-    "loss": 180,
-    "saving": 200,
-    "step --microbatch 13": 120,
-    "step --drop-rate 0": 120,
-    "step --drop-rate 0.125": 120,
-    "step --set compile=false": 120,
-    'step --set precision="bf16" --set residual_precision="bf16"': 120,
-    "step --set activation_checkpointing=true": 120,
-    "step --set coordinate_descent_tuning=true": 240,
+    'step --model drop_rate=0 --set attention="cudnn"': 120,
+    'step --model drop_rate=0 --set attention="flash"': 120,
+    "loss": 120,
+    'step --model moe={"num_experts":8,"num_active_experts":2}': 150,
+    'step --set residual_precision="bf16"': 120,
+    "nanogpt": 90,
+    "step --fast --microbatch 27": 120,
+    "step --model drop_rate=0.125": 120,
+    'step --model drop_rate=0 --set attention="efficient"': 120,
 }
-STAGES = {
-    "machine": kernels.measure_machine,
-    "ceilings": kernels.measure_ceilings,
-    "attention": kernels.measure_attention,
-    "loss": kernels.measure_loss,
-    "search": training.measure_search,
-    "stop-and-continue": training.measure_stop_and_continue,
-    "saving": training.measure_saving,
+# The module of bench/gpu that has the function measure_NAME of a stage.
+MODULES = {
+    **dict.fromkeys(("machine", "attention", "loss", "nanogpt"), "kernels"),
+    **dict.fromkeys(("step", "search", "continue", "saving"), "training"),
 }
+STAGE = "from bench.on_gpu import run_stage; run_stage()"
 
 
-def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
-    """Run each stage that is not done yet in its own process, with the options `passed_on`. Kill a stage after its
-    LIMIT_SECONDS, and the last one when `seconds` are over. Then write the tables."""
-    deadline = time.monotonic() + seconds
-    done = {row["what"] for row in bench.rows() if row["stage"] == "stages" and row["status"] == 0}
-    for stage, limit in LIMIT_SECONDS.items():
-        left = deadline - time.monotonic()
-        if stage in done:
-            continue
-        if left < LEAST_SECONDS:
-            bench.add("stages", what=stage, status="no time left")
-            continue
-        began = time.monotonic()
-        # The stage gets its own process group, so that training processes that it has started are killed with it.
-        process = subprocess.Popen([sys.executable, __file__, *stage.split(), *passed_on], start_new_session=True)
-        try:
-            status: int | str = process.wait(min(limit, left))
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {min(limit, left):.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        bench.add("stages", what=stage, status=status, seconds=time.monotonic() - began)
-    print(f"\n{bench.write_tables()}", flush=True)
+def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
+    """Run each stage in its own process, one after another. Kill a stage after its LIMIT_SECONDS, and the last one when
+    `seconds` are over. Return True if all succeeded."""
+    deadline, statuses = time.monotonic() + seconds, []
+    for stage in stages:
+        own = replace(bench, stage=stage)
+        own.forget()
+        began, limit = time.monotonic(), min(LIMIT_SECONDS.get(stage, 240), deadline - time.monotonic())
+        status: int | str = "no time left"
+        if limit > 0:
+            given = [str(os.getpid()), stage, *map(str, (bench.shipped_runs, bench.work, bench.out))]
+            command = [sys.executable, "-c", STAGE, *given, "tiny" if bench.tiny else ""]
+            # The stage has its own process group, so that the processes that it starts are killed with it.
+            process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {limit:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            shutil.rmtree(bench.runs, ignore_errors=True)  # gigabytes of checkpoints
+        own.add("stages", status=status, seconds=time.monotonic() - began)
+        statuses.append(status)
+    return not any(statuses)
+
+
+def run_stage() -> None:
+    """Run the stage that sys.argv names, in this process. Kill this process and all that it has started when the
+    command that started it has ended, even by SIGKILL."""
+    parent, stage, shipped_runs, work, out, tiny = sys.argv[1:]
+
+    def end_with_command() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(POLL_SECONDS)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_command, daemon=True).start()
+    name, *options = stage.split()
+    # Only the modules of some stages import torch, which takes seconds.
+    measure = getattr(importlib.import_module(f"bench.gpu.{MODULES[name]}"), f"measure_{name}")
+    measure(Workbench(Path(shipped_runs), Path(work), Path(out), bool(tiny), stage), *options)
+
+
+def measured_rows(bench: Workbench) -> list[str]:
+    """Return the rows of the table in docs/performance.md that are for this machine's GPU, with the tokens/s that were
+    measured with DistributedDataParallel in their last column. For a GPU without such rows, return new rows."""
+    device, rows = find_device(bench.device), []
+    known = TABLE.read_text(encoding="utf-8").splitlines()
+    speeds = {row["stage"]: row.get("tokens_per_second") for row in bench.rows() if row["table"] == "step"}
+    for stage, suffix in (("step --ddp", ""), ("step --fast --ddp", ", `-fast`")):
+        if bench.device and (speed := speeds.get(stage)):
+            start = f"| {f'8 x {device.name}' if device else f'1 x {bench.device}'}{suffix} |"
+            row = next((line for line in known if line.startswith(start)), f"{start} – | – | – | – | – | – |")
+            rows.append(f"{row.rsplit('|', 2)[0]}| {speed / 1000:,.4g}k |")
+    return rows
 
 
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
-@click.argument("stage", required=False, type=click.Choice([*STAGES, "step"]))
-@click.option("--out", type=click.Path(path_type=Path), default=Path("on_gpu.json"), show_default=True)
-@click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/on_gpu"), show_default=True)
-@click.option("--seconds", type=float, default=570.0, show_default=True, help="For all stages together.")
-@click.option("--tiny", is_flag=True, help="Shapes small enough for a rehearsal on a CPU.")
-@click.option("--microbatch", type=int, default=64, show_default=True, help="For the stage `step`.")
-@click.option("--drop-rate", type=float, default=0.1, show_default=True, help="For the stage `step`.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=JSON", help="Set a train.json key, for the stage `step`."
-)
-def main(
-    stage: str | None, out: Path, work: Path, seconds: float, tiny: bool, settings: tuple[str, ...], **step: Any
-) -> None:
-    bench = Workbench(work.resolve(), out.resolve(), tiny)
-    bench.work.mkdir(parents=True, exist_ok=True)
-    if stage is None:
-        passed_on = ["--out", str(bench.out), "--work", str(bench.work), *(["--tiny"] if tiny else [])]
-        run_stages(bench, passed_on, seconds)
-    elif stage == "step":
-        keys = {key: json.loads(value) for key, _, value in (each.partition("=") for each in settings)}
-        training.measure_step(bench, keys, **step)
-    else:
-        STAGES[stage](bench)
+@click.argument("stages", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="[default: on_gpu.json, or on_gpu_tiny.json]")
+@click.option("--seconds", type=float, default=1740.0, show_default=True, help="For all stages together.")
+@click.option("--tiny", is_flag=True, help="A rehearsal with shapes that are small enough for a CPU.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs", help="The shipped runs.")
+def main(stages: tuple[str, ...], out: Path | None, seconds: float, tiny: bool, runs_dir: Path) -> None:
+    for stage in stages:
+        if stage.split()[:1] not in [[name] for name in MODULES]:
+            raise click.UsageError(f"{stage!r}: no such stage; the stages are {', '.join(MODULES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the runs on its way
+    out = (out or Path("on_gpu_tiny.json" if tiny else "on_gpu.json")).resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="on_gpu-", dir=out.parent, ignore_cleanup_errors=True) as work:
+        bench = Workbench(runs_dir.resolve(), Path(work), out, tiny)
+        done = [row["stage"] for row in bench.rows() if row["table"] == "stages" and row["status"] == 0]
+        succeeded = run_stages(bench, [*(stages or [each for each in LIMIT_SECONDS if each not in done])], seconds)
+    print("", bench.write_tables(), *measured_rows(bench), sep="\n", flush=True)
+    sys.exit(0 if succeeded else 1)
 
 
 if __name__ == "__main__":

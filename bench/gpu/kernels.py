@@ -1,4 +1,4 @@
-"""Stages that measure single kernels: peak rates of the GPU, attention with dropout, and output head with loss."""
+"""Stages of the benchmark bench/on_gpu.py that run without ddp_train.py: single kernels, NCCL, and nanoGPT's step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but not by its type stubs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.compare_steps import Case, peers_loss
 from bench.gpu.workbench import Workbench
-from harness.model.cross_entropy import linear_cross_entropy
+from harness.model import cross_entropy
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 BACKENDS = {
     "default": [*SDPBackend.__members__.values()][1:],  # all but the first one, ERROR
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -45,7 +48,7 @@ def milliseconds(work: Callable[[], object], bench: Workbench, repeat: int = 20)
 
 
 def measure_machine(bench: Workbench) -> None:
-    """Record the machine and the versions of software that affect the results."""
+    """Record the machine, the versions of software that affect the results, and NCCL's all-reduce."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader"]
     has_driver = shutil.which(query[0]) is not None
     bench.add(
@@ -58,40 +61,33 @@ def measure_machine(bench: Workbench) -> None:
         compiler=shutil.which("gcc") or shutil.which("clang"),
         date=time.strftime("%Y-%m-%d"),
     )
+    measure_exchange(bench)
 
 
-def measure_ceilings(bench: Workbench) -> None:
-    """Record the memory bandwidth and the speed of each matrix product of the model, which are upper limits for a
-    training step. The output head is measured with the real vocabulary size, and with the size padded to a multiple of
-    128 ("whole tiles")."""
-    source = torch.empty(2**16 if bench.tiny else 2**28, device=DEVICE)
-    copy = torch.empty_like(source)
-    bench.add("copy", tb_per_s=8e-9 * source.numel() / milliseconds(lambda: copy.copy_(source), bench))
-    width, rows, vocab = bench.shape["emb_dim"], 64 if bench.tiny else 65536, bench.shape["vocab_size"]
-    padded, slice_rows = -(-vocab // 128) * 128, min(rows, 8192)
-    for name, count, inner, outer in (
-        *(("qkv", rows, width, 3 * width), ("out", rows, width, width)),
-        *(("fc1", rows, width, 4 * width), ("fc2", rows, 4 * width, width)),
-        *(("head", slice_rows, width, vocab), ("head, whole tiles", slice_rows, width, padded)),
-    ):
-        shapes = (count, inner), (outer, inner), (count, outer)
-        a, w, g = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
-        products: dict[str, tuple[Tensor, Tensor]] = {"forward": (a, w.T), "features": (g, w), "weight": (g.T, a)}
-        rates = {
-            f"{key}_tflops": 2 * count * inner * outer / milliseconds(partial(torch.matmul, *pair), bench) / 1e9
-            for key, pair in products.items()
-        }
-        bench.add("gemm", product=name, **rates)
+def measure_exchange(bench: Workbench) -> None:
+    """Record the milliseconds of an all-reduce of three sizes by NCCL, or gloo on a CPU, in a world of one rank, and
+    the GiB of device memory that NCCL takes: it allocates its buffers when they are first needed."""
+
+    def free_gib() -> float:
+        return torch.cuda.mem_get_info()[0] / 2**30 if DEVICE.type == "cuda" else 0.0
+
+    sizes = [torch.ones(count // 4, device=DEVICE) for count in (4, 25 * 2**20, (1 if bench.tiny else 256) * 2**20)]
+    before, device = free_gib(), DEVICE if DEVICE.type == "cuda" else None
+    dist.init_process_group("nccl" if device else "gloo", store=HashStore(), rank=0, world_size=1, device_id=device)
+    for numbers in sizes:
+        ms = milliseconds(partial(dist.all_reduce, numbers), bench)
+        bench.add("all-reduce", bytes=numbers.nbytes, ms=ms, taken_gib=before - free_gib())
+    dist.destroy_process_group()
 
 
 def measure_attention(bench: Workbench) -> None:
     """Record, for each kernel and dropout rate, the milliseconds of forward and backward together, and the share of
     attention weights that the kernel actually drops, or the reason why torch refuses the kernel."""
-    how: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
-    heads, length = bench.shape["n_heads"], bench.shape["context_length"]
-    batch, dim = (2 if bench.tiny else 64), bench.shape["emb_dim"] // heads
-    qkv = torch.randn(batch, length, 3 * heads * dim, requires_grad=True, **how)
-    gradient = torch.randn(batch, heads, length, dim, **how)
+    model, train = bench.shipped()
+    heads, length, batch = model["n_heads"], model["context_length"], train["microbatch_size"]
+    dim = model["emb_dim"] // heads
+    qkv = torch.randn(batch, length, 3 * heads * dim, requires_grad=True, device=DEVICE, dtype=torch.bfloat16)
+    gradient = torch.randn(batch, heads, length, dim, device=DEVICE, dtype=torch.bfloat16)
     flops = 3.5 * 2 * batch * heads * length * length * dim
     for backend, rate in product(BACKENDS, (0.0, 0.1, 0.125)):
 
@@ -118,40 +114,49 @@ def share_dropped(rate: float, heads: int = 512, size: int = 64) -> float:
     return (F.scaled_dot_product_attention(zeros, zeros, identity, dropout_p=rate) == 0).float().mean().item()
 
 
-def plain_loss(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss as computed by torch functions, which store all logits."""
-    return F.cross_entropy(F.linear(features, weight).float(), targets)
-
-
 def measure_loss(bench: Workbench) -> None:
-    """Record time, speed and memory of the output head and the loss alone, forward and backward under bf16 autocast.
-    Our function and torch's are measured, each compiled and not compiled."""
-    vocab, width, on_gpu = bench.shape["vocab_size"], bench.shape["emb_dim"], DEVICE.type == "cuda"
-    losses: dict[str, Callable[..., Tensor]] = {"ours": linear_cross_entropy, "torch": plain_loss}
-    sizes, ways = ((64,), (False,)) if bench.tiny else ((13312, 65536), (False, True))
-    for rows, (name, loss), compiled in product(sizes, losses.items(), ways):
-        if loss is plain_loss and rows * vocab > 2**30:  # too many logits for most GPUs
-            continue
-        features = torch.randn(rows, width, device=DEVICE, requires_grad=True)
-        weight = (torch.randn(vocab, width, device=DEVICE) * 0.02).requires_grad_()
-        targets = torch.randint(vocab, (rows,), device=DEVICE)
-        torch._dynamo.reset()
-        call = torch.compile(loss) if compiled else loss
+    """Record time and speed of the output head and the loss alone, compiled as in training, forward and
+    backward under bf16 autocast, by the number of logits in a chunk."""
+    model, train = bench.shipped()
+    vocab, width = model["vocab_size"], model["emb_dim"]
+    rows, exponents = train["microbatch_size"] * model["context_length"], (12, 14) if bench.tiny else (27, 28, 29, 30)
+    features = torch.randn(rows, width, device=DEVICE, requires_grad=True)
+    weight = (torch.randn(vocab, width, device=DEVICE) * 0.02).requires_grad_()
+    targets = torch.randint(vocab, (rows,), device=DEVICE)
+    for exponent in exponents:
+        cross_entropy.CHUNK_LOGITS[DEVICE.type] = 2**exponent
+        call = cross_entropy.linear_cross_entropy if bench.tiny else torch.compile(cross_entropy.linear_cross_entropy)
 
-        def both(call: Callable[..., Tensor] = call, inputs: tuple[Tensor, ...] = (features, weight, targets)) -> None:
+        def both(call: Callable[..., Tensor] = call) -> None:
+            features.grad = weight.grad = None
             with torch.autocast(DEVICE.type, torch.bfloat16):
-                value = call(*inputs)
-            inputs[0].grad = inputs[1].grad = None
+                value = call(features, weight, targets)
             value.backward()
 
-        began = time.perf_counter()
-        both()
-        values = {"first_call_s": time.perf_counter() - began}
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         ms = milliseconds(both, bench, repeat=10)
-        values |= {"ms": ms, "us_per_token": 1000 * ms / rows, "tflops": 6 * rows * weight.numel() / ms / 1e9}
-        if on_gpu:
-            values["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        bench.add("loss", kind=name, rows=rows, compiled=compiled, **values)
+        bench.add("loss", chunk=f"2^{exponent}", rows=rows, ms=ms, us_per_token=1000 * ms / rows)
+
+
+def measure_nanogpt(bench: Workbench) -> None:
+    """Record the speed of a training step of nanoGPT's model (bench/references.py), as nanoGPT trains it: compiled, in
+    bf16 with TF32, without dropout, with the fused AdamW and clipping. Its batch is that of the shipped run."""
+    model, train = bench.shipped()
+    layers, width, heads, context = (model[key] for key in ("n_layers", "emb_dim", "n_heads", "context_length"))
+    case = Case(layers, width, heads, context, model["vocab_size"], train["microbatch_size"])
+    torch.backends.cuda.matmul.allow_tf32 = True
+    loss = peers_loss("nanogpt", case).to(DEVICE)
+    call = loss if bench.tiny else torch.compile(loss)
+    optimizer = torch.optim.AdamW(loss.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), device=DEVICE)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> None:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            value = call(inputs, targets)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    ms = milliseconds(step, bench, repeat=50)
+    bench.add("nanogpt", microbatch_size=case.microbatch, tokens_per_second=1000 * inputs.numel() / ms, ms=ms)

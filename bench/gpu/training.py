@@ -2,86 +2,100 @@
 
 from __future__ import annotations
 
-import os
+import itertools
+import json
 import re
+import signal
+import statistics
+import sys
 
-from bench.gpu.workbench import Row, Workbench
+import click
+
+from bench.gpu.workbench import STEPS, Row, Workbench, require
 from harness.common.files import sha256
-
-# nccl refuses two ranks on one GPU, but gloo allows them. The speeds of such a run mean nothing, but everything else is
-# as on several GPUs.
-TWO_ON_ONE_GPU = """
-import torch, torch.distributed as dist
-import harness.distributed.world as world
-world.choose_device = lambda *_: torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-start = dist.init_process_group
-dist.init_process_group = lambda backend, **given: start("gloo", **{**given, "device_id": None})
-"""
+from harness.runs.metrics import CheckpointEvent, TrainEvent, read_metrics
 
 
-def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate: float) -> None:
-    """Record speed, MFU and memory of a short training run. `settings` are keys of its train.json."""
-    if bench.tiny:
-        microbatch = min(microbatch, 4)
-    name = f"step-{os.getpid()}"
-    train = {"microbatch_size": microbatch, "train_steps": 16 if bench.tiny else 120, **settings}
-    bench.add_run(name, {"drop_rate": drop_rate}, train)
-    ended, left = bench.train(name)[0], bench.summary(name)
-    values = {key: left.get(key) for key in ("tokens_per_second", "mfu", "peak_memory_gib", "final_train_loss")}
-    label = " ".join(f"{key}={value}" for key, value in settings.items())
-    bench.add("step", microbatch=microbatch, drop_rate=drop_rate, settings=label, **ended, **values)
+def keys(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> Row:
+    """Return the keys and values of options KEY=JSON."""
+    return {key: json.loads(text) for key, _, text in (each.partition("=") for each in given)}
+
+
+def measure_step(bench: Workbench, *options: str) -> None:
+    """Record speed, MFU and memory of a short training run. `options` are those of `step`."""
+    step.main(options, "step", obj=bench)
+
+
+@click.command
+@click.option("--fast", is_flag=True, help="The shipped run with Muon and the other levers.")
+@click.option("--ddp", is_flag=True, help="In DistributedDataParallel and with NCCL, in a world of one rank.")
+@click.option("--microbatch", type=int, help="In place of the shipped run's.")
+@click.option("--model", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of model.json.")
+@click.option("--set", "train", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of train.json.")
+@click.pass_obj
+def step(bench: Workbench, *, fast: bool, ddp: bool, microbatch: int | None, model: Row, train: Row) -> None:
+    given = {} if microbatch is None or bench.tiny else {"microbatch_size": microbatch}
+    bench.add_run("step", model, {**given, **train}, fast=fast)
+    ended, summary = bench.train("step", ddp=ddp)[0], bench.runs / "step" / "summary.json"
+    left = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    wanted = ("microbatch_size", "tokens_per_second", "mfu", "peak_memory_gib", "final_train_loss")
+    bench.add("step", **{key: left.get(key) for key in wanted}, **ended)
+    require(ended["status"] == 0, "training failed")
 
 
 def measure_search(bench: Workbench) -> None:
     """Record three runs: the search for the largest microbatch that fits the device (-f), training with the size that
     it found, and training with a size larger by a tenth plus 8, which must fail."""
-    bench.add_run("find", {}, {"microbatch_size": 2, "min_train_tokens": 1})
-    ended, output = bench.train("find", "-f")
+    bench.add_run("find", {}, {"train_steps": 1})
+    ended, output = bench.train("find", "-f", ddp=True)
     said = [line for line in output.splitlines() if line.startswith(("Max micro", "Memory:")) or "compiled" in line]
     bench.add("search", said=said, **ended)
     found = re.search(r"^Max microbatch size was (\d+)", output, re.M)
-    if not found:
-        return
-    answer = int(found[1])
+    answer = int(found[1]) if found else sys.exit("-f found no size")
     for name, size in (("answer", answer), ("a-tenth-more", answer + answer // 10 + 8)):
-        tokens = (1 if bench.tiny else 10) * size * bench.shape["context_length"]
-        bench.add_run(f"find-{name}", {}, {"microbatch_size": size, "min_train_tokens": tokens})
-        bench.add("trained", size=size, what=name, **bench.train(f"find-{name}")[0])
+        bench.add_run(name, {}, {"microbatch_size": size, "train_steps": 1 if bench.tiny else 10})
+        ended = bench.train(name, ddp=True)[0]
+        bench.add("trained", what=name, size=size, **ended)
+        require((ended["status"] == 0) == (name == "answer"), "the answer is not the largest size that trains")
 
 
-def measure_stop_and_continue(bench: Workbench) -> None:
-    """Stop a run of two ranks by SIGTERM, and resume it. Record whether it ends with the same weights, bit for bit, as
-    an uninterrupted run."""
-    # Enough steps for the signal to arrive before the last one.
-    microbatch, steps = (1, 50) if bench.tiny else (4, 60)
-    train: Row = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2, "train_steps": steps}
-    train |= {"report_interval": 1, "validation_interval": steps // 3, "validation_batches": 4, "start_val_token": 0}
-    train |= {"async_checkpoint": True, "validation_ranks": "all", "deterministic": True}
-    for name in ("whole", "stopped"):
-        bench.add_run(name, {"n_layers": 2}, train)
-    ends = [
-        bench.train(name, "--processes", "2", prelude=TWO_ON_ONE_GPU, stop_at=stop_at)[0]
-        for name, stop_at in (("whole", None), ("stopped", "global step 5/"), ("stopped", None))
-    ]
-    weights = [bench.runs / name / "checkpoints" / "latest" / "model.safetensors" for name in ("whole", "stopped")]
-    bench.add(
-        "stop and continue",
-        statuses=[end["status"] for end in ends],
-        seconds=[round(end["seconds"], 1) for end in ends],
-        stopped=ends[1]["status"] != 0,
-        same_bits=all(path.exists() for path in weights) and len({sha256(path) for path in weights}) == 1,
-    )
+def measure_continue(bench: Workbench) -> None:
+    """Record, for a run that is killed and for one that is stopped, whether the same command continues it to the same
+    weights, bit for bit, as an uninterrupted run. The runs have dropout, Muon, sharded state and accumulation."""
+    steps = 20 if bench.tiny else 60
+    train: Row = {"microbatch_size": 4, "gradient_accumulation_steps": 2, "train_steps": steps, "deterministic": True}
+    train |= {"report_interval": 1, "checkpoint_interval": steps // 5, "validation_interval": steps // 2}
+    train |= {"validation_batches": 4, "start_val_token": 0}
+    model = {"n_layers": 2, "value_embeddings": 1, "bigram_embedding": 1024, "drop_rate": 0.1}
+    middle, whole = f"global step {steps // 2 + 2}/", ""  # two checkpoints are due before; the first is complete
+    for name, number in (("whole", None), ("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
+        bench.add_run(name, model, train, fast=True)
+        ends = [bench.train(name, ddp=True, signal_at=(middle, number) if number else None)]
+        ends += [bench.train(name, ddp=True)] if number else []
+        path = bench.runs / name / "checkpoints" / "latest" / "model.safetensors"
+        digest = sha256(path) if path.exists() else ""
+        whole = digest if name == "whole" else whole
+        continued = [line for line in ends[-1][1].splitlines() if "continuing from" in line]
+        values = {"statuses": [end["status"] for end, _ in ends], "continued": continued, "same_bits": digest == whole}
+        bench.add("continue", what=name, seconds=sum(end["seconds"] for end, _ in ends), **values)
+        succeeded = ends[-1][0]["status"] == 0 and digest == whole and bool(continued) == bool(number)
+        require(succeeded, f"{name}: not continued to the weights of an uninterrupted run")
 
 
 def measure_saving(bench: Workbench) -> None:
-    """Record two runs with validation and checkpoints. The first run saves checkpoints in the training loop, the second
-    in the background."""
-    steps, interval = (12, 4) if bench.tiny else (120, 40)
-    for in_background in (False, True):
-        name = "saving-behind" if in_background else "saving-in-front"
-        train: Row = {"microbatch_size": 4 if bench.tiny else 64, "train_steps": steps, "start_val_token": 0}
-        train |= {"validation_interval": interval, "validation_batches": 4, "async_checkpoint": in_background}
-        bench.add_run(name, {}, train)
-        ended, left = bench.train(name)[0], bench.summary(name)
-        values = {key: left.get(key) for key in ("tokens_per_second", "seconds")}
-        bench.add("saving", in_background=in_background, status=ended["status"], wall_s=ended["seconds"], **values)
+    """Record by how many seconds each checkpoint of a run with sharded state, written in the background as shipped,
+    delays training, and the seconds of a step without one."""
+    interval = STEPS[bench.tiny] - 4  # far apart, because a checkpoint waits until the one before is written
+    train = {"train_steps": 2 * STEPS[bench.tiny], "checkpoint_interval": interval, "report_interval": 1}
+    bench.add_run("saving", {}, train, fast=True)
+    ended = bench.train("saving", ddp=True)[0]
+    bench.add("saving", **ended)
+    require(ended["status"] == 0, "training failed")
+    events = read_metrics(bench.runs / "saving" / "metrics.jsonl")
+    ends = {each.global_step: each.seconds for each in events if isinstance(each, TrainEvent) and each.seconds}
+    steps = {step: ends[step] - ends[before] for before, step in itertools.pairwise(ends)}
+    saved = [each.global_step for each in events if isinstance(each, CheckpointEvent)]
+    usual = statistics.median(steps.values())
+    for step in saved:
+        if step + 1 in steps:
+            bench.add("checkpoint", after_step=step, delay_s=steps[step + 1] - usual, step_s=usual)

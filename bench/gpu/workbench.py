@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,54 +17,77 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from harness.common.files import replace_text
+from harness.planning.estimated_speed import find_device
 
 ROOT = Path(__file__).resolve().parents[2]
 DATASET = "local/zipf"
-GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
-TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
 ZIPF_EXPONENT = 1.2
 TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 6_500, "validation": 2_000}}
+STEPS = {False: 100, True: 16}
+# The shipped run for each kind of GPU, and the one with Muon and the other levers.
+SHIPPED = {
+    "A100 40GB": ("8xa100m40", "8xa100m40-fast"),
+    "A100 80GB": ("8xa100m80", "8xh100m80-fast"),
+    "B200": ("8xb200m160", "8xh100m80-fast"),
+}
+OTHERS = ("8xh100m80", "8xh100m80-fast")
+# Keys of the shipped runs that are replaced: data, amount of training, validation and checkpoints.
+SHORT = {"dataset": DATASET, "min_train_tokens": None, "checkpoint_interval": 1000, "keep_checkpoints": None}
+SHORT |= {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
+TINY |= {"bigram_embedding": 64, "value_embeddings": 1}
+ALONE = "from bench.gpu.only_rank import connect_alone; connect_alone()"
 SHOWN_LINES = 12
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """Folder `work` for runs and data, and the JSON file `out` for the rows of results. If `tiny` is true, the model
-    and the data are small enough for a rehearsal on a CPU."""
+    """Folder `shipped_runs` with the repository's runs, folder `work` for runs and data, and the JSON file `out`, to
+    which `stage` adds its rows of results. If `tiny` is true, the model and the data are small enough for a rehearsal
+    on a CPU."""
 
+    shipped_runs: Path
     work: Path
     out: Path
     tiny: bool
-
-    @property
-    def shape(self) -> dict[str, int]:
-        return TINY if self.tiny else GPT2_SMALL
+    stage: str = ""
 
     @property
     def runs(self) -> Path:
         return self.work / "runs"
 
+    @property
+    def device(self) -> str:
+        """Name of the GPU, or "CPU", as the stage `machine` has recorded it."""
+        return next((row["device"] for row in self.rows() if row["table"] == "machine"), "")
+
     def rows(self) -> list[Row]:
         return json.loads(self.out.read_text(encoding="utf-8"))["rows"] if self.out.exists() else []
 
-    def add(self, stage: str, **values: Any) -> None:
-        """Print a row and add it to the results file, which is replaced by one rename. Only one process at a time may
-        add rows."""
+    def add(self, table: str, **values: Any) -> None:
+        """Print a row and add it to the results file."""
         rounded = {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in values.items()}
-        row = {"stage": stage, **rounded}
+        row = {"table": table, "stage": self.stage, **rounded}
         print(json.dumps(row), flush=True)
+        self._write([*self.rows(), row])
+
+    def forget(self) -> None:
+        """Remove all rows of this stage, so that it can be repeated."""
+        self._write([row for row in self.rows() if row["stage"] != self.stage])
+
+    def _write(self, rows: list[Row]) -> None:
+        """Replace the results file by one rename. Only one process at a time may do so."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self.out, json.dumps({"rows": [*self.rows(), row]}, indent=1))
+        replace_text(self.out, json.dumps({"rows": rows}, indent=1))
 
     def write_tables(self) -> Path:
-        """Write all rows into a Markdown file beside the JSON file, in one table for each stage, and return its
-        path."""
+        """Write all rows into a Markdown file beside the JSON file, in one table for each kind, and return its path."""
         lines, rows = ["# Measured by bench/on_gpu.py"], self.rows()
-        for stage in dict.fromkeys(row["stage"] for row in rows):
-            own = [row for row in rows if row["stage"] == stage]
-            keys = [key for key in dict.fromkeys(key for row in own for key in row) if key != "stage"]
-            lines += ["", f"## {stage}", "", f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
+        for table in dict.fromkeys(row["table"] for row in rows):
+            own = [row for row in rows if row["table"] == table]
+            keys = [key for key in dict.fromkeys(key for row in own for key in row) if key != "table"]
+            lines += ["", f"## {table}", "", f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
             lines += [f"| {' | '.join(_cell(row.get(key)) for key in keys)} |" for row in own]
         path = self.out.with_suffix(".md")
         replace_text(path, "\n".join(lines) + "\n")
@@ -76,32 +98,44 @@ class Workbench:
         Zipf's law, so that a few rows of the embedding get most of the gradients."""
         folder = self.work / "datasets" / DATASET
         if not (folder / "meta.json").exists():
-            generator, largest = np.random.default_rng(0), self.shape["vocab_size"] - 1
+            generator, largest = np.random.default_rng(0), self.shipped()[0]["vocab_size"] - 1
             counts = TOKENS[self.tiny].items()
             splits = {split: np.minimum(generator.zipf(ZIPF_EXPONENT, count) - 1, largest) for split, count in counts}
             write_dataset(folder, splits)
         return self.work / "datasets"
 
-    def add_run(self, name: str, model: Row, train: Row) -> None:
-        """Write a run directory. `model` and `train` hold keys of model.json and train.json that are added to the
-        benchmark's own keys or override them."""
-        base = {"dataset": DATASET, "start_train_token": 0, "checkpoint_interval": 1000, "clipping_max_norm": 1.0}
-        write_run(self.runs / name, {**self.shape, "drop_rate": 0.1, "qkv_bias": False, **model}, base | train)
+    def shipped(self, *, fast: bool = False) -> tuple[Row, Row]:
+        """Return model.json and train.json of the shipped run for this machine's kind of GPU. With `fast`, it is the
+        run with Muon and the other levers (`-fast`). A rehearsal has a smaller model and microbatch."""
+        device = find_device(self.device)
+        run = self.shipped_runs / SHIPPED.get(device.name if device else "", OTHERS)[fast]
+        model, train = (json.loads((run / f"{name}.json").read_text(encoding="utf-8")) for name in ("model", "train"))
+        if self.tiny:
+            model |= {key: size for key, size in TINY.items() if key in model}
+            train["microbatch_size"] = 4
+        return model, train
 
-    def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> tuple[Row, str]:
+    def add_run(self, name: str, model: Row, train: Row, *, fast: bool = False) -> None:
+        """Write the directory of a short run that is otherwise like the shipped one. `model` and `train` hold keys of
+        model.json and train.json that are added or override others."""
+        shipped_model, shipped_train = self.shipped(fast=fast)
+        steps = {"train_steps": STEPS[self.tiny], "warmup_steps": 0}
+        write_run(self.runs / name, shipped_model | model, shipped_train | SHORT | steps | train)
+
+    def train(
+        self, name: str, *options: str, ddp: bool = False, signal_at: tuple[str, int] | None = None
+    ) -> tuple[Row, str]:
         """Run `ddp_train.py NAME` to its end. Return a row and the whole output. The row has the exit status, the
         seconds, and the first line of the output that begins with "error:".
 
-        `prelude` is Python source that the process runs before ddp_train.py. At the first line of output that begins
-        with `stop_at`, the process gets SIGTERM.
+        With `ddp`, the only rank does all that it would do as one of several (bench/gpu/only_rank.py). At the first
+        line of output that begins with the text in `signal_at`, the process gets the signal in `signal_at`.
         """
         script = ROOT / "ddp_train.py"
-        if prelude:
-            # runpy is not used, because it would set sys.argv[0] to ddp_train.py. --processes starts the ranks with the
-            # command in sys.argv[0], so the ranks would run without the prelude.
+        if ddp:
             run = f"exec(compile(open({str(script)!r}).read(), 'ddp_train.py', 'exec'))\n"
-            script = self.work / "with_prelude.py"
-            script.write_text(f"{prelude}\n{run}")
+            script = self.work / "ddp_train_alone.py"
+            script.write_text(f"{ALONE}\n{run}")
         command = [sys.executable, str(script), name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": paths}
@@ -112,18 +146,19 @@ class Workbench:
             assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line.rstrip())
-                if stop_at and line.startswith(stop_at):
-                    process.send_signal(signal.SIGTERM)
-                    stop_at = None
+                if signal_at and line.startswith(signal_at[0]):
+                    process.send_signal(signal_at[1])
+                    signal_at = None
         print("\n".join(f"    {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
         error = next((line[:300] for line in lines if line.startswith("error:")), None)
         row = {"status": process.returncode, "seconds": time.perf_counter() - began, "error": error}
         return row, "\n".join(lines)
 
-    def summary(self, name: str) -> Row:
-        """Return a run's summary.json, or an empty dict if the run has none."""
-        path = self.runs / name / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+def require(is_true: bool, what: str) -> None:
+    """End this process, and so the stage, as failed, unless `is_true`."""
+    if not is_true:
+        sys.exit(what)
 
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray]) -> None:

@@ -56,6 +56,12 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder}: no file can be written there: {error.strerror}") from None
 
 
+def refuse_special(path: Path) -> None:
+    """Raise UserError if `path` is a pipe or device, which a program could read forever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: not a regular file")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file's contents in one rename, so that a reader sees the old or the new contents, never a part."""
     with atomic_file(path.resolve()) as draft:  # replaces the target of a symbolic link, not the link
@@ -164,6 +170,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def user_cache() -> Path:
+    """Return this user's folder for files that this program can make again. It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
 
 
 def umask() -> int:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.common.errors import UserError
+from harness.common.files import refuse_special
 from harness.common.messages import is_unicode, nearest, quoted
 from harness.common.other_names import advice
 
@@ -57,10 +59,31 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     except ValidationError as error:
         # A misspelled key comes before the keys that are missing, perhaps because of it.
         found = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
+    raise _refusal(found, kind, path)
+
+
+def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
+    """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that the value's key
+    in `kind` cannot have. Other versions may have written `raw`: missing and unknown keys, null, unknown words in place
+    of a choice, and values that contradict each other are accepted."""
+    known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
+    try:
+        kind.model_validate(known)
+    except ValidationError as error:
+        faults = error.errors()
+        choices = {fault["loc"][0] for fault in faults if fault["type"] == "literal_error"}
+        accepted = ("missing", "extra_forbidden", "value_error")  # value_error: of our own validators
+        wrong = [fault for fault in faults if fault["type"] not in accepted and fault["loc"][0] not in choices]
+        if wrong:
+            raise _refusal([{**fault, "loc": (place, *fault["loc"])} for fault in wrong], kind, path) from None
+
+
+def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserError:
+    """Return the error that lists pydantic's faults `found` of the file `path`."""
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
-    raise UserError(f"{path}: " + "; ".join(faults))
+    return UserError(f"{path}: " + "; ".join(faults))
 
 
 def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
@@ -107,9 +130,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
 
-    Raises UserError naming the file, and also the line if the text is not valid JSON.
+    Raises UserError naming the file, and also the line if the text is not valid JSON. A pipe or device is refused,
+    because reading it could wait or go on forever; accepted is only a pipe in /dev, as of a shell's <(command).
     """
     try:
+        if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
+            refuse_special(path)
         return strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         fault = ": no such file"

@@ -27,6 +27,10 @@ LARGEST_LIMIT = 2**62
 CUDA_RESERVE_BYTES = 3 * 2**28
 # More memory than a process holds on its GPU once it has initialized CUDA.
 OWN_CUDA_BYTES = 2**31
+# Message of cuDNN's attention if it can make no plan, either because memory is short or because it cannot compute this.
+# While this much of a GPU's memory is free, memory is not the reason.
+NO_CUDNN_PLAN = "No valid execution plans"
+PLAN_BYTES = CUDA_RESERVE_BYTES // 2
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY = re.compile(
     "|".join(
@@ -38,7 +42,7 @@ OUT_OF_MEMORY = re.compile(
             "failed to map segment",  # of a library that is imported late
             "CU(BLAS|DNN)_STATUS_ALLOC_FAILED",
             "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
-            "No valid execution plans",  # cuDNN's attention, if it cannot allocate the workspace of any plan
+            NO_CUDNN_PLAN,
             r"Cuda failure 2\b",  # cudaErrorMemoryAllocation, as NCCL reports it
             # oneDNN's bf16 kernels on a CPU. With the word "descriptor" it means that the kernel is not supported.
             "could not (create|execute) a primitive(?! descriptor)",
@@ -160,6 +164,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True if an exception means that memory ran out, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if NO_CUDNN_PLAN in str(error) and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] >= PLAN_BYTES:
+        return False
     return isinstance(error, (RuntimeError, OSError, ImportError, RunError)) and says_out_of_memory(str(error))
 
 

@@ -54,7 +54,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
         parts = candidate.split("_")
         return differs_by_one_letter or all(any(is_word(word, part) for part in parts) for word in name.split("_"))
 
-    swapped = [each for each in known if sorted(each) == sorted(name)]
+    swapped = [each for each in known if sorted(each.lower()) == sorted(name.lower())]
     alike = difflib.get_close_matches(name, known, n=len(known) or 1, cutoff=ALIKE)
     return next(iter(swapped or filter(is_meant, alike)), None)
 
@@ -79,12 +79,25 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
 
 
+def distinct_sizes(needed: int, free: int) -> tuple[str, str]:
+    """Format two numbers of bytes in the same unit: the largest of GiB, MiB and bytes in which the first is at least 1
+    and the two texts differ."""
+    for size, unit in ((GIB, "GiB"), (2**20, "MiB")):
+        texts = f"{needed / size:,.2f} {unit}", f"{free / size:,.2f} {unit}"
+        if needed >= size and texts[0] != texts[1]:
+            return texts
+    return f"{needed:,} bytes", f"{free:,} bytes"
+
+
+def counted(number: int, unit: str) -> str:
+    """Return a number with its unit, in the plural unless the number is 1: "1 byte", "1,234 bytes"."""
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
+
+
 def document_count(documents: int) -> str:
     """Return the number of documents that end in a split as text: "1,234 documents", "1 document", or "a part of a
     document" for 0."""
-    if documents < 2:
-        return "1 document" if documents else "a part of a document"
-    return f"{documents:,} documents"
+    return counted(documents, "document") if documents else "a part of a document"
 
 
 def is_hub_name(text: str) -> bool:

@@ -48,6 +48,7 @@ class FiniteNumber(click.FloatRange):
 RUNS_DIR = click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOINT] | MODEL_JSON WEIGHTS")
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
+SPEED = FiniteNumber(min=1e-3, max=1e12)  # tokens per second; a smaller one gives times that mean nothing
 
 
 # Options of ddp_train.py, by the names of their fields in TrainOptions. Each key is an option; its value lists the

@@ -13,6 +13,7 @@ COUNTERPARTS = {
         **dict.fromkeys(("adam_beta1", "beta1"), ("betas", "its first number")),
         **dict.fromkeys(("adam_beta2", "beta2"), ("betas", "its second number")),
         "adam_epsilon": ("eps", ""),
+        "attn_implementation": ("attention", '"cudnn", "flash" or "efficient"'),
         **dict.fromkeys(("batch_size", "per_device_train_batch_size"), ("microbatch_size", SEQUENCES)),
         **dict.fromkeys(("bf16", "fp16", "dtype"), ("precision", '"bf16", "fp16" or "fp32"')),
         **dict.fromkeys(("eval_interval", "eval_steps"), ("validation_interval", STEPS)),

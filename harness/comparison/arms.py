@@ -75,8 +75,12 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
     notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
     notes += unknown + repeated
     for firsts in (firsts for firsts in first_runs.values() if len(firsts) > 1):
-        facts = {**SURROUNDINGS, "precision": "precision"}
-        values = {what: [record.recorded(each) or UNKNOWN for record in firsts] for each, what in facts.items()}
+        facts = {**SURROUNDINGS, "precision": "precision", "attention": "attention"}
+        missing = {"attention": "auto"}  # not recorded if torch chose the kernel
+        values = {
+            what: [record.recorded(each) or missing.get(each, UNKNOWN) for record in firsts]
+            for each, what in facts.items()
+        }
         differing = [
             f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each} - {UNKNOWN}) > 1
         ]
@@ -113,7 +117,7 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     """Return two JSON texts of a finished run. Runs that differ only in the seed (replicates) have the same two texts.
     The first has the settings that affect the result, without the seed, and their changes while the run was trained.
-    The second has torch's version, the device and the number of ranks.
+    The second has torch's version, the device, the number of ranks, and the attention kernel unless torch chose it.
 
     Returns Inconclusive if the run's replicates cannot be recognized: because a setting was not recorded, because
     `initial_weights` is not a path, or because the run has `initial_weights` and no dropout, so that the seed changes
@@ -143,7 +147,8 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
     settings = [_with_defaults(ModelConfig, model), deciding, dataset, record.changes]
-    return json.dumps(settings, sort_keys=True), json.dumps([known[key] for key in SURROUNDINGS])
+    surroundings = [*(known[key] for key in SURROUNDINGS), record.recorded("attention")]
+    return json.dumps(settings, sort_keys=True), json.dumps(surroundings)
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.common.errors import UserError, printable
@@ -31,7 +31,9 @@ LARGEST_LOSS = 1e6  # nats per token; a run with a larger loss has diverged
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
+MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a line in the legend; the others are thin and grey
 FAINT = "#555555"
+GREY = "#bbbbbb"
 LONGEST_LABEL = 40
 BasisOf = Callable[[RunRecord], Basis | None]
 WITH_LOSS = (TrainEvent, ValidationEvent)
@@ -61,6 +63,7 @@ class Curve:
     low: list[float] = field(default_factory=list)  # empty for a single run
     high: list[float] = field(default_factory=list)
     run_count: int = 1
+    is_baseline: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,11 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
                     each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in of_run
                 }
         runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
-        curves = [curve for label, those in runs.items() if (curve := _mean_curve(label, those)).x]
+        curves = [
+            replace(curve, is_baseline=baseline is not None and baseline in run_names[label])
+            for label, those in runs.items()
+            if (curve := _mean_curve(label, those)).x
+        ]
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
             problems.append("the text that losses were measured on is not recorded")
@@ -194,8 +201,9 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
     """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
     has losses by label. Each is a dotted line, or, if the loss is outside the shown range, only a line of the legend
-    with an arrow. A curve of several runs has a band from their lowest loss to their highest. `note` is printed below
-    the axes."""
+    with an arrow. A curve of several runs has a band from their lowest loss to their highest. Of more than MOST_NAMED
+    curves, the legend names the MOST_NAMED lowest, one of them replaced by the baseline's if that is not among them.
+    The others are thin and grey. `note` is printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -205,7 +213,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     low, high = shown_range(chart.curves, references)
     axes.set_xlim(left=0, right=max(curve.x[-1] for curve in chart.curves))
     axes.set_ylim(low, high)
-    for number, curve in enumerate(chart.curves):
+    baseline = [curve for curve in chart.curves[MOST_NAMED:] if curve.is_baseline]
+    named = [*chart.curves[: MOST_NAMED - len(baseline)], *baseline]
+    for number, curve in enumerate(named):
         colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
         label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (
             f" ({curve.run_count} runs)" if curve.run_count > 1 else ""
@@ -215,6 +225,11 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
         if curve.low:
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+    others = [curve for curve in chart.curves if curve not in named]
+    for curve in others:
+        axes.plot(curve.x, curve.y, c=GREY, lw=0.6, zorder=1)
+    if others:
+        axes.plot([], [], c=GREY, lw=0.6, label=f"and {len(others):,} more")
     for name, loss in references.items():
         arrow = "↓ " if loss < low else "↑ " if loss > high else ""
         label = f"{arrow}{_plain(name)}: {loss:.3f}"

@@ -208,6 +208,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
             "machine": machine_of(record) or (record.reported.machine if record.reported else None),
             "torch": record.recorded("torch"),
             "trained_in": record.recorded("precision"),
+            "attention": record.recorded("attention"),  # in place of train.json's, which may be "auto"
         }
         known = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
         settings.append(known | {key: value for key, value in facts.items() if value is not None})

@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.common.errors import RunError, UserError, printable
 from harness.common.files import sha256
-from harness.common.messages import document_count, quoted
+from harness.common.messages import counted, document_count, quoted
 from harness.data.dataset import SCAN_CHUNK_TOKENS, Dataset, TokenFile
 from harness.data.preparation.splits import SPLITS
 from harness.data.tokenizers import Tokenizer, load_tokenizer
@@ -126,8 +126,9 @@ def describe(dataset: Dataset) -> Iterator[str]:
             raise UserError(f"{tokens.path}: {problem}")
         per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
         yield ""
-        yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
-        yield f"  {document_count(facts.documents)}, the longest with {facts.longest:,} tokens"
+        length = f"{counted(facts.bytes, 'byte')} of text{per_token}"
+        yield f"{split}: {counted(facts.tokens, 'token')} ({tokens.dtype}), {length}"
+        yield f"  {document_count(facts.documents)}, the longest with {counted(facts.longest, 'token')}"
         text = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
         lines = [line for line in text.splitlines() if line.strip()]
         yield "  it begins:"

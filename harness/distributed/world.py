@@ -50,7 +50,7 @@ class World:
         ranks. Raises UserError if there is no device for this process, or if the variables contradict one another, and
         RunError or PeerError if another rank does not join.
         """
-        here = read_ranking()
+        here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
         if device.type == "cpu":
             give_back_under_a_limit()
@@ -59,7 +59,6 @@ class World:
         taken = taken_by_others(device)
         if here.world_size == 1:
             return cls(*here, device, taken=taken)
-        timeout = collective_timeout_seconds()
         control, heartbeats = rendezvous.join(here, device, timeout)
         watchdog = Watchdog(here.rank, timeout, is_stopping, device_progress(device))
         world = cls(*here, device, watchdog, control, taken)

@@ -1,19 +1,24 @@
-"""Choice of the kernels that compute a model: compiled or not, attention with an exact dropout rate, and with
+"""Choice of the kernels that compute a model: compiled or not, the attention kernel, and with
 "deterministic": true in train.json only kernels that compute the same bits every time."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sysconfig
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.common.errors import UserError
+from harness.model.config import ModelConfig
 
 # cuBLAS computes the same bits every time if this variable has one of these values (NVIDIA's cuBLAS documentation,
 # "Results reproducibility"). cuBLAS reads the variable when the process first uses CUDA.
@@ -22,6 +27,17 @@ CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"  # part of torch's error message
 
 CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
+# Values of train.json's `attention`, with torch's names and its tests of a GPU and a shape
+ATTENTION = {
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
+    "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention),
+}
+# FlashAttention of other packages than torch, in order of preference, and the major compute capabilities it is made for
+NEWER_FLASH = {"FA3": (9,), "FA4": (9, 10)}
+ATTENTION_FAILED = re.compile(r".*(No available kernel|cuDNN Frontend error|FlashAttention|\bFA[34]\b).*")
+OTHER_ATTENTION = 'choose another kernel with "attention": "cudnn", "flash" or "efficient"'
+_chosen_attention = ExitStack()  # undoes this process's choice
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
@@ -68,6 +84,85 @@ def missing_tool(device: torch.device) -> str | None:
         version = sysconfig.get_python_version()
         return f"Python.h (apt install python{version}-dev, or a Python that `uv python install` brings)"
     return None
+
+
+def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Make this process compute attention with the kernel that `setting`, train.json's `attention`, names. "auto" means
+    FlashAttention 3 or 4 if it is installed and can compute this model's attention, and else torch's choice. Calls that
+    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel. Does nothing on a
+    CPU.
+
+    Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU.
+    """
+    _chosen_attention.close()
+    drop_rate = model.drop_rates.attention_weights
+    avoid_rounded_dropout(drop_rate, device)
+    if device.type != "cuda":
+        return
+    query = torch.empty(1, model.n_heads, model.context_length, model.head_width, dtype=dtype, device=device)
+    key = query[:, : model.n_kv_heads].requires_grad_()
+    call = SDPAParams(query.requires_grad_(), key, key, None, drop_rate, True, key.shape != query.shape)
+    if setting == "auto":
+        newer = _newer_flash(call, device)
+        if newer is None:
+            return
+        _chosen_attention.callback(torch.nn.attention.restore_flash_attention_impl, False)
+    backend, can_use = ATTENTION["flash" if setting == "auto" else setting]
+    if not can_use(call):
+        shared = ", shared by several query heads" if key.shape != query.shape else ""
+        what = f"heads of {model.head_width}{shared}, in {dtype} and with a drop rate of {drop_rate:g}"
+        raise UserError(
+            f'train.json: key "attention": "{setting}" has no kernel for {what} on this GPU; use another one, or "auto"'
+        )
+    others = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    _chosen_attention.enter_context(sdpa_kernel([backend, *others], set_priority=True))
+    # Compiled code has the kernel in it, but the key of torch's compile cache has not.
+    tag = f"{torch.compiler.config.cache_key_tag} attention={attention_in_use(setting, device)}"
+    _chosen_attention.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
+
+
+def _newer_flash(call: SDPAParams, device: torch.device) -> str | None:
+    """Activate the first of NEWER_FLASH that is installed and made for this GPU, and return its name. Returns None if
+    there is none, or if `call` has dropout or is in fp32, which none of them computes.
+
+    Raises UserError if one is installed and cannot be loaded.
+    """
+    attention = torch.nn.attention
+    known: list[str] = getattr(
+        attention, "list_flash_attention_impls", list
+    )()  # earlier versions of torch know fewer or none
+    major, _ = torch.cuda.get_device_capability(device)
+    is_possible = call.dropout == 0 and torch.backends.cuda.can_use_flash_attention(call)
+    for name in (name for name in NEWER_FLASH if is_possible and name in known and major in NEWER_FLASH[name]):
+        try:
+            attention.activate_flash_attention_impl(name)
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # of a package for another version of torch or CUDA, for example
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f'train.json: key "attention": "auto" takes {name}, but its package cannot be loaded ({reason}); '
+                f"remove it, or {OTHER_ATTENTION}"
+            ) from None
+        return name
+    return None
+
+
+def attention_in_use(setting: str, device: torch.device) -> str | None:
+    """Return the attention kernel that `use_attention` has chosen with this `setting`: "FA3", "FA4", or the setting
+    itself. Returns None if torch chooses or on a CPU."""
+    if device.type != "cuda" or setting != "auto":
+        return None if device.type != "cuda" else setting
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+
+
+def explain_failed_attention(error: BaseException) -> str | None:
+    """Return a one-line message if an attention kernel raised `error`, or None for any other error."""
+    found = ATTENTION_FAILED.search(str(error))
+    return found and (
+        f'train.json: key "attention": the attention kernel failed ({found.group().strip()}); {OTHER_ATTENTION}, or '
+        "lower microbatch_size if memory may be short"
+    )
 
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:

@@ -31,19 +31,19 @@ class Precision:
     device_type: str
 
     @classmethod
-    def resolve(cls, name: str, device: torch.device) -> Precision:
+    def resolve(cls, name: str, device: torch.device, *, place: str = 'train.json: key "precision"') -> Precision:
         """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`: "auto" is bf16 on a CUDA
         device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere. So the results of evaluating a model on
         a CPU do not depend on the kind of CPU.
 
-        Raises UserError for "bf16" on a CUDA device that would only emulate it.
+        Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` names in its message the key or
+        option that `name` comes from.
         """
         if device.type == "cuda" and name in ("auto", "bf16"):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
             if name == "bf16" and not has_bf16:
                 raise UserError(
-                    f'train.json: key "precision": {torch.cuda.get_device_name(device)} does not compute bf16; use '
-                    '"auto" or "fp16"'
+                    f'{place}: {torch.cuda.get_device_name(device)} does not compute bf16; use "auto" or "fp16"'
                 )
             name = "bf16" if has_bf16 else "fp16"
         elif name == "auto":

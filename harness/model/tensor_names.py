@@ -11,6 +11,7 @@ from typing import TypeVar
 from safetensors import SafetensorError, safe_open
 
 from harness.common.errors import UserError
+from harness.common.files import refuse_special
 from harness.common.messages import REASON_CHARACTERS, abbreviated
 from harness.model.config import EMBEDDING as EMBEDDING
 from harness.model.config import HEAD as HEAD
@@ -73,6 +74,7 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
 def check_weights_file(path: Path, config: ModelConfig) -> None:
     """Raise UserError if a safetensors file is missing, damaged or holds another model. Reads only its header."""
     try:
+        refuse_special(path)
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - `file` is not a dict
             kinds = {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.common.errors import UserError
-from harness.common.files import umask
+from harness.common.files import refuse_special, umask
 from harness.common.memory import free_memory
 from harness.common.messages import GIB, REASON_CHARACTERS
 from harness.model.config import ModelConfig
@@ -78,6 +78,7 @@ def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, so
 def load_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file. Raises UserError if the file is missing or damaged."""
     try:
+        refuse_special(path)
         return load_file(path)
     except (SafetensorError, OSError) as error:
         if not path.is_file():

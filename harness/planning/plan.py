@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.common.errors import UserError
-from harness.common.messages import GIB, duration, paragraph
+from harness.common.messages import GIB, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.data.dataset import Dataset, check_token_ids, did_you_mean, is_present
@@ -25,7 +25,7 @@ from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
-from harness.runs.checkpoints import open_start
+from harness.runs.checkpoints import list_checkpoints, open_start
 from harness.runs.directory import RunDirectory
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
@@ -95,13 +95,21 @@ class Plan:
         model = self.experiment.model
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
+    def added_checkpoints(self) -> int:
+        """Return by how many the checkpoints on the disk will at most outnumber those that are there now. Checkpoints
+        that training moves to `aside/` do not count as there, because they stay on the disk."""
+        assert self.position is not None
+        steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
+        there = sum(at < self.position.first_step for at in steps)
+        if self.config.keep_checkpoints is None:
+            return self.checkpoints()
+        # `prune` keeps, besides these, `best`, `latest` and the one that a process continued from (a new run may be
+        # stopped and continued, too); one more is being written. The first save comes before anything is pruned.
+        return min(self.checkpoints(), max(1, self.config.keep_checkpoints + 4 - there))
+
     def disk_bytes(self) -> int:
-        """Return the largest number of bytes that the checkpoints of this plan take up together at any time."""
-        kept = self.checkpoints()
-        if self.config.keep_checkpoints is not None:
-            # Besides these, the disk holds `best`, `latest` and the checkpoint that is being written.
-            kept = min(kept, self.config.keep_checkpoints + 3)
-        return kept * self.checkpoint_bytes()
+        """Return the number of free bytes that the plan's checkpoints need."""
+        return self.added_checkpoints() * self.checkpoint_bytes()
 
     def disk_shortage(self, run: RunDirectory) -> str | None:
         """Return a message with a remedy if the disk of the run's checkpoints cannot hold them. Return None if it can,
@@ -110,10 +118,15 @@ class Plan:
         free = shutil.disk_usage(run.checkpoints if run.checkpoints.exists() else run.path).free
         if self.position is None or self.disk_bytes() <= free:
             return None
+        count, added, keep = self.checkpoints(), self.added_checkpoints(), self.config.keep_checkpoints
+        needed, available = distinct_sizes(self.disk_bytes(), free)
+        room = f" (room for {added:,} more at a time)" if added < count else ""
+        remedies = ["set keep_checkpoints in train.json"] if keep is None else []
+        remedies += ["lower keep_checkpoints in train.json"] if keep is not None and keep > 1 else []
+        remedies += ["raise checkpoint_interval"] if added == count > 1 else []
         return (
-            f"the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
-            f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
-            "use another disk (--runs-dir)"
+            f"the run's {count:,} checkpoints need {needed}{room}, but {available} are free; "
+            f"{', '.join([*remedies, 'free some space'])}, or use another disk (--runs-dir)"
         )
 
     def check_disk(self, run: RunDirectory) -> None:

@@ -176,6 +176,7 @@ class ProgramAndSettings(BaseModel):
     model_config = ConfigDict(strict=True)
 
     precision: PrecisionName | None = None  # the one that training used, never "auto"
+    attention: str | None = None  # train.json's kernel, or FA3 or FA4; not written if torch chose or on a CPU
     versions: dict[str, str] = {}  # of the libraries, by name
     commit: str | None = None  # Git commit of this program's sources; null if unknown
     # Resolved from train.json: a budget that is not given in tokens, and the keys that its scaling rules changed.

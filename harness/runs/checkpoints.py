@@ -38,11 +38,15 @@ TEMPORARY_PREFIX = ".saving-"
 SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
+class NoCheckpointError(UserError):
+    """Error that a run has no checkpoint, or none of the wanted name."""
+
+
 def find_checkpoint(folder: Path, name: str) -> Path:
     """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`. For a link, return
     the path of the checkpoint that it points to.
 
-    Raises UserError if there is no such checkpoint, or if the link leads out of `folder`.
+    Raises NoCheckpointError if there is no such checkpoint, or UserError if the link leads out of `folder`.
     """
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
@@ -50,7 +54,7 @@ def find_checkpoint(folder: Path, name: str) -> Path:
         names = [known.name for _, known in list_checkpoints(folder)]
         meant = nearest(name, [*links, *names])
         hint = f"did you mean {meant}?" if meant else f"there are: {', '.join([*links, *names[-3:]]) or 'none'}"
-        raise UserError(f"{path}: no such checkpoint; {hint}")
+        raise NoCheckpointError(f"{path}: no such checkpoint; {hint}")
     target = path.resolve()
     if target.parent != folder.resolve():
         raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.files import SAFE_NAME, check_inside, check_name, move
+from harness.common.files import SAFE_NAME, check_inside, check_name, check_writable, move
 from harness.common.lock import RunLock
 from harness.common.messages import quoted
 
@@ -73,6 +73,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.results = path / "results"  # measurements of checkpoints, and results of microbatch searches (-f)
         self.sweep_log = path / "sweep.log"  # output of the run's processes in a sweep, and how the last of them ended
+        self.compile_cache = path / "compile-cache"  # compiled code, which --restart leaves where it is
         self.aside = path / "aside"  # folders of old results
 
     @classmethod
@@ -114,6 +115,15 @@ class RunDirectory:
         if odd := next((each for each in found if not SAFE_NAME.fullmatch(each)), None):
             raise UserError(f"{runs_dir}: {quoted(odd)} matches {pattern}, but is no run's name; rename the folder")
         return [cls.find(runs_dir, each) for each in found]
+
+    def check_outputs(self) -> None:
+        """Raise UserError if training could not write its results: checkpoints, metrics and summary."""
+        check_writable(self.path)
+        if os.path.lexists(self.checkpoints):  # it may be a file, or a link to a folder that is gone
+            check_writable(self.checkpoints)
+        for path in (self.metrics, self.summary):
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path}: not a regular file; move it away")
 
     def new_aside(self) -> Path:
         """Create a new folder below `aside/` and return its path. Old results are moved into such folders instead of

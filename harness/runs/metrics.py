@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -146,23 +147,35 @@ class MetricsFile:
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
         """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines,
-        if any, are first written to a file in the folder that `make_aside` returns. Raises RunError if they cannot be
-        written there; metrics.jsonl is unchanged in that case.
+        if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. Raises
+        RunError if this fails; metrics.jsonl is unchanged in that case.
 
         The line of the checkpoint itself (a CheckpointEvent) is written after the checkpoint, if that was due by
         train.json's interval. This line is kept, or appended if it is missing.
+
+        If the file was truncated or edited, so that no line ends at that length, its whole lines up to the checkpoint's
+        step are kept instead, and a warning is printed.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         size = meta.metrics_bytes
+        if size and content[size - 1 : size] != b"\n":
+            size = _end_of_earlier_lines(content, meta)
+            print(
+                f"warning: {self.path}: lines from before the checkpoint of step {meta.global_step} are missing; "
+                "the run goes on with those that are left",
+                file=sys.stderr,
+                flush=True,
+            )
         line, end, _ = content[size:].partition(b"\n")
-        own = parse_event(line) if end and meta.planned else None
-        has_line = isinstance(own, CheckpointEvent) and own.global_step == meta.global_step
+        has_line = bool(end) and meta.planned and _is_line_of(line, meta)
         if has_line:
             size += len(line + end)
         if len(content) > size:
             rest = make_aside() / self.path.name
             try:
                 rest.write_bytes(content[size:])
+                for path in (rest, *rest.parents[:2], self.path.parent):  # the folder and its parent may be new
+                    sync(path)
             except OSError as error:
                 raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
             os.truncate(self.path, size)
@@ -175,6 +188,25 @@ class MetricsFile:
                     is_best=meta.is_best,
                 )
             )
+
+
+def _is_line_of(line: bytes, meta: CheckpointMeta) -> bool:
+    """True if the line is the CheckpointEvent of the checkpoint that `meta` describes."""
+    event = parse_event(line)
+    return isinstance(event, CheckpointEvent) and event.global_step == meta.global_step
+
+
+def _end_of_earlier_lines(content: bytes, meta: CheckpointMeta) -> int:
+    """Return the length of a metrics.jsonl up to the end of its last whole line that is an event of a step up to the
+    checkpoint's and is not the checkpoint's own line; 0 if there is none."""
+    end = content.rfind(b"\n") + 1
+    while end:
+        start = content.rfind(b"\n", 0, end - 1) + 1
+        event = parse_event(content[start:end])
+        if event and event.global_step <= meta.global_step and not _is_line_of(content[start:end], meta):
+            break
+        end = start
+    return end
 
 
 def read_metrics(path: Path) -> list[Event]:

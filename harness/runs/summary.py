@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.common.json_files import parse_config, read_json_object
+from harness.common.json_files import check_recorded, parse_config, read_json_object
 from harness.model.config import ModelConfig
 from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import PHASES
 from harness.runs.throughput import Measured, mfu, unknown_peak
+from harness.runs.train_config import TrainConfig
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -87,8 +88,12 @@ class RunSummary(ProgramAndSettings, Outcome):
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read a summary.json. Raises UserError naming the key that is wrong."""
-    return parse_config(RunSummary, read_json_object(path), path)
+    """Read a summary.json. Raises UserError naming the key that is wrong, also for keys of the recorded `train` and
+    `model` (`check_recorded`)."""
+    summary = parse_config(RunSummary, read_json_object(path), path)
+    check_recorded(TrainConfig, summary.train, path, "train")
+    check_recorded(ModelConfig, summary.model or {}, path, "model")
+    return summary
 
 
 def summarise(

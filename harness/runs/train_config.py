@@ -203,6 +203,10 @@ class TrainConfig(RunFile):
     compile: Annotated[bool | Literal["auto"], Affects.SPEED] = Field(
         default="auto", description="torch.compile; auto: on CUDA only."
     )
+    attention: Annotated[Literal["auto", "cudnn", "flash", "efficient"], Affects.SPEED] = Field(
+        default="auto",
+        description="The attention kernel on CUDA; auto: FlashAttention 3 or 4 if it is installed, else torch chooses.",
+    )
     deterministic: Annotated[bool, Affects.SPEED] = Field(
         default=False, description="Bitwise equal results every time, also with CUDA or compile; slower."
     )
@@ -340,6 +344,11 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
         raise ValueError(
             'keys "coordinate_descent_tuning" and "deterministic": they exclude each other, because kernels chosen by '
             "timing can differ each time the run is started; remove one of these keys"
+        )
+    if config.attention == "cudnn" and config.deterministic:
+        raise ValueError(
+            'keys "attention" and "deterministic": the backward pass of "cudnn" adds up in varying order; use "flash" '
+            'or "efficient"'
         )
 
 

@@ -24,7 +24,7 @@ from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
 from harness.runs.checkpoint_meta import read_meta
-from harness.runs.checkpoints import BEST, LATEST, find_checkpoint
+from harness.runs.checkpoints import BEST, LATEST, NoCheckpointError, find_checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.results import MeasuredWeights
 from harness.runs.train_config import load_train_config
@@ -147,8 +147,9 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
     by its weights file.
 
     RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or `latest` if there
-    is no best, or, for an imported model, the weights beside its model.json. Raises UserError if a model does not
-    exist; the message suggests the nearest name.
+    is no best, or, for an imported model, the weights beside its model.json. Runs that match a pattern and do not have
+    the checkpoint are left out, with a line on standard error. Raises UserError if a model does not exist, or if no run
+    that matches a pattern has the checkpoint; the message suggests the nearest name.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -169,8 +170,24 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
             found.append(TrainedModel.read(path))
         else:
             name, colon, checkpoint = word.rpartition(":")
-            runs = RunDirectory.find_all(runs_dir, name if colon else word)
-            found += [_model_of(run, checkpoint if colon else None) for run in runs]
+            found += _models_of(runs_dir, name if colon else word, checkpoint if colon else None)
+    return found
+
+
+def _models_of(runs_dir: Path, name: str, checkpoint: str | None) -> list[TrainedModel]:
+    """Return the models of the runs that `name`, a run's name or a pattern, names. If some of several runs do not have
+    the checkpoint, print their names on standard error. Raises NoCheckpointError if no run has it."""
+    found, missing = [], {}
+    for run in RunDirectory.find_all(runs_dir, name):
+        try:
+            found.append(_model_of(run, checkpoint))
+        except NoCheckpointError as error:
+            missing[run.path.name] = error
+    if missing and not found:
+        raise next(iter(missing.values()))
+    if missing:
+        wanted = checkpoint or f"{BEST} or {LATEST}"
+        print(f"left out, without a {wanted} checkpoint: {', '.join(missing)}", file=sys.stderr, flush=True)
     return found
 
 
@@ -188,7 +205,7 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
     # If there is a train.json, this file may hold the run's initial weights.
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
         return TrainedModel.read(run.path, label=name)
-    raise UserError(
+    raise NoCheckpointError(
         f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another checkpoint, as RUN:CHECKPOINT"
     )
 

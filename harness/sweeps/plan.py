@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import GIB, WIDTH, aligned, amount_text, duration, paragraph
+from harness.common.messages import GIB, WIDTH, aligned, amount_text, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
 from harness.comparison.records import SWEEP_MARK, RunRecord, StateWord, log_tail
@@ -77,7 +77,7 @@ def count_states(statuses: Sequence[Status]) -> str:
 
 def status_lines(statuses: Sequence[Status]) -> list[str]:
     """Return a line for each run, or several lines if the text is wider than a terminal. A failed run is followed by
-    the last lines of its log."""
+    the last lines that its last attempt wrote into its log."""
     lines = []
     width = max((len(each.run.name) for each in statuses), default=0)
     for each in statuses:
@@ -89,7 +89,12 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
             lines.append(f"{each.run.name:<{width}}  {each.state}")
             lines += paragraph(f"    {said}", indent=4)
         if each.state == "failed":
-            log = [text for text in log_tail(each.run.directory) if text.strip() and not SWEEP_MARK.fullmatch(text)]
+            log: list[str] = []  # of the last attempt
+            for text in log_tail(each.run.directory):
+                if not SWEEP_MARK.fullmatch(text):
+                    log += [text] if text.strip() else []
+                elif text.startswith("$"):
+                    log.clear()
             lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
     return lines
 
@@ -178,9 +183,10 @@ class SweepPlan:
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
             return None
+        needed, available = distinct_sizes(self.disk_bytes, free)
         return (
-            f"the checkpoints of the sweep's {len(self.left):,} runs to train need {self.disk_bytes / GIB:.2f} "
-            f'GiB, but {free / GIB:.2f} GiB are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
+            f"the checkpoints of the sweep's {len(self.left):,} runs to train need {needed}, but "
+            f'{available} are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
             "another disk (--runs-dir)"
         )
 

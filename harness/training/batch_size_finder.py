@@ -43,7 +43,7 @@ from harness.common.messages import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
-from harness.model.kernels import explain_nondeterminism, should_compile
+from harness.model.kernels import explain_failed_attention, explain_nondeterminism, should_compile
 from harness.model.weights import save_weights
 from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
@@ -205,7 +205,8 @@ class MicrobatchSearcher:
                 if self._step is not None:
                     self._step.forget_gradients()  # which would take memory from the next size
                 return None
-            if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
+            explanations = (explain_nondeterminism, explain_failed_attention, explain_failed_compilation)
+            for explained in filter(None, (explain(error) for explain in explanations)):
                 raise UserError(explained) from None
             raise
         return peak_of_limited_memory(self.world.device)

@@ -22,6 +22,7 @@ from harness.common.messages import GIB
 from harness.common.program import program_commit, program_versions
 from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
+from harness.model.kernels import attention_in_use
 from harness.model.precision import Precision
 from harness.planning.experiment import changed_settings
 from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
@@ -110,8 +111,9 @@ class Reporter:
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
         """Print the number of global steps that are left, and the tokens of a step. For a new run, also print the
         number of parameters, the devices and the precision. For a run that continues from the checkpoint `saved`, also
-        print the checkpoint's name, and the settings and the precision if they differ from the checkpoint's. If there
-        are several machines, also print where rank 0 writes the results."""
+        print the checkpoint's name, and the settings and the precision if they differ from the checkpoint's. If torch
+        does not choose the attention kernel, or did not choose the checkpoint's, also print the kernel. If there are
+        several machines, also print where rank 0 writes the results."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -121,6 +123,9 @@ class Reporter:
             lines = [f"{self.run.path.name}: {size}, {precision.name}, {left}"]
         else:
             lines = [f"{self.run.path.name}: continuing from {start.name}, {left} to go"]
+        attention = attention_in_use(config.attention, self.world.device)
+        if attention or (saved and saved.meta.attention):
+            lines += [f"  attention: {attention or 'as torch chooses'}"]
         if not self.world.is_one_machine:
             place = f"{socket.gethostname()}:{self.run.path.resolve()}"
             lines += [f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,"]
@@ -248,6 +253,7 @@ class Reporter:
         prepared, experiment = self.prepared, self.prepared.experiment
         resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values}
         resolved["changed"] = prepared.changed
+        resolved["attention"] = attention_in_use(experiment.config.attention, self.world.device)
         if experiment.model.moe:
             resolved["active_parameters"] = experiment.model.active_parameters
             resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale

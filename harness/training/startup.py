@@ -113,8 +113,10 @@ def prepare(
     # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
-    world.on_rank0(lambda: say_plan(experiment, plan, options))
     assert plan.position is not None, "the dataset is here"
+    if not plan.position.is_finished:
+        world.on_rank0(run.check_outputs)
+    world.on_rank0(lambda: say_plan(experiment, plan, options))
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
@@ -208,8 +210,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
     """Print notes about the machine that a user should read before paying for hours of it: idle GPUs, GPU memory taken
-    by other processes, a model that is not compiled, a rounded dropout rate, experts that wait for the GPU, an
-    unknown peak speed. Collective.
+    by other processes, a model that is not compiled, a setting without effect, a rounded dropout rate, experts that
+    wait for the GPU, an unknown peak speed. Collective.
 
     Raises UserError if this machine cannot compute what train.json demands.
     """
@@ -217,7 +219,10 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     precision = Precision.resolve(config.precision, device)
     should_compile(config.compile, device)
     remarks = [idle_gpus(device, world.local_size), not_compiled(config.compile, device)]
-    if precision.name != "fp32":  # only half-precision kernels round the dropout rate
+    if config.attention != "auto" and device.type == "cpu":
+        remarks.append(f'"attention": "{config.attention}" in train.json has no effect on a CPU')
+    # Only FlashAttention rounds the dropout rate, and only in half precision.
+    if precision.name != "fp32" and config.attention in ("auto", "flash"):
         remarks.append(rounded_dropout(experiment.model.drop_rates.attention_weights, device))
     if experiment.model.moe is not None:
         remarks.append(waiting_experts(device))

@@ -24,14 +24,15 @@ from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
 from harness.model.kernels import (
-    avoid_rounded_dropout,
+    explain_failed_attention,
     explain_nondeterminism,
     is_compiled,
     run_eagerly,
     should_compile,
     tune_by_coordinate_descent,
+    use_attention,
 )
-from harness.model.precision import Precision
+from harness.model.precision import DTYPES, Precision
 from harness.planning.experiment import Experiment
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
@@ -198,7 +199,7 @@ class OptimizerStep:
             self.accumulate([microbatch], exchange=False)
             self.model.zero_grad(set_to_none=True)  # None, as before: they are not views of DDP's buckets yet
         except TorchDynamoException as error:
-            if is_out_of_memory(error) or explain_nondeterminism(error):
+            if is_out_of_memory(error) or explain_nondeterminism(error) or explain_failed_attention(error):
                 raise
             failure = _reason(error)
         failures = [each for each in world.gather(failure) if each is not None]
@@ -244,7 +245,8 @@ def build_training_step(
     ).to(world.device)
     if config.coordinate_descent_tuning:
         tune_by_coordinate_descent()
-    avoid_rounded_dropout(experiment.model.drop_rates.attention_weights, world.device)
+    dtype = DTYPES.get(precision.name, torch.float32)
+    use_attention(config.attention, experiment.model, dtype, world.device)
     if should_compile(config.compile, world.device):
         model.compile()  # in place: the module and its parameters keep their names
     trained: nn.Module = model

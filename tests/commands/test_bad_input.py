@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from harness.common.json_files import read_json
 from tests.support.hostile import Bench, tree
 from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop
@@ -313,6 +316,48 @@ def test_a_file_in_the_place_of_a_folder(shop: Workshop, place: str) -> None:
     unharmed(shop, before)
 
 
+@pytest.mark.parametrize("file", ["train.json", "model.json", "reported.json", "weights", "metrics.jsonl"])
+def test_a_pipe_in_the_place_of_a_file(shop: Workshop, file: str) -> None:
+    """No command waits for a pipe in a run's folder. A shell's <(command), a pipe in /dev, is read."""
+    path = shop.runs / "r" / file
+    edit(shop, initial_weights="weights" if file == "weights" else None)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    modes = [[]] if file == "metrics.jsonl" else [["--plan"]] if file == "reported.json" else [[], ["--plan"]]
+    for arguments in modes:
+        refused(shop.attempt(*arguments), str(path), "not a regular file")
+    reader, writer = os.pipe()
+    os.write(writer, b"{}")
+    os.close(writer)
+    assert read_json(Path(f"/dev/fd/{reader}")) == {}
+    os.close(reader)
+
+
+@pytest.mark.parametrize("harm", ["file", "dangling", "folder", "forbidden"])
+def test_results_that_cannot_be_written(shop: Workshop, harm: str) -> None:
+    """Training is refused before the first step if its results could not be written at its end."""
+    run = shop.runs / "r"
+    path = run / ("summary.json" if harm == "folder" else "checkpoints")
+    if harm == "file":
+        path.write_text("mine")
+    elif harm == "dangling":
+        path.symlink_to(run / "gone")
+    else:
+        path.mkdir(mode=0o555)
+    if harm == "forbidden" and os.access(path, os.W_OK):
+        pytest.skip("root may write everywhere")
+    for arguments in ([], ["--restart"]):
+        refused(shop.attempt(*arguments), str(path))
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_a_timeout_that_is_no_number_of_seconds(shop: Workshop) -> None:
+    for text in ("abc", "-1", "nan", "inf"):
+        refused(shop.attempt(environment={"COLLECTIVE_TIMEOUT_SECONDS": text}), "COLLECTIVE_TIMEOUT_SECONDS", text)
+    several = replace(Workshop(shop.path), environment={"COLLECTIVE_TIMEOUT_SECONDS": "nan"})
+    refused(several.train(expect=2), "COLLECTIVE_TIMEOUT_SECONDS", "nan")
+
+
 def test_a_dataset_that_cannot_be_had(shop: Workshop) -> None:
     before = tree(shop.path)
     edit(shop, dataset="builtin/nothing")
@@ -362,6 +407,7 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
         (["-f", "--memory-limit-gib", "1e300"], ["--memory-limit-gib"]),
         (["--plan", "--assume-tps", "nan"], ["--assume-tps"]),
         (["--plan", "--assume-tps", "inf"], ["--assume-tps"]),
+        (["--plan", "--assume-tps", "1e-300"], ["--assume-tps"]),
         (["--plan", "--assume-device", "H100", "--assume-tps", "9"], ["--assume-device and --assume-tps: give one"]),
         (["--assume-device", "H100"], ["--assume-device belongs with --plan"]),
         (["--plan", "--assume-device", "A100"], ['unknown device "A100"; known: A100 40GB, A100 80GB']),

@@ -108,6 +108,8 @@ def test_auto_is_fp16_where_the_gpu_would_emulate_bf16(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     assert Precision.resolve("auto", CUDA).name == "fp16"
+    with pytest.raises(UserError, match=r'^--precision: Tesla T4 does not compute bf16; use "auto"'):
+        Precision.resolve("bf16", CUDA, place="--precision")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: True)
     assert Precision.resolve("auto", CUDA) == Precision.resolve("bf16", CUDA) == Precision("bf16", "cuda")
     assert Precision.resolve("bf16", CPU).name == "bf16"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.common.errors import RunError
-from harness.common.memory import is_out_of_memory, limit_memory, taken_by_others
+from harness.common.memory import PLAN_BYTES, is_out_of_memory, limit_memory, taken_by_others
 
 GIB = 2**30
 CUDA = torch.device("cuda", 3)
@@ -95,3 +95,14 @@ def test_another_process_on_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     PretendedGpu(monkeypatch, total=79.2, held=0.5, outside=1.5)  # what every process takes
     assert taken_by_others(CUDA) is None
     assert taken_by_others(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("free", "expected"), [(0, True), (PLAN_BYTES, False)])
+def test_without_a_plan_of_cudnn_memory_is_full_only_if_little_is_free(
+    monkeypatch: pytest.MonkeyPatch, free: int, expected: bool
+) -> None:
+    """cuDNN's attention says the same if memory is short and if it cannot compute something at all."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**36))
+    error = RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.")
+    assert is_out_of_memory(error) == expected

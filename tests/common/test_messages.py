@@ -9,6 +9,7 @@ from harness.common.messages import (
     abbreviated,
     amount_text,
     as_unicode,
+    counted,
     document_count,
     is_hub_name,
     is_unicode,
@@ -35,6 +36,7 @@ def test_slips_of_the_finger_get_advice() -> None:
 
 def test_nothing_is_near_to_a_name_of_its_own() -> None:
     assert nearest("epochs", ["eps", "betas"]) is None
+    assert nearest("Learning_Rate", ["weight_decay", "learning_rate"]) == "learning_rate"
     keys = [*TrainConfig.model_fields, *ModelConfig.model_fields]
     for name in ("mlp_ratio", "tie_embeddings", "d_head", "data_seed", "embedding_lr", "model", "eval_steps_total"):
         assert nearest(name, keys) is None, name
@@ -53,6 +55,7 @@ def test_values_are_quoted_as_json_has_them_and_fit_a_line() -> None:
 def test_texts_of_lists_numbers_and_names() -> None:
     shown = [abbreviated(names) for names in ([], ["a", "b"], list("abcde"), ["a"] * 1005)]
     assert shown == ["", "a, b", "a, b, c, d, e", "a, a, a, a, a and 1,000 more"]
+    assert [counted(count, "byte") for count in (0, 1, 1234)] == ["0 bytes", "1 byte", "1,234 bytes"]
     assert [document_count(count) for count in (0, 1, 1234)] == [
         "a part of a document",
         "1 document",

@@ -132,6 +132,14 @@ def test_another_precision_is_another_arm_and_noted() -> None:
     assert arms.notes == ["a, b differ in precision (bf16, fp32): not counted as replicates"]
 
 
+def test_another_attention_kernel_is_another_arm_and_noted() -> None:
+    """With "auto" one run can have taken FlashAttention 3, and another run not."""
+    newer = {"summary": {"attention": "FA3"}}
+    arms = arms_of(a={}, b={SEED: 1, **newer}, c={SEED: 2}, d={SEED: 3, "summary": {"attention": "FA3"}})
+    assert [*arms.run_names.values()] == [("a", "c"), ("b", "d")]
+    assert arms.notes == ["a, b differ in attention (auto, FA3): not counted as replicates"]
+
+
 def test_summaries_without_precision_compare_as_before_unless_two_are_recorded() -> None:
     """Summaries of earlier versions do not record the precision. Their runs still count as replicates of other runs,
     unless those record two different precisions."""

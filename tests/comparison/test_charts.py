@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.comparison.against_baseline import BaselineComparison, compare_with
-from harness.comparison.charts import Chart, Curve, chart_note, charts_of, shown_range, write_png
+from harness.comparison.charts import GREY, Chart, Curve, chart_note, charts_of, shown_range, write_png
 from harness.comparison.records import RunRecord
 from harness.runs.metrics import MetricsFile, ValidationEvent
 from tests.support.compared_runs import DATASET, LATEST, RunFolder
@@ -168,20 +168,45 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
     )
 
 
-def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arrow in the title marks losses above the shown range, and an arrow in the legend a reference below it. The
-    given note is shown. Labels may begin with "_", which matplotlib would hide, or contain "$", which it would read as
-    a formula."""
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that a test saves, in a list that grows."""
     from matplotlib.figure import Figure  # imported here because every process that runs tests loads this file
 
-    figures: list[Figure] = []
+    saved: list[Figure] = []
     save = Figure.savefig
 
     def savefig(figure: Figure, *given: Any, **options: Any) -> None:
-        figures.append(figure)
+        saved.append(figure)
         save(figure, *given, **options)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [12, 90])
+def test_of_many_curves_the_lowest_and_the_baselines_are_named(tmp_path: Path, figures: list[Any], count: int) -> None:
+    """The other curves are grey, no two named ones look alike, and the plot keeps its size."""
+    curves = [Curve(f"arm{n}", [0, 1, 2], [9.0, 5.0, 3 + n / 100], is_baseline=n == count - 1) for n in range(count)]
+    for kind in (curves[:3], curves):
+        write_png(Chart("tokens", "validation", kind, []), tmp_path / "c.png", {"GPT-2": 3.2})
+    few, axes = (figure.axes[0] for figure in figures)
+    names = [text.get_text().partition(":")[0] for text in axes.get_legend().get_texts()]
+    lowest = [f"arm{n}" for n in range(12 if count == 12 else 11)]
+    more = [] if count == 12 else [f"arm{count - 1}", f"and {count - 12} more"]
+    assert names == [*lowest, *more, "GPT-2"]
+    styles = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines[:12]]
+    assert len({*styles}) == 12
+    assert {line.get_color() for line in axes.lines[12:-1]} <= {GREY}
+    assert len(axes.lines) == count + 1 + (count > 12)
+    assert axes.get_position().width == pytest.approx(few.get_position().width, rel=0.05)
+
+
+def test_the_picture_has_its_signs(tmp_path: Path, figures: list[Any]) -> None:
+    """An arrow in the title marks losses above the shown range, and an arrow in the legend a reference below it. The
+    given note is shown. Labels may begin with "_", which matplotlib would hide, or contain "$", which it would read as
+    a formula."""
     curve = Curve("_a", [0, 0.02, 0.05], [11.0, 4.0, 3.0])
     chart = Chart("hours", "validation", [curve], [])
     write_png(chart, tmp_path / "c.png", {"far": 1.0, r"A$\frac{$": 3.5}, "a note")

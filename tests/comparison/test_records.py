@@ -15,6 +15,7 @@ from harness.common.lock import RunLock, is_held
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord, find_runs
 from harness.runs.metrics import SampleEvent, read_metrics, read_progress
+from harness.runs.train_config import BUDGETS
 from tests.support.compared_runs import LATEST, RunFolder
 
 
@@ -85,6 +86,26 @@ def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -
         state = RunRecord.read(RunFolder(tmp_path, key).finish(**{key: value}).directory).state
         assert state.word == "damaged"
         assert f'key "{key}"' in state.detail
+
+
+def test_a_summary_whose_recorded_settings_cannot_be_is_damaged_and_one_of_another_version_is_not(
+    tmp_path: Path,
+) -> None:
+    good = RunFolder(tmp_path, "good").finish()
+    recorded = json.loads(good.directory.summary.read_text())["train"]
+    wrong: dict[str, Any] = dict.fromkeys((*BUDGETS, "global_batch_size", "betas", "random_seed"), "x")
+    for key, value in (wrong | {"train_steps": 1.5, "scale_with_batch": {"reference_tokens": "x"}}).items():
+        state = RunRecord.read(RunFolder(tmp_path, key).finish(train=recorded | {key: value}).directory).state
+        assert state.word == "damaged"
+        assert f'summary.json: key "train.{key}' in state.detail
+    shape = json.loads(good.directory.summary.read_text())["model"] | {"context_length": [1]}
+    state = RunRecord.read(RunFolder(tmp_path, "shape").finish(model=shape).directory).state
+    assert (state.word, 'key "model.context_length"' in state.detail) == ("damaged", True)
+    other = {"exact_dropout": True, "optimizer": "lion", "compile": "later", "microbatch_size": None, "$schema": 5}
+    contradicting = {"warmup_steps": 3, "warmup_period_percent": 1.0}
+    del recorded["dataset"]
+    record = RunRecord.read(RunFolder(tmp_path, "other").finish(train=recorded | other | contradicting).directory)
+    assert (record.state.word, record.train["optimizer"], record.problems) == ("finished", "lion", ())
 
 
 def test_a_finished_run_that_continues_shows_its_last_lines_and_is_in_no_arm(tmp_path: Path) -> None:

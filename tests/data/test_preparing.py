@@ -157,6 +157,23 @@ def test_one_line_is_cut_in_its_middle(preparer: Preparer) -> None:
     assert {name: len(tokens) for name, tokens in splits.items()} == {"train": 992, "validation": 10}
 
 
+@pytest.mark.parametrize(
+    ("text", "validation"),
+    [
+        ("wxyz\n" * 220, "wxyz\n" * 2),  # the boundary is a line's beginning
+        ("wxyz\n" * 196 + "abcdefghijklmno\n\n\n", "jklmno\n\n\n"),  # no text follows the next line's beginning
+        ("x" * 990 + "\n" * 10, "\n" * 9),  # there is no text to keep
+    ],
+)
+def test_a_split_keeps_a_line_that_begins_at_the_boundary_and_its_text(
+    tmp_path: Path, text: str, validation: str
+) -> None:
+    (tmp_path / "lines.txt").write_text(text)
+    folder = Preparer(tmp_path).prepare("lines.txt", "lines", "--train-tokenizer", "257")
+    made = tokenizer_of(folder).decode(splits_of(folder)["validation"].tolist())
+    assert made == f"{validation}<|endoftext|>"
+
+
 # Tokenizers ------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +227,11 @@ def test_progress_in_a_log_is_lines(preparer: Preparer, tmp_path: Path, monkeypa
     monkeypatch.setattr("harness.data.preparation.command.SECONDS_BETWEEN_LINES", 0)
     out = Preparer(tmp_path).run(preparer.path / "texts", "out", *SMALL)
     assert re.search(r"^ *\d+% .*, 3.00k documents, .*k tokens, .* tokens/s$", out, re.MULTILINE), out
+    (tmp_path / "few.txt").write_text("one\n\ntwo\n\nthree\n\nfour\n")
+    out = Preparer(tmp_path).run(
+        "few.txt", "few", "--train-tokenizer", "257", "--validation-fraction", "0.3", "--document-separator", r"\n\n"
+    )
+    assert ", 4 documents, " in out
 
 
 MOVE = "mkdir -p datasets/me && mv x datasets/me/x"

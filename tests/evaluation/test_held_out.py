@@ -287,6 +287,23 @@ def test_models_of_many_names(shop: Workshop, tmp_path: Path) -> None:
     assert all(str(Path(files_of(runs / "r")[1]).resolve()) in said for runs in (shop.runs, elsewhere))
 
 
+def test_runs_of_a_pattern_without_the_checkpoint_are_left_out_and_named(shop: Workshop) -> None:
+    for name in ("lr-1", "lr-3"):
+        shutil.copytree(shop.runs / "r", shop.runs / name, symlinks=True)
+    for name in ("lr-2", "lr-4"):
+        shop.add_run(name)
+    (shop.runs / "lr-3" / "checkpoints" / "best").unlink()
+    for words, measured, left_out in (
+        (["lr-*"], ["lr-1", "lr-3"], "without a best or latest checkpoint: lr-2, lr-4"),
+        (["lr-*:best", "r"], ["lr-1:best", "r"], "without a best checkpoint: lr-2, lr-3, lr-4"),
+    ):
+        done = measure(shop, *words, "--batches", 1)
+        assert (done.status, done.stderr) == (0, f"left out, {left_out}\n")
+        assert sorted(labels(done)) == measured
+    for words in (["lr-[24]"], ["lr-[24]:best"], ["lr-*", "lr-2"]):
+        assert measure(shop, *words).status == 2
+
+
 def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> None:
     shop.add_dataset("local/other", seed=5)
     other = shutil.copytree(shop.runs / "r", shop.runs / "other", symlinks=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ from typing import Any
 
 import pytest
 
+from harness.planning.experiment import Experiment
+from harness.planning.plan import make_plan
 from harness.runs import checkpoints
+from harness.runs.directory import RunDirectory
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, ends_of, for_each, start, train
@@ -140,6 +144,31 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
 
     trained = for_each(sizes, try_one)
     assert {True, False} == set(trained)
+
+
+@pytest.mark.fault(
+    "a disk that holds only `keep_checkpoints`", "a stopped run continues there: old checkpoints count as room"
+)
+def test_a_run_continues_on_the_smallest_disk_that_admits_it(shop: Workshop) -> None:
+    """A run is stopped on the smallest disk on which its plan lets it begin, and continues there. With the old
+    checkpoints kept and the rest of the disk full, it is refused."""
+    settings = SETTINGS | {"min_train_tokens": 64 * 15, "keep_checkpoints": 1, "model": {"emb_dim": 128}}
+    shop.add_run("measured", **settings)
+    planned = make_plan(Experiment.load(RunDirectory(shop.runs / "measured"), shop.datasets), 1, None)
+    assert planned.checkpoints() > planned.added_checkpoints()
+    kib = planned.disk_bytes() // 1024 + 64  # 64: the run's own files
+    with shop_on_small_disk(shop, "smallest", f"size={kib}k") as small:
+        run = small.add_run(**settings)
+        killed = file_operations.prelude("save", 5, "kill", 0)
+        finish(start(small, prelude=WITHOUT_CHARTS + killed), expect=-signal.SIGKILL, timeout=VANISH_SECONDS)
+        assert shutil.disk_usage(run).free < planned.disk_bytes(), "a new run would be refused"
+        file_operations.fill_disk(small.path, planned.checkpoint_bytes())
+        ended = ends_of(start(small), VANISH_SECONDS)
+        assert ended.status == 2, ended
+        assert "checkpoints need" in ended.error_lines[0]
+        file_operations.empty_disk(small.path)
+        train(small)
+        assert (run / "summary.json").exists()
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ from tests.support.hostile import (
     write,
 )
 from tests.support.in_process import InProcess
-from tests.support.launch import DATASET, MODEL, TRAIN, Workshop
+from tests.support.launch import DATASET, MODEL, TRAIN, Workshop, metrics
 
 UPSTREAM = ["minibatch_size", "use_amp", "schedule_learning_rate"]
 PLAUSIBLE_TRAIN = plausible(
@@ -475,6 +475,36 @@ def test_metrics(bench: Bench, exhaustive: bool) -> None:
         before = tree(bench.shop.path)
         assert not is_one_line(bench.shop.attempt()), line
         nothing_lost(before, bench.shop)
+
+
+@pytest.mark.fault(
+    "metrics.jsonl truncated, edited or deleted",
+    "a warning; what is left stays valid, and the run continues to its end",
+)
+def test_metrics_that_are_missing(bench: Bench, exhaustive: bool) -> None:
+    """A run whose metrics.jsonl is shorter than its checkpoint records, or has other lines there, is resumed to its
+    end. Every line stays valid, each step is recorded once, and no byte is lost."""
+    bench.reset()
+    path = bench.shop.runs / "r" / "metrics.jsonl"
+    whole, size, step = path.read_bytes(), bench.meta()["metrics_bytes"], bench.meta()["global_step"]
+    first = whole.index(b"\n") + 1
+    contents = [b"", whole[: size - 1], whole[: size - 40], whole[:first], whole[first:]]
+    contents += [whole[:first] + b'{"x": 1}\n' + whole[first:], b"x" * size, whole[: size - 40] + b"y" * 90]
+    contents.append(whole.replace(b'"global_step": %d' % step, b'"global_step": %d' % (step + 1))[: size - 1])
+    for content in contents if exhaustive else contents[::2]:
+        bench.reset()
+        path.write_bytes(content)
+        result = bench.shop.attempt()
+        assert result.status == 0, result
+        (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+        assert f"{path}: lines from before the checkpoint of step {step} are missing" in warning
+        steps = [line["global_step"] for line in metrics(path.parent) if line.get("event") == "train"]
+        assert steps == sorted(set(steps)), content
+        done = [line["global_step"] for line in metrics(path.parent) if line.get("event") == "checkpoint"]
+        assert done.count(step) == 1, content
+        moved = b"".join(file.read_bytes() for file in (path.parent / "aside").rglob("metrics.jsonl"))
+        assert content.endswith(moved)
+        assert path.read_bytes().startswith(content[: len(content) - len(moved)])
 
 
 # Names

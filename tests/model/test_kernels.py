@@ -109,11 +109,33 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     assert kernels.explain_nondeterminism(RuntimeError("another error")) is None
 
 
-def test_on_the_cpu_deterministic_changes_no_bit(shop: Workshop) -> None:
-    """Training on the CPU ends in the same weights with "deterministic": true and with false."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No available kernel. Aborting execution.",
+        "backend='inductor' raised:\nRuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No execution plans",
+        "FA3 SDPA backward unsupported: logsumexp dtype must be float32",
+        "FlashAttention only supports Ampere GPUs or newer.",
+    ],
+)
+def test_a_failed_attention_kernel_is_one_line(text: str) -> None:
+    with pytest.raises(UserError) as refused, explained_failures(1, StopSignal()):
+        raise RuntimeError(text)
+    line = str(refused.value)
+    assert line.startswith('train.json: key "attention": the attention kernel failed (')
+    assert line.endswith('"cudnn", "flash" or "efficient", or lower microbatch_size if memory may be short')
+    assert "\n" not in line
+    assert kernels.explain_failed_attention(RuntimeError("CUDA out of memory")) is None
+
+
+def test_on_the_cpu_kernels_that_are_chosen_for_gpus_change_no_bit(shop: Workshop) -> None:
+    """Training on the CPU ends in the same weights with "deterministic": true and with an attention kernel, which is
+    remarked upon."""
     ends = []
-    for name, setting in (("usual", False), ("fixed", True)):
-        run = shop.add_run(name, deterministic=setting, min_train_tokens=512, validation_interval=2)
-        shop.train(name, ranks=1)
+    for name, settings in (("usual", {}), ("fixed", {"deterministic": True}), ("flash", {"attention": "flash"})):
+        run = shop.add_run(name, **settings, min_train_tokens=512, validation_interval=2)
+        result = shop.train(name, ranks=1)
+        remark = 'note: "attention": "flash" in train.json has no effect on a CPU'
+        assert (remark in result.stdout) == (name == "flash")
         ends.append((run / "checkpoints" / "latest" / "model.safetensors").read_bytes())
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]

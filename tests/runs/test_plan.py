@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,9 @@ from safetensors.torch import save_file
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.model.config import load_model_config
+from harness.planning.experiment import Position
 from harness.planning.plan import make_plan
+from harness.runs import checkpoints
 from harness.runs.directory import RunDirectory
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
@@ -162,7 +166,7 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     planned.check_disk(RunDirectory(run))
     free -= 1
-    words = rf"^{re.escape(str(run))}: the run's 10 checkpoints need 0\.\d\d GiB.*keep_checkpoints"
+    words = rf"^{re.escape(str(run))}: the run's 10 checkpoints need ([\d,]+) bytes, but (?!\1)[\d,]+ bytes.*set keep"
     with pytest.raises(UserError, match=words):
         planned.check_disk(RunDirectory(run))
     (tmp_path / "elsewhere").mkdir()
@@ -172,7 +176,47 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     planned.check_disk(RunDirectory(run))
     shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
     smaller = make_plan(experiment_of(shop, "kept"), 2, None)
-    assert smaller.disk_bytes() == 5 * planned.checkpoint_bytes()  # two kept, best, latest, and one being written
+    # two kept, best, latest, one being written, and after a stop the one that the run continued from
+    assert smaller.disk_bytes() == 6 * planned.checkpoint_bytes()
+    shop.add_run("one", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=1)
+    least = make_plan(experiment_of(shop, "one"), 2, None)
+    free = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    shortages = [str(each.disk_shortage(RunDirectory(run))) for each in (smaller, least)]
+    assert re.search(r"need [\d.]+ MiB \(room for 6 more at a time\), but 0\.00 MiB are free; lower keep", shortages[0])
+    assert "keep_checkpoints" not in shortages[1], "there is no lower number"
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_room_for_checkpoints_suffices_and_is_needed(shop: Workshop, keep: int) -> None:
+    """However a run's best checkpoints come and whenever it is stopped, it never has more checkpoints on the disk than
+    its plans have admitted, at the start and whenever it continues; and a run that is stopped can have as many."""
+    steps, most = 12, keep + 4
+    run = RunDirectory(shop.add_run(checkpoint_interval=1, keep_checkpoints=keep, min_train_tokens=64 * steps))
+    planned, folder, chance = make_plan(experiment_of(shop), 1, None), run.checkpoints, random.Random(0)
+    assert planned.added_checkpoints() == most
+    peaks = []
+    for _ in range(60):
+        folder.mkdir()
+        start, stops, peak, admitted = None, {chance.randrange(1, steps) for _ in range(2)}, 0, most
+        for step in range(steps):
+            if step in stops:
+                start, there = checkpoints.find_checkpoint(folder, "latest").name, len(list(folder.glob("2*")))
+                position = Position(first_step=step, total_steps=steps, tokens_seen=64 * step)
+                admitted = there + replace(planned, position=position, is_continued=True).added_checkpoints()
+                assert admitted <= max(most, there + 1), "the disk that was enough for a new run still is"
+            path = folder / f"20260101Z000000-iteration-{step}"
+            path.mkdir()
+            now = len(list(folder.glob("2*")))
+            assert now <= admitted
+            peak = max(peak, now)
+            checkpoints.point(folder, "latest", path)
+            if not step or chance.random() < 0.3:
+                checkpoints.point(folder, "best", path)
+            checkpoints.prune(folder, keep, {path.name, *([start] if start else [])})
+        peaks.append(peak)
+        shutil.rmtree(folder)
+    assert max(peaks) == most
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
@@ -182,7 +226,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     found = rows(shop, ranks=2, assume_tps=1e9)
     assert found["checkpoints"].startswith("78,125,000,000 (")
     assert found["cost"].startswith("$100.00 training")
-    assert re.search(r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d.]+ GiB are free", found["note"])
+    assert re.search(r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d,.]+ GiB are free", found["note"])
     assert "set keep_checkpoints in train.json" in found["note"]
     elsewhere = rows(shop, assume_world_size=2)["note"]
     assert "GiB" not in elsewhere, "this disk does not matter for another machine's plan"

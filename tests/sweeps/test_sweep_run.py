@@ -136,11 +136,14 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
     tail = ["    it is 1.0", "    something went before", "    error: the disk is full of \\x1b[31mred"]
     assert ended.end[-3:] == tail
     assert ended.error == "1 of 3 runs failed; the same command tries them again"
-    assert status_lines([status_of(each) for each in sweep.runs])[-5:-2] == tail
+    shown = status_lines([status_of(each) for each in sweep.runs])
+    assert shown[-5:-2] == tail
+    run(shop, sweep)
+    assert status_lines([status_of(each) for each in sweep.runs]) == shown, "the last attempt's lines alone"
     (shop.path / "in_place.py").write_text(IN_PLACE_OF_TRAINING.replace("eps == 1", "False"))
     run(shop, sweep)
     assert set(states(sweep).values()) == {"finished"}
-    assert log_of(shop, "s-eps1.0").count("\n$ ") == 2
+    assert log_of(shop, "s-eps1.0").count("\n$ ") == 3
 
 
 def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

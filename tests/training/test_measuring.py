@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
 from harness.evaluation.loss import bits_per_byte, mean, microbatch_losses
 from harness.model.precision import Precision
+from harness.runs.checkpoint_meta import CheckpointMeta
+from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import cost, mfu, peak_flops, unknown_peak
@@ -68,6 +71,30 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
     metrics.append(TrainEvent(global_step=3, loss=report.loss, gradient_norm=report.gradient_norm, skipped_steps=1))
     values = {"event": "train", "global_step": 3, "loss": None, "gradient_norm": None, "skipped_steps": 1}
     assert json.loads(metrics.path.read_text()) == values
+
+
+def test_later_lines_are_on_the_disk_elsewhere_before_the_metrics_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(TrainEvent(global_step=1))
+    kept = metrics.size()
+    metrics.append(TrainEvent(global_step=2))
+    whole = metrics.path.read_bytes()
+    aside = RunDirectory(tmp_path).new_aside()
+    flushed: list[Path] = []  # before metrics.jsonl was cut
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        if metrics.path.read_bytes() == whole:
+            flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    metrics.rewind_to(CheckpointMeta(global_step=1, metrics_bytes=kept), lambda: aside)
+    assert metrics.path.read_bytes() + (aside / "metrics.jsonl").read_bytes() == whole
+    assert metrics.size() == kept
+    assert {aside / "metrics.jsonl", aside, aside.parent, tmp_path} <= {*flushed}
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -265,7 +265,8 @@ def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
             if first_tokens < 0:
                 bar.initial, first_tokens = position, size.tokens
             speed = (size.tokens - first_tokens) / max(now - began, 1e-9)
-            counts = [tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed)]
+            numbers = (size.documents, size.tokens, speed)
+            counts = [f"{each:.0f}" if each < 1000 else tqdm.format_sizeof(each) for each in numbers]
             bar.set_postfix_str("{} documents, {} tokens, {} tokens/s".format(*counts), refresh=False)
             bar.update(position - bar.n)
             if not is_terminal and now - shown >= SECONDS_BETWEEN_LINES:

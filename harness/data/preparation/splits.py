@@ -183,12 +183,17 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
-    """Return the first position after `start` that follows the end of a line or of a document, or `start` if there is
-    none within LINE_END_SEARCH tokens. The end of the stream is not returned, because no text follows it."""
-    for at, token in enumerate(stream.read(start, LINE_END_SEARCH).tolist(), start + 1):
-        if at < stream.size.tokens - 1 and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
-            return at
-    return start
+    """Return the first position from `start` on that follows the end of a line or of a document, or `start` if there is
+    none up to LINE_END_SEARCH tokens after it. A position that only white space follows, up to the end of the stream,
+    is not returned."""
+    first = max(0, start - 1)
+    tokens = stream.read(first, LINE_END_SEARCH + start - first).tolist()
+    texts = ["\n" if token == tokenizer.eot_token else tokenizer.decode([token]) for token in tokens]
+    if first + len(texts) == stream.size.tokens:
+        while texts and not texts[-1].strip():
+            texts.pop()
+        texts = texts[:-1]  # the last text of the stream is in this token
+    return next((at for at, text in enumerate(texts, first + 1) if text.endswith("\n")), start)
 
 
 def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: Tokenizer) -> Split:

@@ -90,7 +90,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         )
     there = (size - SHARD_HEADER_BYTES) / dtype.itemsize
     if there != tokens:
-        raise UserError(f"{path}: damaged: the header states {tokens:,} tokens, but the file holds {there:,.1f}")
+        held = f"{there:,.1f}".removesuffix(".0")
+        raise UserError(f"{path}: damaged: the header states {tokens:,} tokens, but the file holds {held}")
     return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
 
 

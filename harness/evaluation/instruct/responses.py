@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
-from harness.common.files import atomic_file, replace_text
+from harness.common.files import atomic_file, replace_text, user_cache
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode
 
@@ -114,7 +113,7 @@ def local_instructions(file_or_url: str) -> Path:
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
         return Path(file_or_url)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
+    folder = user_cache()
     name = PurePosixPath(address.path).name or "file"
     path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
     if path.is_file():

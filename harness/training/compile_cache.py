@@ -1,0 +1,157 @@
+"""Compiled code, kept in the run's folder, so that a later start on another machine or after a reboot compiles nothing.
+
+On a GPU, torch.compile takes one to seven minutes. torch keeps its results in folders of the machine, which are
+temporary by default. `CompileCache` packs them into files.
+
+Loading such a file can execute any code: torch unpickles it and runs the programs in it. A run's folder may come from
+somebody else. So every file is signed with a secret of this user, and a file without the right signature is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import click
+import torch
+from torch._dynamo.utils import counters  # private: torch has no public count of what it has compiled
+from torch.compiler._cache import CacheArtifactManager
+
+import gpt
+from harness.common.files import atomic_file, sha256, user_cache
+from harness.common.program import program_versions
+from harness.distributed.world import World
+from harness.model import cross_entropy
+from harness.model.kernels import attention_in_use
+from harness.planning.experiment import Experiment
+from harness.runs.throughput import BATCH_KEYS, KERNEL_KEYS
+from harness.runs.train_config import TrainConfig
+
+# The secret, for users whose machines do not share a home directory. By default it is a file, made at first use.
+SECRET_VARIABLE = "DDP_PRETRAIN_CACHE_SECRET"
+SECRET_FILE = "compile-cache-secret"
+SECRET_BYTES = SIGNATURE_BYTES = 32
+KEY_CHARACTERS = 16
+MOST_PARTS = 8  # files of one rank
+KEPT_KEYS = 3  # of different versions, GPUs and settings; the newest are kept
+
+
+class CompileCache:
+    """Compiled code of one rank, in files of `folder`. `key` must say everything that the code depends on. What torch
+    compiles later, such as validation, is added as a further file."""
+
+    def __init__(self, folder: Path, key: str, device_index: int, *, writes: bool) -> None:
+        # Compiled code has the GPU's index in it, so each rank of a machine has files of its own.
+        self.folder, self.key, self.name = folder, key, f"{key}-{device_index}"
+        self.writes, self.is_main = writes, writes and device_index == 0
+        self.parts = 0  # files that were read or written
+        self.compiled = -1  # number of graphs that this process had compiled when the last of them was read or written
+
+    @classmethod
+    def of(cls, experiment: Experiment, config: TrainConfig, world: World) -> CompileCache:
+        """Return the cache of this rank. The ranks of the first machine write it. On a CPU it is always empty, because
+        torch's artifacts do not contain what the C++ compiler makes. `config` is the experiment's train.json with its
+        precision resolved."""
+        folder = experiment.run.compile_cache
+        if world.device.type != "cuda":
+            return cls(folder, "cpu", 0, writes=False)
+        parts = {
+            "versions": [program_versions().get(name) for name in ("python", "torch", "triton", "cuda")],
+            "device": [world.device_name, torch.cuda.get_device_capability(world.device)],
+            "model": experiment.model.model_dump(mode="json"),
+            "train": config.model_dump(mode="json", include={*BATCH_KEYS, *KERNEL_KEYS}),
+            "attention": attention_in_use(config.attention, world.device),
+            "is_parallel": world.size > 1,
+            "sources": [sha256(Path(str(module.__file__))) for module in (gpt, cross_entropy)],
+        }
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:KEY_CHARACTERS]
+        return cls(folder, key, world.local_rank, writes=world.rank == world.local_rank)
+
+    def load(self) -> None:
+        """Give the files' contents to torch, up to the first file that is missing or damaged or has no signature of
+        this user. What it would have held is compiled, as without it."""
+        with suppress(Exception):  # whatever is wrong with a file, this run can do without it
+            while self.parts < MOST_PARTS:
+                content = self.path.read_bytes()
+                signature, packed = content[:SIGNATURE_BYTES], content[SIGNATURE_BYTES:]
+                if not hmac.compare_digest(signature, self._sign(packed)):
+                    return
+                torch.compiler.load_cache_artifacts(zlib.decompress(packed))
+                self.parts, self.compiled = self.parts + 1, _compiled_graphs()
+
+    def save(self) -> None:
+        """If torch has compiled something since the last file, write it to the next one, and remove files of old keys.
+        If it cannot be written, warn once, on rank 0."""
+        compiled = _compiled_graphs()
+        if not self.writes or compiled == self.compiled or self.parts == MOST_PARTS:
+            return
+        self.compiled = compiled
+        artifacts = torch.compiler.save_cache_artifacts()
+        if artifacts is None:
+            return
+        # Without this the next call would return these, too, and load_cache_artifacts would read only the new ones.
+        CacheArtifactManager.clear()
+        try:
+            packed = zlib.compress(artifacts[0], 1)
+            self.folder.mkdir(exist_ok=True)
+            with atomic_file(self.path) as draft:
+                draft.write_bytes(self._sign(packed) + packed)
+            self.parts += 1
+            if self.is_main:
+                self._remove_old_keys()
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
+            self.writes = False
+            if self.is_main:
+                click.echo(f"warning: compiled code is not kept for the next start: {error}", err=True)
+
+    @property
+    def path(self) -> Path:
+        """Path of the next file."""
+        return self.folder / f"{self.name}-{self.parts}.bin"
+
+    def _sign(self, packed: bytes) -> bytes:
+        """Return the signature of the next file with these contents. Raises OSError if there is no secret and none can
+        be made."""
+        return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
+
+    def _remove_old_keys(self) -> None:
+        """Remove all files but those of this key and of the newest others, KEPT_KEYS together."""
+        files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")  # no other files, if the folder is a link
+        newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        keys = [*dict.fromkeys([self.key, *(path.name[:KEY_CHARACTERS] for path in newest)])]
+        for path in newest:
+            if path.name[:KEY_CHARACTERS] not in keys[:KEPT_KEYS]:
+                path.unlink()
+
+
+def _compiled_graphs() -> int:
+    """Return the number of graphs that torch has compiled in this process, without those taken from a cache."""
+    return counters["inductor"]["fxgraph_cache_miss"]
+
+
+def _secret() -> bytes:
+    """Return this user's secret: the variable's value or, if it is not set, SECRET_FILE in the user's cache, which is
+    made if it is missing. Raises OSError if it cannot be read or made."""
+    if given := os.environ.get(SECRET_VARIABLE):
+        return given.encode()
+    path = user_cache() / SECRET_FILE
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.touch(mode=0o600)
+            draft.write_bytes(secrets.token_bytes(SECRET_BYTES))
+            with suppress(FileExistsError):  # another rank was first
+                os.link(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    secret = path.read_bytes()
+    if len(secret) != SECRET_BYTES:
+        raise OSError(0, f"is not {SECRET_BYTES} bytes long; remove it", str(path))
+    return secret

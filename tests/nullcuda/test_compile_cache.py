@@ -1,0 +1,59 @@
+"""A second start of a compiled run on the null device, without torch's own cache of what the first has compiled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nullcuda.device import environment, why_not
+from tests.support.isolation import ROOT
+from tests.support.launch import Workshop
+
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.slow]
+
+MODEL = {"n_layers": 1, "drop_rate": 0.0, "qkv_bias": False}
+TRAIN = {"compile": True, "precision": "bf16", "attention": "flash", "validation_batches": 1}
+# Runs tests/nullcuda/command.py, and then prints how many kernels and graphs were compiled.
+COUNTING = """
+import json, triton
+from torch._dynamo.utils import counters
+from tests.nullcuda.command import main
+compiled = []
+triton.knobs.compilation.listener = lambda *_, cache_hit, **__: None if cache_hit else compiled.append(1)
+try:
+    main()
+finally:
+    misses = [counters["inductor"]["fxgraph_cache_miss"], counters["aot_autograd"]["autograd_cache_miss"]]
+    print(json.dumps({"kernels": len(compiled), "misses": misses, "graphs": counters["stats"]["unique_graphs"]}))
+"""
+
+
+def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
+    """Run ddp_train.py, with torch's own caches in the folder `caches`. Returns what was counted and the output."""
+    command = [sys.executable, "-c", COUNTING, "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    variables = environment() | folders
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+    """The second start has the code of training and of validation from the run's folder."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run("r", model=MODEL, **TRAIN, min_train_tokens=64)
+    first, _ = train(shop, tmp_path / "first")
+    assert first["kernels"] > 0
+    assert first["misses"][0] > 0
+    shop.add_run("r", model=MODEL, **TRAIN, min_train_tokens=256)
+    second, stdout = train(shop, tmp_path / "second")
+    assert "continuing from" in stdout
+    assert "  attention: flash\n" in stdout
+    assert second == {"kernels": 0, "misses": [0, 0], "graphs": first["graphs"]}
+    assert json.loads((run / "summary.json").read_text())["attention"] == "flash"
