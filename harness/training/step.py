@@ -179,6 +179,10 @@ class OptimizerStep:
             self._compile(microbatch, world)
         self.accumulate([microbatch])
         self.forget_gradients()
+        if self.device.type == "cuda":
+            # The optimizer's state would otherwise be put into blocks that activations need again in each step: up to a
+            # GiB more than a microbatch search (ddp_train.py -f) measures, as it has no warm-up.
+            torch.cuda.empty_cache()
 
     def forget_gradients(self) -> None:
         """Free the gradients, unless the model is wrapped in DistributedDataParallel: they are views of DDP's buckets

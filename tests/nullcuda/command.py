@@ -2,7 +2,8 @@
 
     python -m tests.nullcuda.command RUN DATASETS_DIR [OPTION]...
 
-The device computes no losses, so those of a step are replaced by numbers when they are read for a report.
+The device computes no losses, so those of a step are replaced by numbers when they are read for a report, and those of
+a validation when they are computed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from harness.evaluation import loss
 from harness.training.loss_meter import LossMeter
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
-read_state = LossMeter.state
+read_state, compute_losses = LossMeter.state, loss.microbatch_losses
 
 
 def plausible_state(self: LossMeter) -> list[float]:
@@ -26,9 +29,15 @@ def plausible_state(self: LossMeter) -> list[float]:
     return values
 
 
+def plausible_losses(*arguments: Any) -> list[float]:
+    """Compute the losses of microbatches, and return as many losses of 5."""
+    return [5.0] * len(compute_losses(*arguments))
+
+
 def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
     LossMeter.state = plausible_state  # type: ignore[method-assign]
+    loss.microbatch_losses = plausible_losses  # before another module imports it
     sys.argv = [str(SCRIPT), *sys.argv[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -4,18 +4,23 @@
 
 `model` and `train` change the run's settings. With several `ranks` this process is rank 0 under
 DistributedDataParallel, in torch's fake process group, which exchanges nothing. `microbatches` is the number of
-microbatches of each step, such as [1, 1, 2, 1]. After them the state of a checkpoint is copied as often as `saves`
-says, each time with a line of its own.
+microbatches of each step, such as [1, 1, 2, 1]. A validation follows the first and the last step. After them the state
+of a checkpoint is copied as often as `saves` says, each time with a line of its own. Unless `may_wait` is true, an
+operation after the first step that waits for the device raises an error.
+
+Several requests, in a list, are measured one after another, with an empty line between their lines.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +32,7 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.common.libraries import configure_libraries
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
+from harness.evaluation.loss import microbatch_losses
 from harness.model.config import ModelConfig
 from harness.model.kernels import compute_deterministically
 from harness.planning.experiment import Experiment
@@ -39,22 +45,28 @@ from harness.training.zero1 import StatePartition
 from tests.nullcuda.device import Numbers, reset
 
 DEVICE = torch.device("cuda", 0)
+T = TypeVar("T")
 
 
 def requested() -> tuple[dict[str, Any], Experiment, World]:
-    """Return the request on the command line, its experiment, and the world of rank 0 of its ranks. An object that
-    ranks would send to each other is taken from this rank alone."""
+    """Return the request on the command line, its experiment, and the world of rank 0 of its ranks."""
     request = json.loads(sys.argv[1])
+    return request, *prepare(request)
+
+
+def prepare(request: dict[str, Any]) -> tuple[Experiment, World]:
+    """Return the experiment of a request, and the world of rank 0 of its ranks. An object that ranks would send to each
+    other is taken from this rank alone."""
     configure_libraries()
     folder, ranks = Path(request["folder"]) / request["run"], request.get("ranks", 1)
     model = read_json_object(folder / "model.json") | request.get("model", {})
     train = read_json_object(folder / "train.json") | request.get("train", {})
     configs = parse_config(TrainConfig, train, folder), parse_config(ModelConfig, model, folder)
-    if ranks > 1:
+    if ranks > 1 and not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     World.gather = lambda self, value: [value] * self.size  # type: ignore[method-assign]
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
-    return request, Experiment(RunDirectory(folder), *configs, folder), World(0, 0, ranks, ranks, DEVICE)
+    return Experiment(RunDirectory(folder), *configs, folder), World(0, 0, ranks, ranks, DEVICE)
 
 
 def build(experiment: Experiment, world: World) -> OptimizerStep:
@@ -76,48 +88,65 @@ def exchange_nothing(state, bucket):  # type: ignore[no-untyped-def]  # torch co
     return done
 
 
-def measure(experiment: Experiment, world: World, microbatches: Sequence[int], saves: int = 0) -> list[dict[str, Any]]:
-    """Run a step of each of these numbers of microbatches, then copy the state of a checkpoint `saves` times. Returns
-    what the device counted in each.
-
-    After the first step, an operation that waits for the device raises an error.
-    """
+def measure(
+    experiment: Experiment, world: World, microbatches: Sequence[int], saves: int = 0, *, may_wait: bool = False
+) -> list[dict[str, Any]]:
+    """Run a step of each of these numbers of microbatches, with a validation after the first and the last, then copy
+    the state of a checkpoint `saves` times. Returns what the device counted in each step and copy."""
     config, context = experiment.config, experiment.model.context_length
     tokens = np.zeros(config.microbatch_size * context + 1, np.uint16)
     microbatch = Microbatch(tokens, context)
     step, meter, copies = build(experiment, world), LossMeter(DEVICE, experiment.model), HostCopies(DEVICE, keep=True)
     step.warm_up(microbatch, world)
     found: list[dict[str, Any]] = []
-
-    def count(work: Callable[[], object]) -> None:
-        torch.cuda.reset_peak_memory_stats()
-        reset()
-        graphs = counters["stats"]["unique_graphs"]
-        torch.cuda.set_sync_debug_mode("error" if found else "default")
-        work()
-        torch.cuda.set_sync_debug_mode("default")
-        found.append(
-            {
-                **asdict(Numbers.now()),
-                "allocated": torch.cuda.memory_allocated(),
-                "peak_allocated": torch.cuda.max_memory_allocated(),
-                "peak_reserved": torch.cuda.max_memory_reserved(),
-                "compiled": counters["stats"]["unique_graphs"] - graphs,
-                "breaks": sum(counters["graph_break"].values()),
-            }
-        )
-
-    for size in microbatches:
-        count(lambda size=size: meter.add(step.run([microbatch] * size, rate_factor=1.0)))  # type: ignore[misc]
+    for number, size in enumerate(microbatches, start=1):
+        work = partial(step.run, [microbatch] * size, rate_factor=1.0)
+        counted(lambda work=work: meter.add(work()), found, may_wait=may_wait or not found)  # type: ignore[misc]
+        # Without compilation, a validation of experts reads numbers of tokens that this device has not computed.
+        if number in (1, len(microbatches)) and experiment.model.moe is None:
+            microbatch_losses(step.bare_model, [microbatch], step.precision)
+            found[-1]["programs"] = counters["stats"]["unique_graphs"]
     for _ in range(saves):
-        count(lambda: copy_state(step, world, copies))
+        counted(lambda: copy_state(step, world, copies), found)
     return found
 
 
+def counted(work: Callable[[], T], found: list[dict[str, Any]], *, may_wait: bool = False) -> T:
+    """Do `work`, and append to `found` what the device and the compiler counted meanwhile. Unless `may_wait` is true,
+    an operation that waits for the device raises an error."""
+    torch.cuda.reset_peak_memory_stats()
+    reset()
+    graphs = counters["stats"]["unique_graphs"]
+    torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
+    try:
+        result = work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found.append(
+        {
+            **asdict(Numbers.now()),
+            "allocated": torch.cuda.memory_allocated(),
+            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "peak_reserved": torch.cuda.max_memory_reserved(),
+            "compiled": counters["stats"]["unique_graphs"] - graphs,
+            "breaks": sum(counters["graph_break"].values()),
+        }
+    )
+    return result
+
+
 def main() -> None:
-    request, experiment, world = requested()
-    for line in measure(experiment, world, request.get("microbatches", [1, 1, 1]), request.get("saves", 0)):
-        print(json.dumps(line))
+    requests = json.loads(sys.argv[1])
+    for request in requests if isinstance(requests, list) else [requests]:
+        experiment, world = prepare(request)
+        asked = {name: request[name] for name in ("saves", "may_wait") if name in request}
+        for line in measure(experiment, world, request.get("microbatches", [1, 1, 1]), **asked):
+            print(json.dumps(line))
+        print(flush=True)
+        torch.compiler.reset()
+        counters.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""The real ddp_train.py on the null device: saving, stopping, resuming, and running out of memory."""
+"""The real ddp_train.py on the null device: -f, evaluations, saving, stopping, resuming, and running out of memory."""
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from harness.data.tokenizers import train_bpe
 from tests.nullcuda.device import environment, why_not
 from tests.support.isolation import ROOT
-from tests.support.launch import Workshop, metrics
+from tests.support.launch import DATASET, Workshop, metrics
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.slow]
 
@@ -63,3 +67,51 @@ def test_out_of_memory_is_one_line(shop: Workshop) -> None:
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert "memory" in line
     assert "Traceback" not in stderr
+
+
+def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict[str, Any]]:
+    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 5 GiB. Returns what
+    tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
+    words = " then ".join(f"{each} {shop.datasets} --runs-dir {shop.runs}" for each in commands).split()
+    command = [sys.executable, "-m", "tests.nullcuda.ranks", "8", *words]
+    done = subprocess.run(command, env=environment(gib=5), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "no sample" not in done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]
+
+
+def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path) -> None:
+    """The answer of -f, whose gradients are in no buckets, holds for training by DistributedDataParallel with
+    validation, samples and checkpoints. A microbatch that is 5 % larger, and larger by what fits into the reserve, does
+    not fit. After the first step no step waits or keeps more memory."""
+    shop = Workshop(tmp_path)
+    folder = shop.add_dataset(tokens=2_000_000)
+    shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
+    train_bpe(iter(["to train and to test"]), 260, folder / "tokenizer.json")
+    (folder / "meta.json").write_text('{"token_dtype": "uint16", "tokenizer": "tokenizer.json"}')
+    settings = {"dataset": DATASET, "compile": False, "validation_batches": 8, "validation_interval": 2}
+    settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1, "min_train_tokens": 800_000}
+    settings |= {"checkpoint_interval": 100}
+    smaller = {"n_layers": 2, "value_embeddings": 1, "vocab_size": 2**14, "bigram_embedding": 2**14}
+
+    def change(**train: Any) -> Path:
+        run = shop.add_shipped_run("8xh100m80-fast", **settings, **train)
+        model = json.loads((run / "model.json").read_text()) | smaller
+        (run / "model.json").write_text(json.dumps(model))
+        return run
+
+    run = change()
+    search, trained = on_eight_ranks(shop, f"{run.name} -f --write", run.name)
+    assert not search["status"]
+    assert not trained["status"]
+    later = trained["steps"][1:]
+    assert len(later) > 2
+    assert {(each["waits"], each["compiled"], each["allocated"]) for each in later} == {(0, 0, later[0]["allocated"])}
+    assert {"train", "validation", "sample", "checkpoint"} <= {event["event"] for event in metrics(run)}
+    (result,) = (run / "results").glob("microbatch-search-*.json")
+    found = json.loads(result.read_text())
+    peaks = {each["microbatch_size"]: each["gib"] for each in found["tried"]}
+    reserve = (found["limit_gib"] - found["usable_gib"]) * (found["largest"] - 1) / (peaks[found["largest"]] - peaks[1])
+    change(microbatch_size=math.ceil(found["largest"] * 1.05 + reserve))
+    on_eight_ranks(shop, f"{run.name} --restart", expect=1)  # out of memory
