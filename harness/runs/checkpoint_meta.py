@@ -113,19 +113,18 @@ class TrainState(Progress):
         self.skipped_steps += skipped_steps
 
     def follow_level(self, *, patience: int, interval: int) -> None:
-        """Set `has_diverged` by the loss of the report that was added last. `patience` is a number of reports, and
-        `interval` the global steps between two.
+        """Update `has_diverged` after a report was added. `patience` is a number of reports, `interval` the number of
+        global steps between two reports.
 
-        The loss's level is its moving mean over half of `patience`. A run has diverged if the level has been above its
-        own lowest value by more than DIVERGED_BY for `patience` reports or longer, and the last validation loss, if the
-        run validates, is not near the best one. A report counts as at most twice DIVERGED_BY above the lowest level,
-        and so does one whose loss is not finite, so that a spike is forgotten as soon as its reports are outnumbered,
-        however high it was.
+        The level is the moving mean of the loss over `patience` / 2 reports. The run has diverged if the level has been
+        more than DIVERGED_BY above its lowest value for at least `patience` reports, and the last validation loss, if
+        the run validates, is not near the best one. In the moving mean a loss is at most the lowest level plus twice
+        DIVERGED_BY, and a loss that is not finite counts as that. So a spike, however high, is forgotten after a few
+        more reports.
 
-        This finds a loss that leaves what it had reached for the loss of guessing, for NaN or for a plateau, at once or
-        slowly. It does not find a loss that never fell, because no level is above it, or a rise of less than
-        DIVERGED_BY. Without validation, text that becomes much harder for long looks the same, and so may the noise of
-        reports over some hundred tokens.
+        Detected is a loss that had fallen and then rises, suddenly or slowly, to the loss of guessing, to a plateau or
+        to NaN. Not detected is a loss that never fell, or a rise of less than DIVERGED_BY. Without validation there are
+        false alarms if the text becomes much harder for long, or if reports over some hundred tokens are noisy.
         """
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:

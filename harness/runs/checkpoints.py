@@ -76,8 +76,8 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
         return known[-1][1]
     if latest.is_dir():
         raise UserError(
-            f"{latest}: a folder, not a link to one; rename it to DATE-iteration-STEP, with the global_step of its "
-            f"{META}, as in {time.strftime(NAME_OF_SECOND)}-iteration-9"
+            f"{latest}: a folder, not a link to one; rename it to DATE-iteration-STEP, where STEP is the global_step in "
+            f"its {META} (for example {time.strftime(NAME_OF_SECOND)}-iteration-9)"
         )
     return None if name is None else find_checkpoint(folder, name)
 
@@ -184,8 +184,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def point(folder: Path, link: str, target: Path) -> None:
-    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename. A
-    folder of the link's name is kept under another name."""
+    """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename. If
+    `folder/link` is a folder, it is renamed first, not deleted."""
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
     try:
