@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 SLOWER_BY = 0.1
-REPORTS = 3  # in a row, before a slow rank is named
+REPORTS, LEAST_STEPS = 3, 20  # reports in a row, and steps between the first and the last, before a rank is named
 LEAST_SECONDS = 0.005  # of a step; shorter times vary too much
 LONGEST_WINDOW = 64  # steps
 
@@ -62,18 +62,21 @@ class SlowRanks:
     """The ranks that have been slower than the others in the last reports."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[int, int]] = {}  # by rank: the step of the first slow report, and their number
+        # By rank: step of the first slow report, number of slow reports, and whether the rank was named.
+        self._found: dict[int, tuple[int, int, bool]] = {}
 
     def name(self, seconds: Sequence[float], step: int) -> Iterator[str]:
         """Yield a note for each rank whose own time has been SLOWER_BY above the median for REPORTS reports in a row,
-        once until it is faster again. `seconds` are those of `OwnTime.take`, by rank; `step` is the report's."""
+        over LEAST_STEPS steps, once until it is faster again. `seconds` are those of `OwnTime.take`, by rank; `step` is
+        the report's."""
         usual = statistics.median_low(seconds)  # of two ranks, the faster
         for rank, own in enumerate(seconds):
             if usual < LEAST_SECONDS or own <= usual * (1 + SLOWER_BY):
                 self._found.pop(rank, None)
                 continue
-            since, reports = self._found.get(rank, (step, 0))
-            self._found[rank] = since, reports + 1
-            if reports + 1 == REPORTS:
+            since, reports, is_named = self._found.get(rank, (step, 0, False))
+            is_due = not is_named and reports + 1 >= REPORTS and step - since >= LEAST_STEPS
+            self._found[rank] = since, reports + 1, is_named or is_due
+            if is_due:
                 more = f"{own / usual - 1:.0%} longer than the median since global step {since:,}"
                 yield f"note: rank {rank} takes {more}; the others wait for it"

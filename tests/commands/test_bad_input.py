@@ -408,7 +408,10 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
         (["--plan", "--assume-tps", "nan"], ["--assume-tps"]),
         (["--plan", "--assume-tps", "inf"], ["--assume-tps"]),
         (["--plan", "--assume-tps", "1e-300"], ["--assume-tps"]),
-        (["--plan", "--assume-device", "H100", "--assume-tps", "9"], ["--assume-device and --assume-tps: give at most one"]),
+        (
+            ["--plan", "--assume-device", "H100", "--assume-tps", "9"],
+            ["--assume-device and --assume-tps: give at most one"],
+        ),
         (["--assume-device", "H100"], ["--assume-device belongs with --plan"]),
         (["--plan", "--assume-device", "A100"], ['unknown device "A100"; known: A100 40GB, A100 80GB']),
     ],

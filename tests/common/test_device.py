@@ -117,6 +117,7 @@ def test_auto_is_fp16_where_the_gpu_would_emulate_bf16(monkeypatch: pytest.Monke
 
 def test_tf32_is_allowed_only_for_fp32_on_cuda() -> None:
     before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         for name, kind in (("bf16", "cuda"), ("fp16", "cuda"), ("fp32", "cpu"), ("bf16", "cpu")):
             Precision(name, kind).allow_tf32()

@@ -79,7 +79,8 @@ def test_follow(trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines: list[str] = []
     thread = threading.Thread(target=lambda: lines.extend(home.follow_run(f"file://{store}", "r")))
     thread.start()
-    (store / "r" / "metrics.jsonl").write_bytes(content)
+    (store / "r" / "more").write_bytes(content)
+    (store / "r" / "more").rename(store / "r" / "metrics.jsonl")  # whole at once, as uploads are
     (store / "r" / "owner.json").unlink()
     thread.join(20)
     events = [event for event in metrics(trained.runs / "r") if event["event"] in ("train", "validation")]

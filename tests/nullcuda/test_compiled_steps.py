@@ -13,7 +13,7 @@ COMPILED = {"compile": True}
 CASES: dict[str, tuple[int, Case]] = {
     "gpt-2 on H100s": (90, ("8xh100m80", 8, TWO_LAYERS, COMPILED, 165)),
     "the fast model on A100s": (80, ("8xa100m40-fast", 8, TWO_FAST_LAYERS, COMPILED, 275)),
-    "gpt-2 on B200s": (100, ("8xb200m160", 8, {"n_layers": 1}, COMPILED, 110)),
+    "gpt-2 on B200s": (100, ("8xb200m160", 8, {"n_layers": 1}, COMPILED, 146)),
 }
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from harness.common.memory import CUDA_RESERVE_BYTES
 from tests.nullcuda.device import environment, why_not
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
@@ -97,7 +96,6 @@ def assert_no_waits(found: list[dict[str, Any]], ranks: int, launches: int) -> N
         assert (each["waits"], each["to_host"], each["compiled"], each["breaks"]) == (0, 0, 0, 0)
         assert each["event_waits"] <= (8 if ranks > 1 else 0)
         assert each["allocated"] == found[0]["allocated"]
-        assert each["peak_reserved"] <= each["peak_allocated"] + CUDA_RESERVE_BYTES, "more fragmented than -f allows"
     assert found[3]["allocations"] == 0, "the optimizer's state and the sums of two microbatches were allocated earlier"
     assert found[1]["launches"] == found[3]["launches"] == pytest.approx(launches, rel=0.05)
     assert found[3]["to_device"] == 2, "the tokens and the learning rate"

@@ -71,7 +71,7 @@ def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> Non
         ({"model": earlier}, "finished"),
         ({"train": shorter}, "stopped"),
         ({"model": {"emb_dim": 32}}, "stopped"),
-        ({"model": {"emb_dim": "wide"}}, "stopped"),
+        ({"model": {"emb_dim": "wide"}}, "damaged"),
     ):
         add_summary(run, **changed)
         assert states(sweep) == {"seed1": state}
