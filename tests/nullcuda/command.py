@@ -37,7 +37,7 @@ def plausible_losses(*arguments: Any) -> list[float]:
 def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
     LossMeter.state = plausible_state  # type: ignore[method-assign]
-    loss.microbatch_losses = plausible_losses  # before another module imports it
+    loss.microbatch_losses = plausible_losses  # type: ignore[assignment]  # before another module imports it
     sys.argv = [str(SCRIPT), *sys.argv[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
