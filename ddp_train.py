@@ -276,7 +276,9 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
     def watch(rank0: int) -> None:
         if not options.find:
-            watch_end(found, experiment.config, rank0)
+            from harness.mirror.start import mirror_url
+
+            watch_end(found, experiment.config, rank0, mirror_url(experiment, options))
 
     if to_start:
         run_ranks(to_start, watch)

@@ -1,5 +1,5 @@
-"""The end of a training command, told to the world outside: train.json's command `on_end` runs, and its URL `notify`
-gets messages.
+"""The end of a training command, told to the world outside: train.json's command `on_end` runs after the last upload to
+the mirror, and the URL `notify` gets messages.
 
 A process of its own does both, so that they also happen if training is killed. It learns of the end from its standard
 input, which training's process writes its exit status to, or closes by dying.
@@ -35,6 +35,8 @@ WATCHER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from harness.runs imp
 POLL_SECONDS = 0.5
 NOTIFY_SECONDS = 5.0
 LONGEST_SECONDS = 600.0
+UPLOAD_SECONDS = 3600.0  # for the last upload to the mirror
+RETRY_SECONDS = 15.0  # between two tries of it
 STATES = {0: "finished", STATUSES[CEILING]: "stopped", STATUSES[DIVERGED]: "diverged"}
 STATES |= {128 + each: "stopped" for each in STOPPING_SIGNALS}
 
@@ -47,10 +49,10 @@ def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
         )
 
 
-def watch_end(run: RunDirectory, config: TrainConfig, rank0: int) -> None:
-    """Start the process that runs train.json's `on_end` after this process has printed its last message, and sends
-    messages to `notify`. `rank0` is the pid of rank 0, whose parent or own process this is. Does nothing if train.json
-    has neither key.
+def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | None) -> None:
+    """Start the process that runs train.json's `on_end` after this process has printed its last message and everything
+    is in the mirror at the URL `mirror`, and sends messages to `notify`. `rank0` is the pid of rank 0, whose parent or
+    own process this is. Does nothing if train.json has neither key.
 
     This process waits for the command at its end, unless torchrun has started it: torchrun may start its ranks again,
     and the command then runs once torchrun has ended.
@@ -58,7 +60,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int) -> None:
     if config.on_end is None and config.notify is None:
         return
     launcher = launcher_name() if started_by_torchrun() else ""
-    job = {"run": str(run.path.resolve()), "rank0": rank0, "launcher": launcher}
+    job: dict[str, Any] = {"run": str(run.path.absolute()), "rank0": rank0, "launcher": launcher, "mirror": mirror}
     job |= {"on_end": config.on_end, "notify": config.notify}  # by a pipe, because everybody sees a command line
     watcher = subprocess.Popen([sys.executable, "-c", WATCHER], stdin=subprocess.PIPE, start_new_session=True)
     assert watcher.stdin is not None
@@ -110,7 +112,11 @@ def main() -> None:
         return
     state = STATES.get(int(status or 1), "failed")
     notify(job["notify"], run, "failure" if state in ("failed", "diverged") else "end", state)
-    if job["on_end"] and (fault := run_on_end(job["on_end"], run, state)):
+    if not job["on_end"]:
+        return
+    if job["mirror"] and (fault := send_rest(run, job["mirror"])):
+        print(f"warning: before on_end, not everything was sent: {fault}", file=sys.stderr, flush=True)
+    if fault := run_on_end(job["on_end"], run, state):
         print(f"warning: on_end {fault}; if it ends the rental, do that by hand", file=sys.stderr, flush=True)
 
 
@@ -143,6 +149,28 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     thread.join(NOTIFY_SECONDS)
     for fault in faults:
         print(f"warning: notify: {event} was not received: {fault}", file=sys.stderr, flush=True)
+
+
+def send_rest(run: RunDirectory, url: str) -> str | None:
+    """Send to the mirror at `url` everything that training's process, which may have been killed, has not sent. Return
+    what went wrong, or None. A mirror that fails is tried again until UPLOAD_SECONDS are over."""
+    command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
+    deadline = time.monotonic() + UPLOAD_SECONDS
+    fault = ""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=left, check=False
+            )
+        except subprocess.TimeoutExpired:
+            break
+        if done.returncode == 0:
+            return None
+        fault = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1].removeprefix("error: ")
+        if done.returncode == UserError.exit_status:  # another machine has the run, for example
+            return fault
+        time.sleep(max(0.0, min(RETRY_SECONDS, deadline - time.monotonic())))
+    return f"{fault or 'the mirror is slow'}; given up after {UPLOAD_SECONDS / 60:.0f} minutes"
 
 
 def run_on_end(command: list[str], run: RunDirectory, state: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> No
     finish([job.start(died, f"--max-restarts={restarts}")], expect=None, timeout=240)
     wait_until(lambda: endings(run))
     assert endings(run) == [f"{'finished' if restarts else 'failed'} {run.name}"]
+
+
+@pytest.mark.fault("killed before its last upload", "what was saved is sent to the mirror, then `on_end` runs")
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_it_runs_after_the_last_upload(shop: Workshop, tmp_path: Path, is_lost: bool) -> None:
+    """Every upload by training's process hangs until that process is killed. If `is_lost`, another machine has taken
+    the run from it."""
+    in_mirror, run_name = tmp_path / f"cut{is_lost}", f"cut{is_lost}"
+    show = ["sh", "-c", f'ls "{in_mirror}/checkpoints"/*/meta.json > "$DDP_PRETRAIN_DIRECTORY/ended"; true']
+    settings = {"min_train_tokens": 1280, "checkpoint_interval": 2, "mirror": tmp_path.as_uri(), "on_end": show}
+    run = shop.add_run(run_name, **settings)
+    hangs = 'before("harness.mirror.store:Mirror.send", pause(1000))'
+    owner = json.dumps({"host": "elsewhere", "id": "other", "heard": time.time()})
+    take = f"lambda: Path({str(in_mirror / 'owner.json')!r}).write_text({owner!r})" if is_lost else "lambda: None"
+    prelude = f"{FAULTS}{hangs}; before(STEP, in_turn({take}, kill), rank=0, step=5)"
+    shop.train(run_name, prelude=prelude, expect=None)
+    wait_until(lambda: (run / "ended").exists())
+    sent = {Path(line).parent.name for line in endings(run)}
+    assert sent == (set() if is_lost else {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")})
 
 
 def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
