@@ -29,6 +29,7 @@ from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
 
+OVER: tuple[StateWord, ...] = ("finished", "diverged", "damaged")  # states in which a sweep trains a run no further
 TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last line and its cause
 
 
@@ -168,7 +169,7 @@ class SweepPlan:
     name: str
     planner: Planner
     count: int  # number of all runs, finished or not
-    finished: int  # number of finished runs
+    over: list[Status]  # runs that have finished or diverged
     left: list[RunPlan]  # in the order of training
     refused: list[str]  # why some runs cannot be trained, one message per run
 
@@ -200,29 +201,29 @@ class SweepPlan:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is finished
-    and no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else,
+    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run has ended and
+    no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else,
     or if its files are damaged."""
     statuses = [status_of(run) for run in sweep.runs]
-    finished = sum(each.state == "finished" for each in statuses)
+    over = [each for each in statuses if each.state in ("finished", "diverged")]
     plans: list[RunPlan] = []
     refused = [each.said for each in statuses if each.state == "damaged"]
     for each in statuses:
-        if each.state not in ("finished", "damaged"):
+        if each.state not in OVER:
             try:
                 plans.append(planner.plan(each.run))
             except UserError as error:
                 refused.append(str(error))
-    if refused and not plans and not finished:
+    if refused and not plans and not over:
         raise UserError(refused[0])
-    return SweepPlan(sweep.name, planner, len(sweep.runs), finished, plans, refused)
+    return SweepPlan(sweep.name, planner, len(sweep.runs), over, plans, refused)
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     """Return the plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
     parts = [paragraph(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
-    if plan.finished:
-        parts.append([f"{plan.finished:,} finished already"])
+    if plan.over:
+        parts.append([f"{count_states(plan.over)} already"])
     if plan.left:
         parts += [_table(plan), _speeds(plan.left), _totals(plan, runs_dir)]
     parts.append([line for reason in plan.refused for line in paragraph(f"Cannot be trained: {reason}")])

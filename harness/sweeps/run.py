@@ -39,7 +39,7 @@ from harness.data.dataset import is_present
 from harness.runs.metrics import describe_progress, read_progress
 from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
+from harness.sweeps.plan import OVER, Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
@@ -157,7 +157,8 @@ def _note(run: DerivedRun, *lines: str) -> None:
 
 
 class SweepRunner:
-    """Runner that trains the unfinished runs. Damaged runs, which have a file that cannot be read, are left unchanged.
+    """Runner that trains the unfinished runs. Runs that have diverged, and damaged runs, which have a file that cannot
+    be read, are left unchanged.
 
     `planner` plans the remaining work of a run, and `script` is ddp_train.py. `max_dollars` limits the cost of all
     `runs` together, and `max_hours` their time on this machine. Both include what the runs took before this sweep
@@ -182,7 +183,7 @@ class SweepRunner:
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free_groups = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
-        self.waiting = [each.run for each in statuses if each.state not in ("finished", "damaged")]
+        self.waiting = [each.run for each in statuses if each.state not in OVER]
         # `dollars` has what each run has cost at the price of the whole machine, by the run's name. `spent` is what all
         # runs have cost together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
@@ -382,16 +383,16 @@ class SweepRunner:
 
     def report_end(self) -> None:
         """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
-        RunStopped if a signal ended the sweep. Otherwise raises RunError if a run is not finished."""
+        RunStopped if a signal ended the sweep. Otherwise raises RunError if a run is neither finished nor diverged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if each.state != "finished"]
         reason = f" ({self.stop_reason})" if self.stop_reason else ""
         say("\n".join([f"\n{count_states(statuses)}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
-        left = sum(each.state != "damaged" for each in unfinished)
+        left = sum(each.state not in OVER for each in unfinished)
         if left:
             why = f"are left: {self.stop_reason}" if self.stop_reason else "failed; the same command tries them again"
             raise RunError(f"{left:,} of {len(statuses):,} runs {why}")
-        if unfinished:
-            raise RunError(f"{len(unfinished):,} of {len(statuses):,} runs are damaged and were left as they are")
+        if damaged := sum(each.state == "damaged" for each in unfinished):
+            raise RunError(f"{damaged:,} of {len(statuses):,} runs are damaged and were left as they are")

@@ -14,8 +14,10 @@ import pytest
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import TrainState
 from harness.runs.directory import RunDirectory
+from harness.sweeps.derived_runs import write_runs
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
+from tests.support.sweeping import load, sweep_command
 
 TOTAL, INTERVAL, PATIENCE = 10_000, 10, 50
 
@@ -126,6 +128,19 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     repeated = shop.train("again", expect=4)
     assert "stopped by stop_if_diverged (the training loss left its level at about step" in repeated.stderr
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
+
+
+def test_a_sweep_takes_it_as_a_result(shop: Workshop) -> None:
+    """No run is started, and the sweep is at its end."""
+    shop.add_run("base", **RISING)
+    made = load(shop, vary={"random_seed": [1]})
+    write_runs(made.missing())
+    shutil.copytree(shop.runs / "ended" / "checkpoints", shop.runs / "s-seed1" / "checkpoints", symlinks=True)
+    assert "1 diverged already" in sweep_command(shop, "plan", str(shop.datasets)).stdout
+    done = sweep_command(shop, "run", str(shop.datasets))
+    assert (done.status, done.stderr) == (0, "")
+    assert "1 diverged" in done.stdout
+    assert not (shop.runs / "s-seed1" / "sweep.log").exists()
 
 
 def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> None:
