@@ -201,9 +201,11 @@ class SweepPlan:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run has ended and
-    no run can be trained. A run cannot be trained if training would refuse it, if its folder holds something else,
-    or if its files are damaged."""
+    """Plan the runs that are left to train, whether their folders exist or not.
+
+    Raises UserError if no run has ended and no run can be trained. A run cannot be trained if training would refuse it,
+    if its folder holds something else, or if its files are damaged.
+    """
     statuses = [status_of(run) for run in sweep.runs]
     over = [each for each in statuses if each.state in ("finished", "diverged")]
     plans: list[RunPlan] = []
