@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[str]:
             0,
             server_host_keys=[host],
             authorized_client_keys=str(keys / "authorized"),
-            sftp_factory=lambda connection: asyncssh.SFTPServer(connection, chroot=str(store)),
+            sftp_factory=lambda connection: asyncssh.SFTPServer(connection, chroot=str(store).encode()),
         )
 
     acceptor = asyncio.run_coroutine_threadsafe(listen(), loop).result()
