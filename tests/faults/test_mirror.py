@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from harness.mirror.fetch import newest_in_mirror
-from harness.mirror.store import Mirror
+from harness.mirror.fetch import step_of
 from tests.support import faulty_store, file_operations
 from tests.support.jobs import for_each, said, set_pace, start, train, wait_for
-from tests.support.launch import Workshop, finish, wait_until
-from tests.support.s3_server import BUCKET, s3_server
+from tests.support.launch import ROOT, Workshop, finish, wait_until
+from tests.support.s3_server import BUCKET, client_of, s3_server
 from tests.support.same_end import assert_same_end
+from tests.support.two_hosts import two_hosts
 
 SETTINGS: dict[str, Any] = {
     "min_train_tokens": 64 * 11,
@@ -124,34 +124,36 @@ LOST_MACHINES = 6
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "six machines lost in one run, on an S3 server",
-    "each killed and its disk deleted: one unchanged command reaches the same end on the seventh",
+    "six machines lost in one run, on an S3 server of another host",
+    "each killed with all its processes, its disk deleted: one unchanged command reaches the same end on the seventh",
 )
-def test_six_lost_machines(shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_lost_machines(shop: Workshop, tmp_path: Path) -> None:
     dice, settings = random.Random(0), {**SETTINGS, "min_train_tokens": 64 * 41}
-    with s3_server() as variables:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)  # for the processes, too
-        shop.add_run("long", **settings)
-        train(shop, "long")
-        mirror, reached = Mirror(f"s3://{BUCKET}", "moving"), -1
-        prelude = SLOWLY + faulty_store.HASTE
+    shop.add_run("long", **settings)
+    train(shop, "long")
+    prelude = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SLOWLY}{faulty_store.HASTE}"
+    with two_hosts(tmp_path) as pair, s3_server(pair.first) as variables:
+        machine, reached, brought = pair.second, -1, 0
+        machine.shop.add_dataset()
 
         def newest_step() -> int:
-            found = newest_in_mirror(mirror, mirror.files())
-            return -1 if found is None else found[1].global_step
+            """Return the step of the newest whole checkpoint on the server, or -1 if there is none."""
+            listed = machine.at_home(lambda: client_of(variables).list_objects_v2(Bucket=BUCKET)).get("Contents", [])
+            whole = [each["Key"].split("/")[2] for each in listed if each["Key"].endswith("/meta.json")]
+            return max((step_of(name) for name in whole), default=-1)
 
-        for machine in range(LOST_MACHINES + 1):
-            shutil.rmtree(shop.runs / "moving", ignore_errors=True)
-            run = shop.add_run("moving", **settings, mirror=f"s3://{BUCKET}")
-            processes = start(shop, "moving", "--wait", prelude=prelude)
-            if machine == LOST_MACHINES:
-                finish(processes, expect=0, timeout=200)
-                break
-            wait_until(lambda: newest_step() > reached, *processes)  # noqa: B023
-            reached = newest_step()
-            threading.Event().wait(dice.uniform(0, 0.4))
-            processes[0].kill()
-            assert wait_for(processes[0], 10) == -signal.SIGKILL
-        assert reached > 0
+        for number in range(LOST_MACHINES + 1):
+            shutil.rmtree(machine.shop.runs / "moving", ignore_errors=True)
+            run = machine.shop.add_run("moving", **settings, mirror=f"s3://{BUCKET}")
+            process = machine.start([*machine.training("moving"), "--wait"], variables, prelude)
+            if number < LOST_MACHINES:
+                wait_until(lambda: newest_step() > reached, process)  # noqa: B023
+                threading.Event().wait(dice.uniform(0, 0.4))
+                machine.crash()
+                process.wait(10)
+                reached = newest_step()
+            else:
+                finish([process], expect=0, timeout=200)
+            brought += "is from the mirror" in process.read(".out")
+        assert brought == LOST_MACHINES
         assert_same_end(shop.runs / "long", run)
