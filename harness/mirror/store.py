@@ -62,6 +62,8 @@ class Mirror:
             options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": NETWORK_SECONDS}}
         try:
             fsspec.get_filesystem_class(self.scheme)
+            if self.scheme == "hf":
+                _silence_hub()
             if self.scheme == "sftp":
                 options |= {"timeout": 10, "banner_timeout": NETWORK_SECONDS, "host_key_policy": _known_hosts_only()}
             else:
@@ -120,12 +122,20 @@ class Mirror:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file, in place of an earlier one."""
-        self._put(path, lambda fs, target: fs.pipe_file(target, data), len(data))
+        if self.scheme == "hf":
+            self._put_into_bucket(path, data)
+        else:
+            self._put(path, lambda fs, target: fs.pipe_file(target, data), len(data))
 
     def send(self, path: str, local: Path, progress: Callable[[int], None]) -> None:
         """Write a file with the contents of the file `local`. `progress` is called with the number of bytes sent since
-        the previous call."""
+        the previous call; at hf:// it is called once, at the end."""
         from fsspec.callbacks import Callback
+
+        if self.scheme == "hf":
+            self._put_into_bucket(path, local)
+            progress(local.stat().st_size)
+            return
 
         class Told(Callback):  # type: ignore[misc]
             def relative_update(self, inc: int = 1) -> None:
@@ -148,6 +158,14 @@ class Mirror:
         if target != final:
             fs.mv(target, final)
 
+    def _put_into_bucket(self, path: str, source: bytes | Path) -> None:
+        """Write a file of a bucket of the Hub. fsspec would copy it to the folder of temporary files first. The Hub
+        verifies it by its hash."""
+        from huggingface_hub import HfApi
+
+        _, owner, name, target = f"{self.name}/{path}".removeprefix("hf://").split("/", 3)
+        HfApi().batch_bucket_files(f"{owner}/{name}", add=[(source, target)])
+
     def delete(self, *paths: str) -> None:
         """Delete files, or folders with all that is in them. What is not there is left out."""
         for path in paths:
@@ -163,6 +181,15 @@ class Mirror:
             if isinstance(time_of_store, datetime):
                 return time_of_store.timestamp()
         return None
+
+
+def _silence_hub() -> None:
+    """Keep huggingface_hub from writing bars and a line for each of its retries into the output of training."""
+    from huggingface_hub import logging
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    logging.set_verbosity_error()
 
 
 def _known_hosts_only() -> Any:

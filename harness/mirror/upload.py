@@ -31,6 +31,7 @@ from harness.runs.metrics import rough_duration
 ASIDE = "meta-aside.json"  # the meta.json of a checkpoint that the run has gone back behind
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
 END_PATIENCE_SECONDS = 900.0  # at the end of a run, without any byte sent, before it is left as it is
+LEAST_SPEED = 2e6  # bytes per second, by which END_PATIENCE_SECONDS grows for a file that is sent without a count
 FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  # sent besides metrics and results
 
 
@@ -52,6 +53,7 @@ class Uploads:
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
         self._versions: dict[str, tuple[int, int]] = {}  # size and time of the small files that were sent
         self._sent_bytes = 0  # of everything, for the bar
+        self._uncounted = 0  # size of the file that is being sent to a store that does not say how far it is
         self._is_first = True
         self._failing_since: float | None = None
         self._sent_since_failure = 0
@@ -91,7 +93,7 @@ class Uploads:
                     if bar is not None:
                         bar.update(self._sent_bytes - last)
                     last, since = self._sent_bytes, time.monotonic()
-                if time.monotonic() - since > END_PATIENCE_SECONDS:
+                if time.monotonic() - since > END_PATIENCE_SECONDS + self._uncounted / LEAST_SPEED:
                     break
         if bar is not None:
             bar.close()
@@ -203,8 +205,9 @@ class Uploads:
         def progress(count: int) -> None:
             self._sent_bytes += count
 
+        self._uncounted = size if self.mirror.scheme == "hf" else 0
         self.mirror.send(remote, file, progress)
-        self._sent_bytes = before + size
+        self._sent_bytes, self._uncounted = before + size, 0
 
     def _send_small(self, name: str, path: Path) -> None:
         """Send a small file if it has changed since it was sent. It may grow meanwhile."""
