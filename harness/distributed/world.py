@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -118,6 +119,20 @@ class World:
                     dist.all_reduce(numbers)
                     dist.broadcast(numbers, src=0)
                     numbers[0].item()  # waits for the device
+
+    def all_reduce_seconds(self, size: int, count: int) -> float:
+        """Return the seconds, on the slowest rank, of `count` all-reduces of a tensor of `size` bytes on the device.
+        Collective."""
+        numbers = torch.zeros(size // 4, device=self.device)
+        with leaving_with_peers():
+            dist.all_reduce(numbers)  # the first one connects the ranks
+            numbers[0].item()  # waits for the device
+            self.barrier()
+            began = time.perf_counter()
+            for _ in range(count):
+                dist.all_reduce(numbers)
+            numbers[0].item()
+        return max(self.gather(time.perf_counter() - began))
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
         """Start to compute, for each of `numbers`, its maximum over all ranks. Returns a function that waits for the

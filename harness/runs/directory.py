@@ -73,6 +73,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.results = path / "results"  # measurements of checkpoints, and results of microbatch searches (-f)
         self.sweep_log = path / "sweep.log"  # output of the run's processes in a sweep, and how the last of them ended
+        self.machine_check = path / "machine-check.json"  # the speed that check_machine.py has measured
         self.compile_cache = path / "compile-cache"  # compiled code, which --restart leaves where it is
         self.aside = path / "aside"  # folders of old results
 

@@ -1,4 +1,4 @@
-"""Run ddp_train.py on the null device.
+"""Run ddp_train.py, or another script, on the null device.
 
     python -m tests.nullcuda.command RUN DATASETS_DIR [OPTION]...
 
@@ -18,7 +18,7 @@ import torch
 from harness.evaluation import loss
 from harness.training.loss_meter import LossMeter
 
-SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
+ROOT = Path(__file__).parents[2]
 read_state, compute_losses = LossMeter.state, loss.microbatch_losses
 
 
@@ -34,11 +34,11 @@ def plausible_losses(*arguments: Any) -> list[float]:
     return [5.0] * len(compute_losses(*arguments))
 
 
-def main() -> None:
+def main(script: str = "ddp_train.py") -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
     LossMeter.state = plausible_state  # type: ignore[method-assign]
     loss.microbatch_losses = plausible_losses  # type: ignore[assignment]  # before another module imports it
-    sys.argv = [str(SCRIPT), *sys.argv[1:]]
+    sys.argv = [str(ROOT / script), *sys.argv[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -1,0 +1,243 @@
+"""Rates of a machine, measured before anything is trained on it: matrix products and copies on each device, the ranks'
+all-reduce, the disk, a download, and the training step of a run (check_machine.py).
+
+All ranks measure at the same time, as they train. A rate is that of a whole period, because a device that slows down
+after a while, as a hot one does, is slow in training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.common.errors import RunError
+from harness.common.files import replace_text
+from harness.common.memory import is_out_of_memory
+from harness.common.messages import GIB
+from harness.data.loader import Microbatch
+from harness.distributed.world import World
+from harness.model.precision import DTYPES, Precision
+from harness.planning.experiment import Experiment
+from harness.runs.results import now
+from harness.runs.throughput import BELIEVED_SECONDS, BELIEVED_STEPS, Measured, peak_flops
+from harness.training.compile_cache import CompileCache
+from harness.training.step import build_training_step
+from harness.training.zero1 import StatePartition
+
+SECONDS = 2.0  # for each rate of a device
+SLOW = 0.9  # a rank is slow if a rate of its device is below this part of the median of all ranks
+HEADINGS = ("rank", "device", "GiB free", "TFLOP/s", "copies GB/s", "from host GB/s")
+EXCHANGES = 10  # all-reduces of each size
+DISK_BYTES = 2**28
+DOWNLOAD_SECONDS, DOWNLOAD_BYTES = 4.0, 2**28
+DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
+LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if a plan needs more of them
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """A rank's device and its rates. FLOP/s for `products`; bytes read and written per second for `copies`; bytes per
+    second for `from_host`, which is None on a CPU."""
+
+    host: str
+    name: str
+    free_bytes: int
+    total_bytes: int
+    products: float
+    copies: float
+    from_host: float | None
+
+
+def measure_device(world: World) -> DeviceRates:
+    """Measure this rank's device while all other ranks measure theirs. Collective."""
+    device = world.device
+    is_gpu = device.type == "cuda"
+    free, total = torch.cuda.mem_get_info() if is_gpu else host_memory()
+    width, size = (8192, 2**28) if is_gpu else (1024, 2**26)
+    dtype = DTYPES.get(Precision.resolve("auto", device).name, torch.float32)
+    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def rate(work: Callable[[], object], amount: int) -> float:
+        """Return `amount` per call of `work`, per second."""
+        calls, count = 10 if is_gpu else 1, 0
+        for _ in range(2):  # the first call loads kernels
+            work()
+        wait_for(device)
+        world.barrier()
+        began = time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < SECONDS or not count:
+            for _ in range(calls):
+                work()
+            wait_for(device)
+            count += calls
+        return amount * count / elapsed
+
+    products = rate(lambda: matrix @ matrix, 2 * width**3)
+    copies = rate(lambda: target.copy_(source), 2 * size)
+    from_host = None
+    if is_gpu:
+        pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        from_host = rate(lambda: target.copy_(pinned, non_blocking=True), size)
+    return DeviceRates(socket.gethostname(), world.device_name, free, total, products, copies, from_host)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the free and the total bytes of this machine's memory."""
+    free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    return free, total
+
+
+def slow_ranks(rates: Sequence[DeviceRates]) -> list[str]:
+    """Return, for each rank with a rate below SLOW of the median, a text that says by how much."""
+    found = []
+    for what in ("products", "copies", "from_host"):
+        values = [value for each in rates if (value := getattr(each, what)) is not None]
+        median = statistics.median(values) if values else 0.0
+        for rank, value in enumerate(values):
+            if value < SLOW * median:
+                words = {"from_host": "copies from the host"}.get(what, what)
+                found.append(f"rank {rank} ({rates[rank].host}): {words} {1 - value / median:.0%} below the median")
+    return found
+
+
+def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
+    """Return for each size (bytes) the bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes per
+    second, which NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md) compare with the hardware. Collective."""
+    share = 2 * (world.size - 1) / world.size
+    return [share * size * EXCHANGES / world.all_reduce_seconds(size, EXCHANGES) for size in sizes]
+
+
+def describe_disk(folder: Path) -> str:
+    """Write a file in `folder` to its disk and read it, and return both rates as text. Raises RunError."""
+    path, data = folder / f".check-machine-{os.getpid()}", os.urandom(2**24)
+    try:
+        began = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(DISK_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk
+        opened = time.perf_counter()
+        with path.open("rb") as file:
+            while file.read(len(data)):
+                pass
+        writes, reads = DISK_BYTES / (written - began), DISK_BYTES / (time.perf_counter() - opened)
+    except OSError as error:
+        raise RunError(f"{folder}: {error.strerror} while a file of {DISK_BYTES / 2**20:.0f} MiB was written") from None
+    finally:
+        path.unlink(missing_ok=True)
+    return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s"
+
+
+def describe_download() -> str:
+    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured."""
+    from huggingface_hub import constants
+
+    count, began = 0, time.perf_counter()
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        with urllib.request.urlopen(f"{constants.ENDPOINT}/{DOWNLOADED}", timeout=DOWNLOAD_SECONDS) as answer:
+            began = time.perf_counter()
+            while count < DOWNLOAD_BYTES and time.perf_counter() - began < DOWNLOAD_SECONDS:
+                if not (part := answer.read(2**20)):
+                    break
+                count += len(part)
+    except (OSError, ValueError, HTTPException) as error:
+        return f"download from {constants.ENDPOINT}: not measured: {getattr(error, 'reason', None) or error}"
+    rate = count / (time.perf_counter() - began)
+    return f"download from {constants.ENDPOINT}: {rate / 1e6:,.0f} MB/s by one connection"
+
+
+def measure_training(experiment: Experiment, world: World) -> Measured:
+    """Train a new model of the experiment on random tokens, with its batch and settings, and return the speed. Writes
+    it into the run's folder, where --plan finds it. Collective.
+
+    Raises RunError if the memory is too small, and UserError if this machine cannot compute what train.json demands.
+    """
+    config, layout = experiment.config, experiment.layout(world.size)
+    precision = Precision.for_training(config.precision, world.device).name
+    step_config = config.model_copy(update={"precision": precision})
+    try:
+        step = build_training_step(experiment, step_config, world, partition=StatePartition.for_world(world))
+        cache = CompileCache.of(experiment, step_config, world)
+        cache.load()
+        length = experiment.model.context_length
+        tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, layout.microbatch_size * length + 1)
+        microbatch = Microbatch(tokens, length)
+        step.warm_up(microbatch, world)
+        cache.save()  # so that the run compiles nothing
+
+        def seconds_of(steps: int) -> float:
+            world.barrier()
+            began = time.perf_counter()
+            for _ in range(steps):
+                step.run([microbatch] * layout.accumulation_steps, 0.0)
+            wait_for(world.device)
+            return max(world.gather(time.perf_counter() - began))
+
+        seconds_of(1)  # which is slower than the others
+        steps, seconds, count = 0, 0.0, 1
+        while seconds < LONGEST_SECONDS and (steps < BELIEVED_STEPS or seconds < BELIEVED_SECONDS):
+            took = seconds_of(count)
+            steps, seconds, count = steps + count, seconds + took, math.ceil(count / took)  # about a second
+        measured = Measured(global_steps=steps, tokens=steps * layout.global_tokens, seconds=seconds)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"out of memory with microbatch_size {config.microbatch_size}; `ddp_train.py RUN datasets -f` finds the "
+            "largest that fits"
+        ) from None
+    contents = {
+        "date": now(),
+        "device": world.device_name,
+        "world_size": world.size,
+        "microbatch_size": layout.microbatch_size,
+        "accumulation_steps": layout.accumulation_steps,
+        "tokens_per_second": measured.tokens_per_second,
+        "measured": measured.model_dump(),
+        "model": experiment.model.model_dump(mode="json"),
+        "train": config.model_dump(mode="json"),
+    }
+    world.on_rank0(lambda: replace_text(experiment.run.machine_check, json.dumps(contents, indent=4) + "\n"))
+    return measured
+
+
+def exchanged_sizes(experiment: Experiment | None) -> list[int]:
+    """Return the bytes of DDP's buckets: of its first one, of the others and, for a run, of its largest gradient, which
+    has a bucket of its own."""
+    bucket = (experiment and experiment.config.bucket_mb) or 25
+    sizes = [2**20, bucket * 2**20]
+    if experiment is not None:
+        sizes.append(4 * experiment.model.vocab_size * experiment.model.emb_dim)
+    return sorted({*sizes})
+
+
+def row(rank: int, rates: DeviceRates) -> list[str]:
+    """Return the row of a rank in the table with HEADINGS. It lacks the last column on a CPU."""
+    memory = f"{rates.free_bytes / GIB:.1f} of {rates.total_bytes / GIB:.1f}"
+    peak = peak_flops(rates.name)
+    products = f"{rates.products / 1e12:.3g}" + ("" if peak is None else f" ({rates.products / peak:.0%} of peak)")
+    cells = [str(rank), rates.name, memory, products, f"{rates.copies / 1e9:.4g}"]
+    return cells if rates.from_host is None else [*cells, f"{rates.from_host / 1e9:.3g}"]

@@ -1,0 +1,152 @@
+"""check_machine.py on CPUs, with real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.nullcuda.device import environment, why_not
+from tests.support.isolation import ROOT
+from tests.support.launch import Result, Workshop, finish, rank_variables
+from tests.support.planning import rows
+from tests.support.warm import WarmProcess
+
+# Shorter than for a user. SECONDS stays longer than the pauses of a rank that is slowed down.
+HASTE = """
+import harness.training.machine_check as check
+check.SECONDS, check.DISK_BYTES, check.DOWNLOAD_BYTES = {seconds}, 2**24, 2**22
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path, environment={"HF_HUB_OFFLINE": "1"})
+    made.add_run("r")
+    return made
+
+
+def start(shop: Workshop, *arguments: str, ranks: int = 1, seconds: float = 0.2) -> list[WarmProcess]:
+    command = [str(ROOT / "check_machine.py"), *arguments, "--runs-dir", str(shop.runs)]
+    places = rank_variables(ranks) if ranks > 1 else [{}]
+    return [shop.fork(command, place, HASTE.format(seconds=seconds)) for place in places]
+
+
+def check(shop: Workshop, *arguments: str, ranks: int = 1, expect: int | None = None) -> Result:
+    return finish(start(shop, *arguments, ranks=ranks), expect=expect, timeout=200)
+
+
+def test_a_slow_rank_is_named(shop: Workshop) -> None:
+    """Rank 1 is stopped for most of the time."""
+    processes = start(shop, ranks=2, seconds=2.0)
+    is_over = threading.Event()
+
+    def slow_down() -> None:
+        while not is_over.wait(0.02):
+            try:
+                os.kill(processes[1].pid, signal.SIGSTOP)
+                is_over.wait(0.06)
+                os.kill(processes[1].pid, signal.SIGCONT)
+            except ProcessLookupError:
+                return
+
+    thread = threading.Thread(target=slow_down)
+    thread.start()
+    try:
+        result = finish(processes, expect=1, timeout=200)
+    finally:
+        is_over.set()
+        thread.join()
+    error = next(line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert "rank 1 (" in error
+    assert "products" in error
+    assert "% below the median" in error
+    assert "rank 0" not in error
+
+
+@pytest.mark.slow
+def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
+    shop.add_dataset()
+    result = check(shop, "r", ranks=2)
+    assert "all-reduce of 2 ranks (bus bandwidth): " in result.stdout
+    assert f"disk at {shop.runs / 'r'}: writes" in result.stdout
+    assert "not measured: HF_HUB_OFFLINE is set" in result.stdout
+    kept = json.loads((shop.runs / "r" / "machine-check.json").read_text())
+    assert f"training r: {kept['tokens_per_second']:,.0f} tokens/s" in result.stdout
+    assert rows(shop, "r", ranks=2)["speed"].startswith(f"{kept['tokens_per_second']:,.0f} tokens/s")
+    assert "machine-check.json" in rows(shop, "r", ranks=2)["speed"]
+    assert "machine-check.json" not in str(rows(shop, "r", ranks=1)), "another number of ranks"
+    measured = {**kept, "tokens_per_second": 12345.0}
+    (shop.runs / "r" / "summary.json").write_text(json.dumps(measured))
+    assert rows(shop, "r", ranks=2)["speed"].startswith("12,345 tokens/s"), "what training itself has measured"
+    assert {path.name for path in (shop.runs / "r").iterdir()} == {
+        *("model.json", "train.json", "machine-check.json", "summary.json")
+    }
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(bytes(2**22))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_the_download(shop: Workshop, hub: str) -> None:
+    shop.environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub}
+    assert f"download from {hub}: " in (result := check(shop, expect=0)).stdout
+    assert "MB/s by one connection" in result.stdout
+    shop.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    assert "http://127.0.0.1:9: not measured: " in check(shop, expect=0).stdout
+
+
+def test_wrong_input_is_one_line(shop: Workshop) -> None:
+    for arguments, named in (
+        (["none"], "no such run"),
+        (["r", "more"], "unexpected extra argument"),
+        (["--processes", "0"], "--processes"),
+        (["r", "--processes", "100000"], "at most"),
+    ):
+        result = check(shop, *arguments, expect=2)
+        assert named in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    shop.runs.rename(shop.path / "elsewhere")
+    assert "--runs-dir" in check(shop, expect=2).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_on_the_null_device(shop: Workshop) -> None:
+    """No rate there means anything; everything runs that runs on a GPU."""
+    haste = HASTE.format(seconds=0.1) + "check.BELIEVED_SECONDS = 1.0\n"
+    program = f"{haste}from tests.nullcuda import command\ncommand.main('check_machine.py')"
+    arguments = ["r", "--runs-dir", str(shop.runs)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment(gib=8.0) | {"HF_HUB_OFFLINE": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "% of peak" in done.stdout
+    assert "training r: " in done.stdout
