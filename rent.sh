@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# From a fresh rented machine to a trained, measured and published model. docs/renting.md explains it. The script can be
+# run again at any point, on this machine or on a new one: what is done already is not done again.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+Usage: ./rent.sh [OPTION]... RUN [DATASETS_DIR]
+
+Set up this machine, check it, print the plan of RUN, train RUN, measure its loss on the test split, and publish it.
+
+  --processes N         ranks, one for each GPU  [default: all GPUs, or 1]
+  --mirror URL          keep a copy of the run at URL, and continue from it on a new machine
+  --fit                 first find the largest microbatch that fits, and put it into train.json
+  --publish OWNER/NAME  upload the model to the Hugging Face Hub
+  --on-end COMMAND      shell command that ends the rental: runs when all else has ended or failed, once
+                        training has begun (in place of train.json's "on_end", which does not wait for the test)
+  --skip PART,...       leave out setup, check, plan, train or test
+END
+}
+
+fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
+
+words=() skipped="" processes="" mirror="" publish="" on_end="" fits=false
+while [ "$#" -gt 0 ]; do
+    case "$1" in
+        --help) usage; exit ;;
+        --fit) fits=true ;;
+        --skip | --processes | --mirror | --publish | --on-end)
+            [ "$#" -gt 1 ] || fail "$1: needs a value (see ./rent.sh --help)"
+            case "$1" in
+                --skip) skipped=",$2," ;;
+                --processes) processes="$2" ;;
+                --mirror) mirror="$2" ;;
+                --publish) publish="$2" ;;
+                --on-end) on_end="$2" ;;
+            esac
+            shift ;;
+        -*) fail "$1: no such option (see ./rent.sh --help)" ;;
+        *) words+=("$1") ;;
+    esac
+    shift
+done
+[ "${#words[@]}" -ge 1 ] && [ "${#words[@]}" -le 2 ] || fail "give one RUN, then DATASETS_DIR (see ./rent.sh --help)"
+run="${words[0]}" datasets="${words[1]:-datasets}"
+cd "$(dirname "${BASH_SOURCE[0]}")"
+runs="${RUNS_DIR:-runs}" here="${RUNS_DIR:-runs}/$run"
+[ -f "$here/train.json" ] || fail "$here: no such run; a run is a folder with model.json and train.json"
+for part in ${skipped//,/ }; do
+    case "$part" in setup | check | plan | train | test) ;; *) fail "--skip $part: no such part (see --help)" ;; esac
+done
+
+# begin PART: succeed unless PART is skipped, and print its name and the time since the start.
+begin() {
+    case "$skipped" in *",$1,"*) return 1 ;; esac
+    printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
+}
+
+if begin setup; then
+    ./setup_lambda.sh
+    PATH="$PATH:$HOME/.local/bin"
+    case "$mirror" in s3:* | sftp:*) uv sync --extra "${mirror%%:*}" ;; gs:*) uv sync --extra gcs ;; *) uv sync ;; esac
+fi
+[ -n "$processes" ] || processes="$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)"
+[ "${processes:-0}" != 0 ] || processes=1
+where=(--runs-dir "$runs")
+training=(uv run ddp_train.py "$run" "$datasets" --processes "$processes" "${where[@]}")
+if [ -n "$mirror" ]; then training+=(--mirror "$mirror" --wait); fi
+
+# What an earlier machine has begun continues with the settings with which it began.
+is_begun=false
+if [ -n "$(ls "$here/checkpoints" 2>/dev/null)" ]; then
+    is_begun=true
+elif [ -n "$mirror" ] && uv run mirror.py list "$mirror" | grep "^$run: "; then
+    is_begun=true
+    rm -rf "$runs/.from-mirror"
+    uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
+    mv "$runs/.from-mirror/$run/train.json" "$here/train.json"
+    rm -r "$runs/.from-mirror"
+fi
+if ! "$is_begun"; then
+    if begin check; then uv run check_machine.py "$run" --processes "$processes" "${where[@]}"; fi
+    if "$fits"; then begin fit && uv run ddp_train.py "$run" "$datasets" -f --write --processes "$processes" "${where[@]}"; fi
+fi
+if begin plan; then "${training[@]}" --plan; fi
+if begin train; then
+    if [ -n "$on_end" ]; then trap 'sh -c "$on_end"' EXIT; fi
+    "${training[@]}" &
+    # Without this, bash would end at once, and COMMAND would run while training saves its last checkpoint.
+    trap 'kill -TERM "$!"' TERM INT HUP
+    status=0
+    wait "$!" || status=$?
+    while kill -0 "$!" 2>/dev/null; do wait "$!" || status=$?; done
+    trap - TERM INT HUP
+    [ "$status" = 0 ] || exit "$status"
+fi
+if begin test; then
+    uv run test_loss.py "$datasets" "$run" "${where[@]}"
+    if [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}"; fi
+fi
+if [ -n "$publish" ]; then begin publish && uv run convert_hf.py publish "$run" "$publish" "${where[@]}"; fi
+printf '\n== done after %d min %d s\n' $((SECONDS / 60)) $((SECONDS % 60))

@@ -1,0 +1,117 @@
+"""rent.sh, the real script and the real commands. `uv` is a shell script that starts this Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mirror.test_two_machines import SETTINGS
+from tests.support.isolation import ROOT
+from tests.support.launch import Workshop, wait_until
+from tests.support.same_end import assert_same_end
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset(tokens=20_000)
+    made.add_run("r", **SETTINGS | {"min_train_tokens": 64 * 200, "checkpoint_interval": 20, "validation_interval": 40})
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin" / "uv"
+    uv.write_text(
+        f'#!/bin/sh\n[ "$1" = run ] || exit 0\nshift\necho "$*" >> {tmp_path}/calls\nexec {sys.executable} "$@"\n'
+    )
+    uv.chmod(0o755)
+    font = tmp_path / ".local/share/fonts/xkcd-script.ttf"
+    font.parent.mkdir(parents=True)
+    font.write_text("a font, so that none is downloaded")
+    return made
+
+
+def rent(shop: Workshop, *arguments: str) -> subprocess.Popen[str]:
+    variables = {"HOME": str(shop.path), "RUNS_DIR": str(shop.runs), "PATH": f"{shop.path}/bin:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        [str(ROOT / "rent.sh"), *arguments],
+        env=os.environ | variables | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def refused(shop: Workshop, *arguments: str) -> str:
+    process = rent(shop, *arguments)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (2, "")
+    assert stderr.startswith("error: ")
+    assert len(stderr.splitlines()) == 1
+    return stderr
+
+
+def test_wrong_input_is_one_line(shop: Workshop) -> None:
+    assert "give one RUN" in refused(shop)
+    assert "no such run" in refused(shop, "none")
+    assert "--fot: no such option" in refused(shop, "r", "--fot")
+    assert "--mirror: needs a value" in refused(shop, "r", "--mirror")
+    assert "--skip fit: no such part" in refused(shop, "r", "--skip", "plan,fit")
+    assert not (shop.path / "calls").exists()
+
+
+@pytest.mark.slow
+def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
+    """The script alone gets the signal."""
+    show = f"cd {shop.runs}/r/checkpoints && ls -d *-iteration-* latest/meta.json > {shop.path}/ended"
+    process = rent(shop, "r", str(shop.datasets), "--skip", "setup,check,plan", "--on-end", show)
+    wait_until(lambda: len(list(shop.runs.glob("r/checkpoints/2*"))) > 1, process)
+    process.terminate()
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
+    assert "Loss on the test split" not in stdout
+    newest = (shop.runs / "r" / "checkpoints" / "latest").resolve().name
+    seen = (shop.path / "ended").read_text().split()
+    assert newest in seen
+    assert "latest/meta.json" in seen
+
+
+@pytest.mark.slow
+def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
+    """The first machine is killed while it trains. On the second, train.json has another microbatch, as if -f had not
+    been run there yet."""
+    store, ended = shop.path / "store", shop.path / "ended"
+    command = ["r", str(shop.datasets), "--processes", "2", "--mirror", store.as_uri(), "--skip", "check"]
+    command += ["--on-end", f"echo over >> {ended}"]
+    files = shutil.copytree(shop.runs / "r", shop.path / "files")
+    shop.add_run("straight", **json.loads((files / "train.json").read_text()))
+    first = rent(shop, *command)
+    wait_until(lambda: list(store.glob("r/checkpoints/*/meta.json")), first)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert not ended.exists()
+
+    shutil.rmtree(shop.runs / "r")
+    shutil.copytree(files, shop.runs / "r")
+    shop.add_run("r", **json.loads((files / "train.json").read_text()) | {"microbatch_size": 1})
+    second = rent(shop, *command, "--fit")
+    stdout, stderr = second.communicate(timeout=200)
+    assert second.returncode == 0, stderr
+    assert "is from the mirror" in stdout
+    assert "Loss on the test split" in stdout
+    assert ended.read_text() == "over\n"
+    calls = (shop.path / "calls").read_text()
+    assert "-f --write" not in calls
+    assert [path.name for path in (store / "r" / "results").iterdir()]
+    shop.train("straight")
+    assert_same_end(shop.runs / "straight", shop.runs / "r")
+
+    third = rent(shop, *command)
+    stdout, _ = third.communicate(timeout=200)
+    assert third.returncode == 0
+    assert "is finished" in stdout
