@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.common.files import sha256
+import ddp_train
 from tests.support.isolation import ROOT
 
 GUIDE = ROOT / "docs" / "CLUSTER.md"
@@ -99,32 +99,19 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
     assert process.returncode != 0
 
 
-def test_skypilot_keeps_and_fetches_checkpoints(tmp_path: Path) -> None:
-    """Training on a new cluster begins with the checkpoints that a lost cluster had kept. A checkpoint that was copied
-    only in part is ignored."""
-    kept, run = tmp_path / "kept" / "r", skypilot_task()["run"].replace("/kept/", f"{tmp_path}/kept/")
-    environment = {"RUN": "r", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "1", "SKYPILOT_NUM_NODES": "1"}
+def test_skypilot_continues_from_the_mirror(tmp_path: Path) -> None:
+    """Each node starts torchrun with its own number, the first node's address and the mirror."""
+    environment = pretend(tmp_path / "bin", uv='printf "%s\\n" "$@" > "$NOTES"')
+    environment |= {"HOME": str(tmp_path), "RUN": "r", "MIRROR": "hf://buckets/me/runs", "SKYPILOT_NODE_RANK": "1"}
+    environment |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
     environment |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    train = """
-        for step in 5 9; do
-            folder="runs/r/checkpoints/20260101Z00000$step-iteration-$step"
-            mkdir -p "$folder"; echo "$step" | tee "$folder/optimizer.pt" > "$folder/meta.json"
-        done
-        ln -sfn "${folder##*/}" runs/r/checkpoints/latest
-        echo line >> runs/r/metrics.jsonl; exit 3"""
-    for cluster, command in (("first", train), ("second", "exit 0")):
-        folder = tmp_path / cluster
-        (folder / "runs" / "r").mkdir(parents=True)
-        commands = pretend(tmp_path / f"{cluster}-bin", uv=command)
-        result = subprocess.run(["bash", "-c", run], env={**commands, **environment}, cwd=folder, timeout=60)
-        assert result.returncode == (3 if cluster == "first" else 0)
-        if cluster == "first":
-            half = kept / "checkpoints" / "20260101Z000011-iteration-11"
-            half.mkdir()
-            (half / "optimizer.pt").touch()
-    runs = [tmp_path / cluster / "runs" / "r" for cluster in ("first", "second")]
-    shutil.rmtree(runs[0] / "checkpoints" / "latest", ignore_errors=True)
-    (runs[0] / "checkpoints" / "latest").unlink()
-    first, second = [{p.relative_to(r): sha256(p) for p in r.rglob("*") if p.is_file()} for r in runs]
-    assert first == second
-    assert len(first) == 5
+    subprocess.run(["bash", "-c", skypilot_task()["run"]], env=environment, check=True, timeout=60)
+    words = Path(environment["NOTES"]).read_text().splitlines()
+    assert words[:7] == [
+        *("run", "torchrun", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500"),
+        "--nproc-per-node=8",
+    ]
+    script, *arguments = words[words.index("ddp_train.py") :]
+    with ddp_train.main.make_context(script, arguments) as context:
+        assert context.params["mirror"] == "hf://buckets/me/runs"
+        assert context.params["wait"]
