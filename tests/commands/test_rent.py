@@ -1,13 +1,16 @@
-"""rent.sh, the real script and the real commands. `uv` is a shell script that starts this Python."""
+"""rent.sh and docs/renting.md: the real commands run. Only `uv` is replaced, by a script that starts this Python."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,43 @@ def test_wrong_input_is_one_line(shop: Workshop) -> None:
     assert "--mirror: needs a value" in refused(shop, "r", "--mirror")
     assert "--skip fit: no such part" in refused(shop, "r", "--skip", "plan,fit")
     assert not (shop.path / "calls").exists()
+
+
+def test_recipes_that_end_a_rental(tmp_path: Path) -> None:
+    """Their requests reach a server, with method, path, key and body as the providers document them."""
+    received: list[tuple[str, str, str | None, bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def note(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            received.append((self.command, self.path, self.headers["Authorization"], body))
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_DELETE = note
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    guide = (ROOT / "docs" / "renting.md").read_text(encoding="utf-8")
+    variables = {name: name.lower() for name in ("LAMBDA_API_KEY", "INSTANCE_ID", "RUNPOD_API_KEY", "RUNPOD_POD_ID")}
+    variables |= {"CONTAINER_API_KEY": "container_api_key", "CONTAINER_ID": "7", "no_proxy": "*"}
+    for recipe in re.findall(r"^```bash\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL):
+        script = re.sub(r"https://[a-z.]+", f"http://127.0.0.1:{server.server_port}", recipe)
+        subprocess.run(["sh", "-ec", script], env=os.environ | variables, check=True, timeout=60)
+    server.shutdown()
+    assert received == [
+        (
+            "POST",
+            "/api/v1/instance-operations/terminate",
+            "Bearer lambda_api_key",
+            b'{"instance_ids": ["instance_id"]}',
+        ),
+        ("DELETE", "/v1/pods/runpod_pod_id", "Bearer runpod_api_key", b""),
+        ("DELETE", "/api/v0/instances/7/", "Bearer container_api_key", b""),
+    ]
 
 
 @pytest.mark.slow
