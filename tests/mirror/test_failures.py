@@ -30,6 +30,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     MemoryFileSystem.store.clear()
 
 
+@pytest.mark.fault(
+    "a mirror that is cut, full or forbidden",
+    "a warning, retries, and a line when it is over; the run reaches its end, and the mirror is whole",
+)
 @pytest.mark.parametrize(
     "error",
     [
@@ -58,6 +62,7 @@ def test_told_when_it_begins_and_when_it_is_over(tmp_path: Path, memory: None, e
     assert_same_end(machine.runs / "r", second.runs / "r")
 
 
+@pytest.mark.fault("a store that keeps half of a file", "found, and sent again")
 def test_a_store_that_keeps_half_of_a_file_is_found_out(
     tmp_path: Path, memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +89,7 @@ faulty_store.watch("file", faulty_store.fail(TimeoutError("no answer"), window=r
 """
 
 
+@pytest.mark.fault("stopped while the mirror does not answer", "ends, with what is missing named")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_mirror_that_does_not_answer(tmp_path: Path, number: int) -> None:
     """The run has ended, and waits for its mirror. It says what is missing, and the same command sends it later."""

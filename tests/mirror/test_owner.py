@@ -79,6 +79,10 @@ def test_a_killed_run_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
     lease_of(tmp_path, "a").take(wait=False, take_over=False)
 
 
+@pytest.mark.fault(
+    "a second machine starts a run that another one trains",
+    "refused with that machine named; with --take-over it continues",
+)
 def test_through_the_command(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first")
     other = lease_of(tmp_path, "other")
@@ -92,6 +96,7 @@ def test_through_the_command(tmp_path: Path) -> None:
     assert not (remote(machine) / "owner.json").exists()
 
 
+@pytest.mark.fault("another machine takes the run", "a warning; nothing more is sent")
 def test_a_run_that_was_taken_says_so_once_and_trains_on(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first", report_interval=1)
     thief = lease_of(tmp_path, "thief")

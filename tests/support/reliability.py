@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "faults"
+FOLDER = Path(__file__).resolve().parents[1]
 INTRODUCTION = """# Faults survived
 
 Every line is a test that injects the fault into the real `ddp_train.py`, with one process or several, and compares
@@ -38,7 +38,7 @@ def faults_of(path: Path) -> list[tuple[str, str]]:
 def render(folder: Path = FOLDER) -> str:
     """Return the document. It has a list of faults for each test file, under the first line of the file's docstring."""
     lines = [INTRODUCTION]
-    for path in sorted(folder.glob("test_*.py")):
+    for path in sorted(folder.rglob("test_*.py")):
         if faults := faults_of(path):
             heading = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem
             lines += [f"- {heading.splitlines()[0].rstrip('.')}", *(f"  - **{name}**: {how}" for name, how in faults)]

@@ -34,6 +34,7 @@ def endings(run: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.fault("finished, stopped or failed, with `on_end`", "the command runs once, with the run's state")
 @pytest.mark.parametrize(
     ("name", "prelude", "status"),
     [
@@ -54,6 +55,7 @@ def test_it_runs_before_the_process_ends(shop: Workshop, name: str, prelude: str
         assert endings(run) == ["finished finished"] * 2, "a machine on which nothing is left to do costs as much"
 
 
+@pytest.mark.fault("a rank is killed, with `on_end`", "the command runs once, after all ranks have ended")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_it_runs_if_a_rank_is_killed(shop: Workshop, rank: int) -> None:
     run = shop.add_run(f"killed{rank}", **SHORT)
@@ -166,6 +168,7 @@ def test_messages_of_a_run(shop: Workshop, listener: tuple[str, list[dict[str, A
     assert "secret-token" not in "".join([*texts, outputs.stdout, outputs.stderr, outputs2.stdout, shown])
 
 
+@pytest.mark.fault("a `notify` that refuses or does not answer", "a warning without the URL; nothing else changes")
 def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
     shop: Workshop, listener: tuple[str, list[dict[str, Any]]]
 ) -> None:

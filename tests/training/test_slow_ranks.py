@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from harness.training.pace import SlowRanks
 from tests.support.launch import Workshop
 
@@ -23,6 +25,7 @@ before(FORWARD, passing)
 """
 
 
+@pytest.mark.fault("a rank that is slower than the others", "named while training, once")
 def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=8000)
