@@ -70,11 +70,11 @@ def test_out_of_memory_is_one_line(shop: Workshop) -> None:
 
 
 def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict[str, Any]]:
-    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 5 GiB. Returns what
+    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 10 GiB. Returns what
     tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
     words = " then ".join(f"{each} {shop.datasets} --runs-dir {shop.runs}" for each in commands).split()
     command = [sys.executable, "-m", "tests.nullcuda.ranks", "8", *words]
-    done = subprocess.run(command, env=environment(gib=5), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment(gib=10), cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "no sample" not in done.stdout
@@ -84,16 +84,18 @@ def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict
 def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path) -> None:
     """The answer of -f, whose gradients are in no buckets, holds for training by DistributedDataParallel with
     validation, samples and checkpoints. A microbatch that is 5 % larger, and larger by what fits into the reserve, does
-    not fit. After the first step no step waits or keeps more memory."""
+    not fit. After the first step no step waits or keeps more memory.
+
+    With these sizes, training runs out of memory if the warm-up leaves its blocks in torch's cache."""
     shop = Workshop(tmp_path)
     folder = shop.add_dataset(tokens=2_000_000)
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
     train_bpe(iter(["to train and to test"]), 260, folder / "tokenizer.json")
     (folder / "meta.json").write_text('{"token_dtype": "uint16", "tokenizer": "tokenizer.json"}')
     settings = {"dataset": DATASET, "compile": False, "validation_batches": 8, "validation_interval": 2}
-    settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1, "min_train_tokens": 800_000}
+    settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1, "min_train_tokens": 1_300_000}
     settings |= {"checkpoint_interval": 100}
-    smaller = {"n_layers": 2, "value_embeddings": 1, "vocab_size": 2**14, "bigram_embedding": 2**14}
+    smaller = {"n_layers": 2, "value_embeddings": 1}
 
     def change(**train: Any) -> Path:
         run = shop.add_shipped_run("8xh100m80-fast", **settings, **train)
