@@ -22,6 +22,7 @@ from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
 from harness.planning.experiment import Experiment, Position, check_continuable
 from harness.planning.machines import hourly_price, machine_of_run
+from harness.planning.memory import step_bytes
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
 from harness.runs.budget import Budget
@@ -265,11 +266,12 @@ def describe_plan(
     speed: PlannedSpeed,
     *,
     machine: str | None = None,
+    memory_gib: float | None = None,
     mirrored: InMirror | None = None,
     notes: Sequence[str] = (),
 ) -> str:
     """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
-    screen."""
+    screen. `memory_gib` is the memory of a GPU, if it is known."""
     config, model = plan.config, plan.experiment.model
     lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):
@@ -291,6 +293,11 @@ def describe_plan(
             f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens"
         )
     rows.append(("global batch", "\n".join(batches)))
+    largest = max((layout for _, layout in plan.stages), key=lambda each: each.accumulation_steps)
+    is_for_gpu = speed.device is not None or memory_gib is not None
+    if is_for_gpu and (needed := step_bytes(model, config, largest)) is not None:
+        of = "" if memory_gib is None else f" of {memory_gib:g}"
+        rows.append(("memory", f"{needed / GIB:.1f}{of} GiB on each GPU (estimated; -f measures it)"))
     if config.shard_optimizer:
         whole, ranks = optimizer_state_bytes(config, model) / GIB, plan.layout.world_size
         shard = f"{whole:.2f} GiB of state, about {whole / ranks:.2f} on each of {ranks} ranks"
@@ -429,11 +436,12 @@ def print_plan(
     run is meant for, the plan is for that machine. In this case, if only one process was started, the default number
     of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan`.
     """
-    said, meant, assumed = None, None, options.assume_world_size
+    said, meant, memory, assumed = None, None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):
         (machine, named_by), assumed = means, assumed or (means[0].gpus if ranks == 1 else None)
         meant, kind = find_device(machine.device), options.assume_device or machine.device
         is_that = (kind, assumed or ranks) == (machine.device, machine.gpus)
+        memory = machine.memory_gib if kind == machine.device else None
         said = machine.machine if is_that else f"{assumed or ranks} x {kind} in place of {machine.machine}"
         said += f" (chosen by {named_by}; --assume-device and --assume-world-size replace it)"
     ranks = assumed or ranks
@@ -442,4 +450,4 @@ def print_plan(
     # The disk of this machine does not matter on an assumed machine.
     shortage = None if assumed else plan.disk_shortage(experiment.run)
     notes = [note for note in (plan.dataset_remark, shortage) if note]
-    print(describe_plan(plan, speed, machine=said, mirrored=mirrored, notes=notes), flush=True)
+    print(describe_plan(plan, speed, machine=said, memory_gib=memory, mirrored=mirrored, notes=notes), flush=True)

@@ -34,6 +34,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 # The notebook's runs
 
+PEAKS = {"8xa100m40": 8.32, "8xh100m80": 13.55, "8xb200m160": 27.23}  # GB of a compiled step (docs/LOG.md)
+
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
@@ -50,6 +52,10 @@ def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
     assert number(found["validations"]) == number(found["checkpoints"]) == validations
     assert "300 microbatches" in found["validations"]
     assert number(found["parameters"]) == load_model_config(SHIPPED_RUNS / name / "model.json").parameters
+    if peak := PEAKS.get(name):
+        said = re.match(r"([\d.]+) of (\d+) GiB on each GPU", found["memory"])
+        assert said
+        assert (float(said[1]), said[2]) == (pytest.approx(peak * 1e9 / 2**30, rel=0.05), name.rpartition("m")[2])
     said = re.match(r"([\d.]+) h training \+ ([\d.,]+) (h|s) validation", found["time"])
     assert said
     assert float(said[1]) == pytest.approx(steps / 3600, abs=0.005)
@@ -69,6 +75,7 @@ def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
         speed = "19,678 tokens/s of training alone, without validation (reported for 1x RTX 3090"
         assert found["speed"].startswith(speed)
         assert found["time"].startswith("46.02 h training"), "the notebook's progress bar showed 46 hours"
+        assert "memory" not in found, "there is no GPU here, and the machine is not in the list"
     else:
         assert "give --assume-tps" in found["time and cost"]
     assert all(key in printed for key in ("dataset=", "microbatch_size=", "emb_dim="))

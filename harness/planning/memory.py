@@ -1,0 +1,56 @@
+"""Estimated memory of a training step on a GPU. Does not import torch.
+
+The estimate adds up the tensors that exist when the loss is computed, where a compiled step in bf16 has its peak. Those
+that the backward pass of a block needs are listed in `block_bytes`. docs/LOG.md compares it with torch's allocator.
+"""
+
+from __future__ import annotations
+
+from harness.data.loader import BatchLayout
+from harness.model.config import ModelConfig
+from harness.runs.optimizer_state import optimizer_state_bytes
+from harness.runs.train_config import TrainConfig
+
+# Bytes per element: of weights, gradients and, by default, the residual stream; of everything else in bf16.
+FP32, BF16 = 4, 2
+CHUNK_BYTES = 2**29  # of the logits of which the loss is computed at once
+
+
+def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:
+    """Return the bytes that a compiled step in bf16 allocates on each GPU at its peak, or None if the estimate does not
+    cover the model or the settings: experts, another precision, a step that is not compiled."""
+    if model.moe is not None or config.precision not in ("auto", "bf16") or config.compile is False:
+        return None
+    ranks, tokens = layout.world_size, layout.microbatch_size * layout.context_length
+    # The gradients of the last step stay in DDP's buckets, or those of earlier microbatches are being added up.
+    are_kept = ranks > 1 or layout.accumulation_steps > 1
+    state = optimizer_state_bytes(config, model) // (ranks if config.shard_optimizer else 1)
+    fixed = FP32 * model.parameters * (2 if are_kept else 1) + state
+    fixed += 3 * model.n_layers * model.block_weights  # measured: a copy of the weights in bf16, and a part more
+    loss = CHUNK_BYTES + 2 * BF16 * model.vocab_size * model.emb_dim  # with the head's weight, and its gradient
+    residual = (BF16 if config.residual_precision == "bf16" else FP32) * model.emb_dim
+    outside, block = outside_bytes(model, residual), block_bytes(model, residual)
+    if config.activation_checkpointing:  # a block is computed again when the loss is done
+        return fixed + tokens * (outside + residual * model.n_layers) + max(loss, tokens * block)
+    mixed = 2 * BF16 * model.kv_width * min(2 * (model.value_embeddings or 0), model.n_layers)
+    return fixed + tokens * (outside + mixed + block * model.n_layers) + loss
+
+
+def outside_bytes(model: ModelConfig, residual: int) -> int:
+    """Return the bytes per token that are kept outside of the blocks: the embedding, what else the blocks read, and the
+    last norm's input, its output and the gradient of that, which is computed with the loss. `residual` is the size of
+    the residual stream in bytes per token."""
+    streams = 2 + model.embedding_skip + (model.bigram_embedding is not None)
+    return streams * residual + BF16 * (2 * model.emb_dim + model.kv_width * (model.value_embeddings or 0))
+
+
+def block_bytes(model: ModelConfig, residual: int) -> int:
+    """Return the bytes per token that a block's forward pass keeps for its backward pass."""
+    width, queries, keys, rates = model.emb_dim, model.query_width, model.kv_width, model.drop_rates
+    norms = 2 * (residual + BF16 * width)
+    attention = BF16 * (queries + 2 * keys + queries)  # queries, keys, values, and the heads' output
+    if model.qk_norm:
+        attention += BF16 * (queries + keys)
+    feed_forward = BF16 * model.mlp_width * (3 if model.mlp == "swiglu" else 2)
+    masks = width * ((rates.attention_output > 0) + (rates.mlp_output > 0))  # a byte for each element
+    return norms + attention + feed_forward + masks
