@@ -215,13 +215,14 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Fetch the files of results/ that the run's folder does not have."""
+    """Fetch the files of results/ and compile-cache/ that the run's folder does not have."""
+    folders = {folder.name: folder for folder in (run.results, run.compile_cache)}
     for path in files:
-        folder, _, name = path.partition("/")
-        if folder == run.results.name and SAFE_NAME.fullmatch(name) and not (run.results / name).exists():
+        name, _, file = path.partition("/")
+        if name in folders and SAFE_NAME.fullmatch(file) and not (folders[name] / file).exists():
             content = retried(mirror, partial(mirror.read, path))
-            run.results.mkdir(exist_ok=True)
-            with atomic_file(run.results / name) as draft:
+            folders[name].mkdir(exist_ok=True)
+            with atomic_file(folders[name] / file) as draft:
                 draft.write_bytes(content or b"")
 
 

@@ -7,6 +7,7 @@ turn is not sent.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -25,7 +26,7 @@ from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
 from harness.runs.checkpoints import BEST, LATEST, list_checkpoints
-from harness.runs.directory import RunDirectory
+from harness.runs.directory import CACHE_SECRET, RunDirectory
 from harness.runs.metrics import rough_duration
 
 ASIDE = "meta-aside.json"  # the meta.json of a checkpoint that the run has gone back behind
@@ -222,9 +223,12 @@ class Uploads:
         """Yield name in the mirror and path of each small file that there is."""
         paths = [self.run.metrics, *(self.run.path / name for name in FILES)]
         yield from ((path.name, path) for path in paths if path.is_file())
-        for path in sorted(self.run.results.iterdir()) if self.run.results.is_dir() else []:
-            if path.is_file() and not path.name.startswith("."):
-                yield f"{self.run.results.name}/{path.name}", path
+        # Without the secret, no other machine reads compiled code.
+        folders = [self.run.results, *([self.run.compile_cache] if CACHE_SECRET in os.environ else [])]
+        for folder in filter(Path.is_dir, folders):
+            for path in sorted(folder.iterdir()):
+                if path.is_file() and not path.name.startswith("."):
+                    yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of checkpoints later than the step that this process continues from: the run has gone

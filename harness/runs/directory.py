@@ -18,6 +18,8 @@ from harness.common.messages import quoted
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
+# A secret that users set on machines that may read each other's compiled code (see harness/training/compile_cache.py).
+CACHE_SECRET = "DDP_PRETRAIN_CACHE_SECRET"
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 

@@ -30,12 +30,11 @@ from harness.distributed.world import World
 from harness.model import cross_entropy
 from harness.model.kernels import attention_in_use
 from harness.planning.experiment import Experiment
+from harness.runs.directory import CACHE_SECRET
 from harness.runs.throughput import BATCH_KEYS, KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-# The secret, for users whose machines do not share a home directory. By default it is a file, made at first use.
-SECRET_VARIABLE = "DDP_PRETRAIN_CACHE_SECRET"
-SECRET_FILE = "compile-cache-secret"
+SECRET_FILE = "compile-cache-secret"  # the secret if CACHE_SECRET is not set, made at first use
 SECRET_BYTES = SIGNATURE_BYTES = 32
 KEY_CHARACTERS = 16
 MOST_PARTS = 8  # files of one rank
@@ -138,7 +137,7 @@ def _compiled_graphs() -> int:
 def _secret() -> bytes:
     """Return this user's secret: the variable's value or, if it is not set, SECRET_FILE in the user's cache, which is
     made if it is missing. Raises OSError if it cannot be read or made."""
-    if given := os.environ.get(SECRET_VARIABLE):
+    if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE
     if not path.exists():

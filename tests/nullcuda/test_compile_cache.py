@@ -37,7 +37,7 @@ def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
     """Run ddp_train.py, with torch's own caches in the folder `caches`. Returns what was counted and the output."""
     command = [sys.executable, "-c", COUNTING, "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    variables = environment() | folders
+    variables = environment() | folders | {"DDP_PRETRAIN_CACHE_SECRET": "of the tests"}
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
@@ -45,16 +45,23 @@ def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.timeout(600)  # it compiles for half a minute of processor time
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    """The second start has the code of training and of validation from the run's folder, with "deterministic", too."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    run = shop.add_run("r", model=MODEL, **TRAIN, min_train_tokens=64)
+    """The second start has the code of training and of validation from the run's folder, with "deterministic", too. The
+    third one is on another machine, and has them from the run's mirror."""
+    shop, elsewhere = Workshop(tmp_path / "here"), Workshop(tmp_path / "elsewhere")
+    settings = TRAIN | {"mirror": (tmp_path / "store").as_uri()}
+    for each in (shop, elsewhere):
+        each.add_dataset()
+    run = shop.add_run("r", model=MODEL, **settings, min_train_tokens=64)
     first, _ = train(shop, tmp_path / "first")
     assert first["kernels"] > 0
     assert first["misses"][0] > 0
-    shop.add_run("r", model=MODEL, **TRAIN, min_train_tokens=256)
+    shop.add_run("r", model=MODEL, **settings, min_train_tokens=256)
     second, stdout = train(shop, tmp_path / "second")
     assert "continuing from" in stdout
     assert "  attention: flash\n" in stdout
     assert second == {"kernels": 0, "misses": [0, 0], "graphs": first["graphs"]}
     assert json.loads((run / "summary.json").read_text())["attention"] == "flash"
+    elsewhere.add_run("r", model=MODEL, **settings, min_train_tokens=512)
+    third, stdout = train(elsewhere, tmp_path / "third")
+    assert "is from the mirror" in stdout
+    assert third == second
