@@ -22,8 +22,8 @@ from harness.common.processes import exit_when_launcher_dies
 @RUNS_DIR
 def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     """Measure this machine on all ranks at once, in less than a minute: matrix products and copies of each device, the
-    all-reduce of gradients, the disk under RUNS_DIR, and a download from the Hub. The exit status is 1 if a rank is
-    more than 10 % slower than the median.
+    all-reduce of gradients, the disk under RUNS_DIR, and a download from the Hub. The exit status is 1 if a rank's
+    products or copies are more than 10 % slower than the median, in three measurements in a row.
 
     With RUN, also train a new model of that run for some steps (compiling it takes minutes, and need not be repeated by
     training), and keep the speed for `ddp_train.py RUN DATASETS_DIR --plan`.
@@ -34,7 +34,7 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     """
     exit_when_launcher_dies()
     from harness.common.files import check_writable
-    from harness.common.messages import aligned
+    from harness.common.messages import paragraph
     from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
     from harness.planning.experiment import Experiment
     from harness.runs.directory import RunDirectory
@@ -56,27 +56,30 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     from harness.training.startup import remark_on_machine
 
     world = World.join()
+
+    def show(text: str) -> None:
+        say(world, "\n".join(paragraph(text)))
+
     if experiment is not None:
         remark_on_machine(experiment, world)
-    rates = world.gather(machine_check.measure_device(world))
+    rates, slow = machine_check.measure_devices(world)
     driver = program_versions().get("nvidia_driver")
-    rows = [machine_check.row(rank, each) for rank, each in enumerate(rates)]
-    say(world, "\n".join(aligned(machine_check.HEADINGS[: len(rows[0])], rows, ("device",))))
+    say(world, "\n".join(machine_check.table(rates)))
     if driver:
         say(world, f"driver {driver}")
     if world.size > 1:
         sizes = machine_check.exchanged_sizes(experiment)
         found = zip(sizes, machine_check.bus_bandwidths(world, sizes), strict=True)
         texts = ", ".join(f"{size / 2**20:.3g} MiB {rate / 1e9:.3g} GB/s" for size, rate in found)
-        say(world, f"all-reduce of {world.size} ranks (bus bandwidth): {texts}")
-    say(world, world.on_rank0(lambda: machine_check.describe_disk(folder)))
-    say(world, world.on_rank0(machine_check.describe_download))
+        show(f"all-reduce of {world.size} ranks (bus bandwidth): {texts}")
+    show(world.on_rank0(lambda: machine_check.describe_disk(folder)))
+    show(world.on_rank0(machine_check.describe_download))
     if experiment is not None:
         measured = machine_check.measure_training(experiment, world)
         over = f"{measured.global_steps:,} steps in {measured.seconds:,.1f} s"
-        say(world, f"training {experiment.run.path.name}: {measured.tokens_per_second:,.0f} tokens/s ({over})")
-    if slow := machine_check.slow_ranks(rates):
-        raise world.collective_error("; ".join(slow))
+        show(f"training {experiment.run.path.name}: {measured.tokens_per_second:,.0f} tokens/s ({over})")
+    if slow:
+        raise world.collective_error(f"{'; '.join(slow)}: end what else runs there, or rent another machine")
     world.leave()
 
 

@@ -2,7 +2,8 @@
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
 All ranks measure at the same time, as they train. A rate is that of a whole period, because a device that slows down
-after a while, as a hot one does, is slow in training.
+after a while, as a hot one does, is slow in training. If a rank is slow, all measure again: another program's burst is
+over by then, and a bad device is still slow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import statistics
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -24,8 +25,8 @@ import torch
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.common.memory import is_out_of_memory
-from harness.common.messages import GIB
+from harness.common.memory import free_memory, is_out_of_memory
+from harness.common.messages import GIB, aligned
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model.precision import DTYPES, Precision
@@ -37,9 +38,12 @@ from harness.training.step import build_training_step
 from harness.training.zero1 import StatePartition
 
 SECONDS = 2.0  # for each rate of a device
-SLOW = 0.9  # a rank is slow if a rate of its device is below this part of the median of all ranks
-HEADINGS = ("rank", "device", "GiB free", "TFLOP/s", "copies GB/s", "from host GB/s")
-EXCHANGES = 10  # all-reduces of each size
+ROUNDS = 3  # a rank is slow if it is in as many measurements in a row
+# A rank is slow if a rate of its device is below this part of the median of all ranks. Copies from the host's memory
+# also depend on the processor on which the rank happens to run; a link with half its lanes is slower than that.
+SLOW = {"products": 0.9, "copies": 0.9, "from_host": 0.6}
+NAME_CHARACTERS = 24  # of a device in the table
+EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
 DISK_BYTES = 2**28
 DOWNLOAD_SECONDS, DOWNLOAD_BYTES = 4.0, 2**28
 DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
@@ -55,6 +59,7 @@ class DeviceRates:
     name: str
     free_bytes: int
     total_bytes: int
+    precision: str  # of the products: the one that training chooses here for "auto"
     products: float
     copies: float
     from_host: float | None
@@ -64,10 +69,11 @@ def measure_device(world: World) -> DeviceRates:
     """Measure this rank's device while all other ranks measure theirs. Collective."""
     device = world.device
     is_gpu = device.type == "cuda"
-    free, total = torch.cuda.mem_get_info() if is_gpu else host_memory()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info() if is_gpu else (free_memory(), total)
     width, size = (8192, 2**28) if is_gpu else (1024, 2**26)
-    dtype = DTYPES.get(Precision.resolve("auto", device).name, torch.float32)
-    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    precision = Precision.for_training("auto", device).name
+    matrix = torch.randn(width, width, device=device, dtype=DTYPES.get(precision, torch.float32))
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], object], amount: int) -> float:
@@ -91,7 +97,7 @@ def measure_device(world: World) -> DeviceRates:
     if is_gpu:
         pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         from_host = rate(lambda: target.copy_(pinned, non_blocking=True), size)
-    return DeviceRates(socket.gethostname(), world.device_name, free, total, products, copies, from_host)
+    return DeviceRates(socket.gethostname(), world.device_name, free, total, precision, products, copies, from_host)
 
 
 def wait_for(device: torch.device) -> None:
@@ -99,22 +105,30 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_memory() -> tuple[int, int]:
-    """Return the free and the total bytes of this machine's memory."""
-    free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-    return free, total
+def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
+    """Return the rates of every rank's device, and a text for each rate that was slow in all of ROUNDS measurements.
+    Collective."""
+    rates = world.gather(measure_device(world))
+    slow = slow_rates(rates)
+    for _ in range(ROUNDS - 1):
+        if slow:
+            rates = world.gather(measure_device(world))
+            again = slow_rates(rates)
+            slow = {key: again[key] for key in slow if key in again}
+    words = {"products": "matrix products", "copies": "copies", "from_host": "copies from the host"}
+    return rates, [
+        f"rank {rank} ({rates[rank].host}): {words[what]} {below:.0%} below the median"
+        for (rank, what), below in sorted(slow.items())
+    ]
 
 
-def slow_ranks(rates: Sequence[DeviceRates]) -> list[str]:
-    """Return, for each rank with a rate below SLOW of the median, a text that says by how much."""
-    found = []
-    for what in ("products", "copies", "from_host"):
-        values = [value for each in rates if (value := getattr(each, what)) is not None]
-        median = statistics.median(values) if values else 0.0
-        for rank, value in enumerate(values):
-            if value < SLOW * median:
-                words = {"from_host": "copies from the host"}.get(what, what)
-                found.append(f"rank {rank} ({rates[rank].host}): {words} {1 - value / median:.0%} below the median")
+def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
+    """Return, for each rank and rate that is below its part in SLOW of the median, how far below (0.25: a quarter)."""
+    found: dict[tuple[int, str], float] = {}
+    for what, least in SLOW.items():
+        values = {rank: value for rank, each in enumerate(rates) if (value := getattr(each, what)) is not None}
+        median = statistics.median_high(values.values()) if values else 0.0  # of two ranks, the faster
+        found |= {(rank, what): 1 - value / median for rank, value in values.items() if value < least * median}
     return found
 
 
@@ -122,7 +136,7 @@ def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
     """Return for each size (bytes) the bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes per
     second, which NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md) compare with the hardware. Collective."""
     share = 2 * (world.size - 1) / world.size
-    return [share * size * EXCHANGES / world.all_reduce_seconds(size, EXCHANGES) for size in sizes]
+    return [share * size / world.all_reduce_seconds(size, EXCHANGE_SECONDS) for size in sizes]
 
 
 def describe_disk(folder: Path) -> str:
@@ -225,19 +239,29 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return the bytes of DDP's buckets: of its first one, of the others and, for a run, of its largest gradient, which
-    has a bucket of its own."""
-    bucket = (experiment and experiment.config.bucket_mb) or 25
-    sizes = [2**20, bucket * 2**20]
-    if experiment is not None:
-        sizes.append(4 * experiment.model.vocab_size * experiment.model.emb_dim)
-    return sorted({*sizes})
+    """Return the bytes of DDP's buckets: of its first one, of the others and, if it is larger, of the gradient of a
+    token embedding (a run's, or GPT-2 small's), which has a bucket of its own. Gradients are in fp32."""
+    bucket = 2**20 * ((experiment and experiment.config.bucket_mb) or 25)
+    vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
+    return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})
 
 
-def row(rank: int, rates: DeviceRates) -> list[str]:
-    """Return the row of a rank in the table with HEADINGS. It lacks the last column on a CPU."""
-    memory = f"{rates.free_bytes / GIB:.1f} of {rates.total_bytes / GIB:.1f}"
-    peak = peak_flops(rates.name)
-    products = f"{rates.products / 1e12:.3g}" + ("" if peak is None else f" ({rates.products / peak:.0%} of peak)")
-    cells = [str(rank), rates.name, memory, products, f"{rates.copies / 1e9:.4g}"]
-    return cells if rates.from_host is None else [*cells, f"{rates.from_host / 1e9:.3g}"]
+def table(rates: Sequence[DeviceRates]) -> Iterator[str]:
+    """Yield the lines of a table of the ranks' devices and rates, at most 80 characters wide."""
+    headings, rows = ["rank", "device", "GiB free", f"{rates[0].precision} TFLOP/s", "copies GB/s"], []
+    if has_host := all(each.from_host is not None for each in rates):
+        headings.append("from host GB/s")
+    for rank, each in enumerate(rates):
+        peak = peak_flops(each.name)
+        share = "" if peak is None else f" ({each.products / peak:.0%} of peak)"
+        rows.append(
+            [
+                str(rank),
+                each.name.removeprefix("NVIDIA ")[:NAME_CHARACTERS],
+                f"{each.free_bytes / GIB:.1f} of {each.total_bytes / GIB:.1f}",
+                f"{each.products / 1e12:.3g}{share}",
+                f"{each.copies / 1e9:.4g}",
+                *([f"{(each.from_host or 0) / 1e9:.3g}"] if has_host else []),
+            ]
+        )
+    yield from aligned(headings, rows, left=("device",))
