@@ -40,10 +40,14 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     from harness.runs.directory import RunDirectory
 
     unblock_stopping_signals()
-    read_ranking()
+    here = read_ranking()
     to_start = ranks_to_start(processes)
     experiment = None if run is None else Experiment.load(RunDirectory.find(runs_dir, run), Path("datasets"))
     folder = runs_dir if experiment is None else experiment.run.path
+    if experiment is not None:
+        experiment.layout(to_start or here.world_size)  # raises UserError
+        if experiment.run.checkpoints.is_dir():  # it may be a link to another disk
+            folder = experiment.run.checkpoints
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; --runs-dir names the folder of your runs")
     check_writable(folder)

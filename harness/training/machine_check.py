@@ -13,6 +13,8 @@ import math
 import os
 import socket
 import statistics
+import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +46,8 @@ ROUNDS = 3  # a rank is slow if it is in as many measurements in a row
 SLOW = {"products": 0.9, "copies": 0.9, "from_host": 0.6}
 NAME_CHARACTERS = 24  # of a device in the table
 EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
-DISK_BYTES = 2**28
-DOWNLOAD_SECONDS, DOWNLOAD_BYTES = 4.0, 2**28
+DISK_SECONDS, DISK_BYTES, DISK_PART_BYTES = 3.0, 2**30, 2**26
+DOWNLOAD_SECONDS, DOWNLOAD_BYTES, ANSWER_SECONDS = 4.0, 2**30, 4.0
 DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
 LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if a plan needs more of them
 
@@ -140,47 +142,63 @@ def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
 
 
 def describe_disk(folder: Path) -> str:
-    """Write a file in `folder` to its disk and read it, and return both rates as text. Raises RunError."""
-    path, data = folder / f".check-machine-{os.getpid()}", os.urandom(2**24)
+    """Write a file in `folder` to its disk and read it, each for up to DISK_SECONDS, and return both rates as text. The
+    file has no name, so that it is gone however this process ends. Raises RunError."""
+    part = os.urandom(DISK_PART_BYTES)
     try:
-        began = time.perf_counter()
-        with path.open("wb") as file:
-            for _ in range(DISK_BYTES // len(data)):
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk
-        opened = time.perf_counter()
-        with path.open("rb") as file:
-            while file.read(len(data)):
-                pass
-        writes, reads = DISK_BYTES / (written - began), DISK_BYTES / (time.perf_counter() - opened)
+        with tempfile.TemporaryFile(dir=folder) as file:
+
+            def rate(work: Callable[[], int]) -> tuple[int, float]:
+                """Return the sum of what `work` returns, until DISK_BYTES or DISK_SECONDS are over, also per second."""
+                count, began = 0, time.perf_counter()
+                while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
+                    count += size
+                return count, count / (time.perf_counter() - began)
+
+            def write() -> int:
+                file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+                return len(part)
+
+            count, writes = rate(write)
+            if hasattr(os, "posix_fadvise"):  # so that it is read from the disk; not on macOS
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            _, reads = rate(lambda: len(file.read(len(part))))
     except OSError as error:
-        raise RunError(f"{folder}: {error.strerror} while a file of {DISK_BYTES / 2**20:.0f} MiB was written") from None
-    finally:
-        path.unlink(missing_ok=True)
-    return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s"
+        raise RunError(f"{folder}: {error.strerror} while the disk was measured; free some space there") from None
+    return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s ({count / 2**20:,.0f} MiB)"
 
 
 def describe_download() -> str:
-    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured."""
+    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured. Both
+    take at most ANSWER_SECONDS more, in a thread: looking up a name or trying all its addresses can take a minute."""
     from huggingface_hub import constants
 
-    count, began = 0, time.perf_counter()
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        with urllib.request.urlopen(f"{constants.ENDPOINT}/{DOWNLOADED}", timeout=DOWNLOAD_SECONDS) as answer:
-            began = time.perf_counter()
-            while count < DOWNLOAD_BYTES and time.perf_counter() - began < DOWNLOAD_SECONDS:
-                if not (part := answer.read(2**20)):
-                    break
-                count += len(part)
-    except (OSError, ValueError, HTTPException) as error:
-        return f"download from {constants.ENDPOINT}: not measured: {getattr(error, 'reason', None) or error}"
-    rate = count / (time.perf_counter() - began)
-    return f"download from {constants.ENDPOINT}: {rate / 1e6:,.0f} MB/s by one connection"
+    found = ["not measured: no answer in time"]
+
+    def download() -> None:
+        count, began = 0, time.perf_counter()
+        try:
+            if constants.HF_HUB_OFFLINE:
+                raise OSError("HF_HUB_OFFLINE is set")
+            with urllib.request.urlopen(f"{constants.ENDPOINT}/{DOWNLOADED}", timeout=ANSWER_SECONDS) as answer:
+                began = time.perf_counter()
+                while count < DOWNLOAD_BYTES and time.perf_counter() - began < DOWNLOAD_SECONDS:
+                    if not (part := answer.read1(2**20)):  # what has come, so that a slow server is not waited for
+                        break
+                    count += len(part)
+            rate = count / (time.perf_counter() - began)
+            found[0] = f"{rate / 1e6:,.0f} MB/s by one connection"
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            found[0] = f"not measured: {getattr(reason, 'strerror', None) or reason}"
+
+    thread = threading.Thread(target=download, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS + ANSWER_SECONDS)
+    return f"download from {constants.ENDPOINT}: {found[0]}"
 
 
 def measure_training(experiment: Experiment, world: World) -> Measured:

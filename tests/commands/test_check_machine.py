@@ -23,7 +23,7 @@ from tests.support.warm import WarmProcess
 # Shorter than for a user. SECONDS stays longer than the pauses of a rank that is slowed down.
 HASTE = """
 import harness.training.machine_check as check
-check.SECONDS, check.DISK_BYTES, check.DOWNLOAD_BYTES = {seconds}, 2**24, 2**22
+check.SECONDS, check.DISK_BYTES, check.DISK_PART_BYTES, check.DOWNLOAD_BYTES = {seconds}, 2**24, 2**22, 2**22
 """
 
 
