@@ -21,7 +21,7 @@ from harness.common.memory import give_back_under_a_limit, taken_by_others
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
-from harness.distributed.watchdog import Watchdog, collective_timeout_seconds, device_progress
+from harness.distributed.watchdog import Place, Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class World:
         def seconds_of(count: int) -> float:
             self.barrier()
             began = time.perf_counter()
-            with leaving_with_peers():
+            with leaving_with_peers(), self.watchdog.guard(Place(0, "machine")):
                 for _ in range(count):
                     dist.all_reduce(numbers)
                 numbers[0].item()  # waits for the device

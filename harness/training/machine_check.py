@@ -18,6 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -25,17 +26,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from harness.common.device import idle_gpus
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.common.memory import free_memory, is_out_of_memory
-from harness.common.messages import GIB, aligned
+from harness.common.memory import free_memory
+from harness.common.messages import GIB, REASON_CHARACTERS, aligned, paragraph
+from harness.common.program import program_versions
 from harness.data.loader import Microbatch
-from harness.distributed.world import World
+from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.signals import StopSignal
+from harness.distributed.watchdog import Place
+from harness.distributed.world import World, say
 from harness.model.precision import DTYPES, Precision
+from harness.model.weights import check_memory
 from harness.planning.experiment import Experiment
 from harness.runs.results import now
 from harness.runs.throughput import BELIEVED_SECONDS, BELIEVED_STEPS, Measured, peak_flops
 from harness.training.compile_cache import CompileCache
+from harness.training.failures import explained_failures
+from harness.training.startup import remark_on_machine
 from harness.training.step import build_training_step
 from harness.training.zero1 import StatePartition
 
@@ -67,6 +76,55 @@ class DeviceRates:
     from_host: float | None
 
 
+def report_machine(experiment: Experiment | None, folder: Path) -> None:
+    """Measure this machine and print its rates; `folder` is where checkpoints go. With an experiment, also measure its
+    training. Collective: joins the other ranks, and leaves them at the end. Raises RunError if a rank is slow or a
+    measurement fails, and UserError if this machine cannot compute what train.json demands."""
+    world = World.join()
+
+    def show(text: str) -> None:
+        say(world, "\n".join(paragraph(text)))
+
+    with naming_the_rank(world):
+        if experiment is not None:
+            remark_on_machine(experiment, world)
+        elif remark := idle_gpus(world.device, world.local_size):
+            show(f"note: {remark}")
+        rates, slow = measure_devices(world)
+        say(world, "\n".join(table(rates)))
+        if driver := program_versions().get("nvidia_driver"):
+            show(f"driver {driver}")
+        if world.size > 1:
+            sizes = exchanged_sizes(experiment)
+            found = zip(sizes, bus_bandwidths(world, sizes), strict=True)
+            texts = ", ".join(f"{size / 2**20:.3g} MiB {rate / 1e9:.3g} GB/s" for size, rate in found)
+            show(f"all-reduce of {world.size} ranks (bus bandwidth): {texts}")
+        show(world.on_rank0(lambda: describe_disk(folder)))
+        show(world.on_rank0(describe_download))
+        if experiment is not None:
+            measured = measure_training(experiment, world)
+            over = f"{measured.global_steps:,} steps in {measured.seconds:,.1f} s"
+            show(f"training {experiment.run.path.name}: {measured.tokens_per_second:,.0f} tokens/s ({over})")
+        if slow:
+            raise world.collective_error(f"{'; '.join(slow)}: end what else runs there, or rent another machine")
+    world.leave()
+
+
+@contextmanager
+def naming_the_rank(world: World) -> Iterator[None]:
+    """Context manager for all measurements: raises RunError for an error of this rank's device, and PeerError if
+    another rank is gone."""
+    try:
+        with leaving_with_peers():
+            yield
+    except (RuntimeError, MemoryError) as error:
+        reason = [*str(error).splitlines(), type(error).__name__][0][:REASON_CHARACTERS].rstrip(". ")
+        raise RunError(
+            f"rank {world.rank} ({socket.gethostname()}, {world.device}): {reason}; if that happens again, rent another "
+            "machine"
+        ) from None
+
+
 def measure_device(world: World) -> DeviceRates:
     """Measure this rank's device while all other ranks measure theirs. Collective."""
     device = world.device
@@ -87,9 +145,10 @@ def measure_device(world: World) -> DeviceRates:
         world.barrier()
         began = time.perf_counter()
         while (elapsed := time.perf_counter() - began) < SECONDS or not count:
-            for _ in range(calls):
-                work()
-            wait_for(device)
+            with world.watchdog.guard(Place(0, "machine")):
+                for _ in range(calls):
+                    work()
+                wait_for(device)
             count += calls
         return amount * count / elapsed
 
@@ -210,7 +269,8 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     config, layout = experiment.config, experiment.layout(world.size)
     precision = Precision.for_training(config.precision, world.device).name
     step_config = config.model_copy(update={"precision": precision})
-    try:
+    check_memory(experiment.model)
+    with explained_failures(config.microbatch_size, StopSignal()):
         step = build_training_step(experiment, step_config, world, partition=StatePartition.for_world(world))
         cache = CompileCache.of(experiment, step_config, world)
         cache.load()
@@ -218,29 +278,23 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
         tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, layout.microbatch_size * length + 1)
         microbatch = Microbatch(tokens, length)
         step.warm_up(microbatch, world)
-        cache.save()  # so that the run compiles nothing
 
         def seconds_of(steps: int) -> float:
             world.barrier()
             began = time.perf_counter()
-            for _ in range(steps):
-                step.run([microbatch] * layout.accumulation_steps, 0.0)
-            wait_for(world.device)
+            with world.watchdog.guard(Place(0, "machine")):
+                for _ in range(steps):
+                    step.run([microbatch] * layout.accumulation_steps, 0.0)
+                wait_for(world.device)
             return max(world.gather(time.perf_counter() - began))
 
         seconds_of(1)  # which is slower than the others
+        cache.save()  # so that the run compiles nothing
         steps, seconds, count = 0, 0.0, 1
         while seconds < LONGEST_SECONDS and (steps < BELIEVED_STEPS or seconds < BELIEVED_SECONDS):
             took = seconds_of(count)
             steps, seconds, count = steps + count, seconds + took, math.ceil(count / took)  # about a second
         measured = Measured(global_steps=steps, tokens=steps * layout.global_tokens, seconds=seconds)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(
-            f"out of memory with microbatch_size {config.microbatch_size}; `ddp_train.py RUN datasets -f` finds the "
-            "largest that fits"
-        ) from None
     contents = {
         "date": now(),
         "device": world.device_name,
