@@ -119,10 +119,8 @@ def naming_the_rank(world: World) -> Iterator[None]:
             yield
     except (RuntimeError, MemoryError) as error:
         reason = [*str(error).splitlines(), type(error).__name__][0][:REASON_CHARACTERS].rstrip(". ")
-        raise RunError(
-            f"rank {world.rank} ({socket.gethostname()}, {world.device}): {reason}; if that happens again, rent another "
-            "machine"
-        ) from None
+        where = f"rank {world.rank} ({socket.gethostname()}, {world.device})"
+        raise RunError(f"{where}: {reason}; if that happens again, rent another machine") from None
 
 
 def measure_device(world: World) -> DeviceRates:
