@@ -136,18 +136,19 @@ def measure_device(world: World) -> DeviceRates:
 
     def rate(work: Callable[[], object], amount: int) -> float:
         """Return `amount` per call of `work`, per second."""
-        calls, count = 10 if is_gpu else 1, 0
-        for _ in range(2):  # the first call loads kernels
-            work()
-        wait_for(device)
-        world.barrier()
-        began = time.perf_counter()
-        while (elapsed := time.perf_counter() - began) < SECONDS or not count:
+
+        def run(calls: int) -> int:
             with world.watchdog.guard(Place(0, "machine")):
                 for _ in range(calls):
                     work()
                 wait_for(device)
-            count += calls
+            return calls
+
+        run(2)  # the first call loads kernels
+        world.barrier()
+        count, began = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < SECONDS or not count:
+            count += run(10 if is_gpu else 1)
         return amount * count / elapsed
 
     products = rate(lambda: matrix @ matrix, 2 * width**3)

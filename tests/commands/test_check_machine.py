@@ -114,7 +114,7 @@ check.{place} = fail
 def test_a_device_that_hangs_is_named(shop: Workshop) -> None:
     shop.environment["COLLECTIVE_TIMEOUT_SECONDS"] = "3"
     job = start(shop, ranks=2, prelude="import time\ncheck.wait_for = lambda device: time.sleep(600)\n")
-    result = finish(job, expect=1, timeout=200)
+    result = finish(job, expect=1, timeout=60)
     (line,) = result.error_lines
     assert "rank 1 (" in line
     assert "in the check of the machine" in line
