@@ -97,8 +97,8 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
         if world.size > 1:
             sizes = exchanged_sizes(experiment)
             found = zip(sizes, bus_bandwidths(world, sizes), strict=True)
-            texts = ", ".join(f"{size / 2**20:.3g} MiB {rate / 1e9:.3g} GB/s" for size, rate in found)
-            show(f"all-reduce of {world.size} ranks (bus bandwidth): {texts}")
+            texts = ", ".join(f"{size / 2**20:.3g} MiB {rate / 1e9:.3g}" for size, rate in found)
+            show(f"all-reduce of {world.size} ranks, bus GB/s: {texts}")
         show(world.on_rank0(lambda: describe_disk(folder)))
         show(world.on_rank0(describe_download))
         if experiment is not None:
@@ -248,7 +248,7 @@ def describe_download() -> str:
                         break
                     count += len(part)
             rate = count / (time.perf_counter() - began)
-            found[0] = f"{rate / 1e6:,.0f} MB/s by one connection"
+            found[0] = f"{rate / 1e6:,.1f} MB/s by one connection"
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             found[0] = f"not measured: {getattr(reason, 'strerror', None) or reason}"

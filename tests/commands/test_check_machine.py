@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_line(shop: Workshop) -> None:
 def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
     shop.add_dataset()
     result = check(shop, "r", ranks=2)
-    assert "all-reduce of 2 ranks (bus bandwidth): " in result.stdout
+    assert "all-reduce of 2 ranks, bus GB/s: 1 MiB " in result.stdout
     assert f"disk at {shop.runs / 'r'}: writes" in " ".join(result.stdout.split())
     assert "not measured: HF_HUB_OFFLINE is set" in result.stdout
     kept = json.loads((shop.runs / "r" / "machine-check.json").read_text())
@@ -148,6 +148,10 @@ def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
     assert {path.name for path in (shop.runs / "r").iterdir()} == {
         *("model.json", "train.json", "machine-check.json", "summary.json")
     }
+    shop.add_run("other")
+    (shop.runs / "r" / "summary.json").rename(shop.runs / "other" / "summary.json")
+    assert "r/machine-check.json" in rows(shop, "r", ranks=2)["speed"], "rather than another run, maybe elsewhere"
+    assert rows(shop, "other", ranks=2)["speed"].startswith("12,345 tokens/s")
 
 
 @pytest.fixture
