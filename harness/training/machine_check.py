@@ -97,7 +97,7 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
         if world.size > 1:
             sizes = exchanged_sizes(experiment)
             found = zip(sizes, bus_bandwidths(world, sizes), strict=True)
-            texts = ", ".join(f"{size / 2**20:.3g} MiB {rate / 1e9:.3g}" for size, rate in found)
+            texts = ", ".join(f"{size / 2**20:.3g} MiB {three_digits(rate / 1e9)}" for size, rate in found)
             show(f"all-reduce of {world.size} ranks, bus GB/s: {texts}")
         show(world.on_rank0(lambda: describe_disk(folder)))
         show(world.on_rank0(describe_download))
@@ -248,7 +248,7 @@ def describe_download() -> str:
                         break
                     count += len(part)
             rate = count / (time.perf_counter() - began)
-            found[0] = f"{rate / 1e6:,.1f} MB/s by one connection"
+            found[0] = f"{three_digits(rate / 1e6)} MB/s by one connection"
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             found[0] = f"not measured: {getattr(reason, 'strerror', None) or reason}"
@@ -317,6 +317,11 @@ def exchanged_sizes(experiment: Experiment | None) -> list[int]:
     return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three digits, or all of them before the point: 0.0123, 12.3, 1,234."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def table(rates: Sequence[DeviceRates]) -> Iterator[str]:
     """Yield the lines of a table of the ranks' devices and rates, at most 80 characters wide."""
     headings, rows = ["rank", "device", "GiB free", f"{rates[0].precision} TFLOP/s", "copies GB/s"], []
@@ -330,9 +335,9 @@ def table(rates: Sequence[DeviceRates]) -> Iterator[str]:
                 str(rank),
                 each.name.removeprefix("NVIDIA ")[:NAME_CHARACTERS],
                 f"{each.free_bytes / GIB:.1f} of {each.total_bytes / GIB:.1f}",
-                f"{each.products / 1e12:.3g}{share}",
-                f"{each.copies / 1e9:.4g}",
-                *([f"{(each.from_host or 0) / 1e9:.3g}"] if has_host else []),
+                f"{three_digits(each.products / 1e12)}{share}",
+                three_digits(each.copies / 1e9),
+                *([three_digits((each.from_host or 0) / 1e9)] if has_host else []),
             ]
         )
     yield from aligned(headings, rows, left=("device",))
