@@ -22,8 +22,8 @@ from harness.common.processes import exit_when_launcher_dies
 @RUNS_DIR
 def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     """Measure this machine on all ranks at once, in less than a minute: matrix products and copies of each device, the
-    all-reduce of gradients, the disk under RUNS_DIR, and a download from the Hub. The exit status is 1 if a rank is
-    more than 10 % slower than the median.
+    all-reduce of gradients, the disk under RUNS_DIR, and a download from the Hub. The exit status is 1 if a rank's
+    products or copies are more than 10 % slower than the median, in three measurements in a row.
 
     With RUN, also train a new model of that run for some steps (compiling it takes minutes, and need not be repeated by
     training), and keep the speed for `ddp_train.py RUN DATASETS_DIR --plan`.
@@ -34,50 +34,33 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     """
     exit_when_launcher_dies()
     from harness.common.files import check_writable
-    from harness.common.messages import aligned
     from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, unblock_stopping_signals
     from harness.planning.experiment import Experiment
     from harness.runs.directory import RunDirectory
 
     unblock_stopping_signals()
-    read_ranking()
+    here = read_ranking()
     to_start = ranks_to_start(processes)
     experiment = None if run is None else Experiment.load(RunDirectory.find(runs_dir, run), Path("datasets"))
-    folder = runs_dir if experiment is None else experiment.run.path
+    folder = runs_dir
+    if experiment is not None:
+        experiment.layout(to_start or here.world_size)  # raises UserError
+        experiment.run.check_outputs()
+        # The folder of checkpoints may be a link to another disk.
+        folder = experiment.run.checkpoints if experiment.run.checkpoints.is_dir() else experiment.run.path
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; --runs-dir names the folder of your runs")
     check_writable(folder)
     if to_start:
         run_ranks(to_start, lambda pid: None)
     configure_libraries()
-    from harness.common.program import program_versions
-    from harness.distributed.world import World, say
-    from harness.training import machine_check
-    from harness.training.startup import remark_on_machine
+    if experiment is not None and experiment.config.deterministic:
+        from harness.model.kernels import compute_deterministically
 
-    world = World.join()
-    if experiment is not None:
-        remark_on_machine(experiment, world)
-    rates = world.gather(machine_check.measure_device(world))
-    driver = program_versions().get("nvidia_driver")
-    rows = [machine_check.row(rank, each) for rank, each in enumerate(rates)]
-    say(world, "\n".join(aligned(machine_check.HEADINGS[: len(rows[0])], rows, ("device",))))
-    if driver:
-        say(world, f"driver {driver}")
-    if world.size > 1:
-        sizes = machine_check.exchanged_sizes(experiment)
-        found = zip(sizes, machine_check.bus_bandwidths(world, sizes), strict=True)
-        texts = ", ".join(f"{size / 2**20:.3g} MiB {rate / 1e9:.3g} GB/s" for size, rate in found)
-        say(world, f"all-reduce of {world.size} ranks (bus bandwidth): {texts}")
-    say(world, world.on_rank0(lambda: machine_check.describe_disk(folder)))
-    say(world, world.on_rank0(machine_check.describe_download))
-    if experiment is not None:
-        measured = machine_check.measure_training(experiment, world)
-        over = f"{measured.global_steps:,} steps in {measured.seconds:,.1f} s"
-        say(world, f"training {experiment.run.path.name}: {measured.tokens_per_second:,.0f} tokens/s ({over})")
-    if slow := machine_check.slow_ranks(rates):
-        raise world.collective_error("; ".join(slow))
-    world.leave()
+        compute_deterministically()  # before anything uses CUDA
+    from harness.training.machine_check import report_machine
+
+    report_machine(experiment, folder)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ import click
 from harness.common.errors import (
     DIVERGED,
     SPEAKER_PATIENCE_SECONDS,
-    PeerError,
-    RunError,
     RunStopped,
     UserError,
     survive_closed_output,
@@ -308,6 +305,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock
+    from harness.training.failures import explained_failures
     from harness.training.reporter import restore_summary
     from harness.training.startup import prepare
 
@@ -340,34 +338,6 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
             trainer.reporter.summary(trainer.state)
     world.on_rank0(prepared.uploads.finish)
     world.leave()
-
-
-@contextmanager
-def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
-    `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
-    to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
-    from harness.common.memory import is_out_of_memory
-    from harness.distributed.rendezvous import leaving_with_peers
-    from harness.model.kernels import explain_failed_attention, explain_nondeterminism
-
-    try:
-        with leaving_with_peers():
-            yield
-    except PeerError:
-        if stop.signal:  # torchrun has already asked this rank to stop
-            raise RunStopped(stop.signal) from None
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if explained := explain_nondeterminism(error) or explain_failed_attention(error):
-            raise UserError(explained) from None
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else "out of memory"
-        raise RunError(
-            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
-            "fits; raise gradient_accumulation_steps to keep the global batch size"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -42,13 +42,15 @@ GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
 
 
-# Places of a global step where a rank can be stuck, in order, and their names in messages.
+# Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" is that of
+# check_machine.py, which has no steps.
 PLACES = {
     "step": "global step {}",
     "report": "the device's work on global step {}",
     "validation": "the validation of global step {}",
     "benchmarks": "the benchmarks of global step {}",
     "check": "the check of weights after global step {}",
+    "machine": "the check of the machine",
 }
 
 

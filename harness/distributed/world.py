@@ -21,7 +21,7 @@ from harness.common.memory import give_back_under_a_limit, taken_by_others
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
-from harness.distributed.watchdog import Watchdog, collective_timeout_seconds, device_progress
+from harness.distributed.watchdog import Place, Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
 
@@ -120,19 +120,24 @@ class World:
                     dist.broadcast(numbers, src=0)
                     numbers[0].item()  # waits for the device
 
-    def all_reduce_seconds(self, size: int, count: int) -> float:
-        """Return the seconds, on the slowest rank, of `count` all-reduces of a tensor of `size` bytes on the device.
-        Collective."""
+    def all_reduce_seconds(self, size: int, least: float) -> float:
+        """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. It is
+        the mean of as many as take about `least` seconds, because ranks leave a barrier up to a millisecond apart, in
+        which NCCL exchanges hundreds of megabytes. Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
-        with leaving_with_peers():
-            dist.all_reduce(numbers)  # the first one connects the ranks
-            numbers[0].item()  # waits for the device
+
+        def seconds_of(count: int) -> float:
             self.barrier()
             began = time.perf_counter()
-            for _ in range(count):
-                dist.all_reduce(numbers)
-            numbers[0].item()
-        return max(self.gather(time.perf_counter() - began))
+            with leaving_with_peers(), self.watchdog.guard(Place(0, "machine")):
+                for _ in range(count):
+                    dist.all_reduce(numbers)
+                numbers[0].item()  # waits for the device
+            return max(self.gather(time.perf_counter() - began))
+
+        seconds_of(1)  # connects the ranks
+        count = 1 + min(2000, int(3 * least / seconds_of(3)))
+        return seconds_of(count) / count
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
         """Start to compute, for each of `numbers`, its maximum over all ranks. Returns a function that waits for the

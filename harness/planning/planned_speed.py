@@ -23,7 +23,6 @@ from harness.planning.estimated_speed import (
     find_device,
 )
 from harness.planning.experiment import Experiment
-from harness.runs.directory import RunDirectory
 from harness.runs.reported import read_reported
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import KERNEL_KEYS, Measured, same_kernels
@@ -98,18 +97,18 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
 
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
     """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
-    check_machine.py. Only runs with the same model,
-    the same batch and the same settings that affect the time of a step are used, and only those on `device` if it is
-    given. The result has a reason instead of a number if there is no such run, or if none measured for long enough. A
-    summary of an earlier version that does not record over how many steps its speed was measured is skipped.
+    check_machine.py. Only runs with the same model, the same batch and the same settings that affect the time of a step
+    are used, and only those on `device` if it is given. The result has a reason instead of a number if there is no such
+    run, or if none measured for long enough. A summary of an earlier version that does not record over how many steps
+    its speed was measured is skipped.
 
-    Of several speeds that were measured for long enough, one of training is preferred to one of check_machine.py, then
-    this run's own, then the one that was measured for the longest time.
+    Of several speeds that were measured for long enough, one of this run is preferred, then one of training to one of
+    check_machine.py, then the one that was measured for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, bool, float], Path, RunSummary, Measured]] = []
-    runs = [RunDirectory(path) for path in sorted(folder.parent.iterdir())]
-    for path in [path for run in runs for path in (run.summary, run.machine_check) if path.is_file()]:
+    names = (experiment.run.summary.name, experiment.run.machine_check.name)
+    for path in [path for name in names for path in sorted(folder.parent.glob(f"*/{name}"))]:
         with suppress(UserError):  # not a valid summary.json; a plan can do without it
             summary = read_summary(path)
             speed, measured = summary.tokens_per_second, summary.measured
@@ -120,7 +119,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
             is_there = device is None or find_device(summary.device) == device
             if measured and is_alike and is_known and is_there and same_kernels(summary.train, train):
                 is_of_training = path.name == experiment.run.summary.name
-                rank = (measured.is_believable, is_of_training, path.parent == folder, measured.seconds)
+                rank = (measured.is_believable, path.parent == folder, is_of_training, measured.seconds)
                 found.append((rank, path, summary, measured))
     if not found:
         return PlannedSpeed(None, f"no earlier run of this shape with a measured speed; {OR_A_DEVICE}")

@@ -2,7 +2,8 @@
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
 All ranks measure at the same time, as they train. A rate is that of a whole period, because a device that slows down
-after a while, as a hot one does, is slow in training.
+after a while, as a hot one does, is slow in training. If a rank is slow, all measure again: another program's burst is
+over by then, and a bad device is still slow.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import math
 import os
 import socket
 import statistics
+import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -22,26 +26,37 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from harness.common.device import idle_gpus
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.common.memory import is_out_of_memory
-from harness.common.messages import GIB
+from harness.common.memory import free_memory
+from harness.common.messages import GIB, REASON_CHARACTERS, aligned, paragraph
+from harness.common.program import program_versions
 from harness.data.loader import Microbatch
-from harness.distributed.world import World
+from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.signals import StopSignal
+from harness.distributed.watchdog import Place
+from harness.distributed.world import World, say
 from harness.model.precision import DTYPES, Precision
+from harness.model.weights import check_memory
 from harness.planning.experiment import Experiment
 from harness.runs.results import now
 from harness.runs.throughput import BELIEVED_SECONDS, BELIEVED_STEPS, Measured, peak_flops
 from harness.training.compile_cache import CompileCache
+from harness.training.failures import explained_failures
+from harness.training.startup import remark_on_machine
 from harness.training.step import build_training_step
 from harness.training.zero1 import StatePartition
 
 SECONDS = 2.0  # for each rate of a device
-SLOW = 0.9  # a rank is slow if a rate of its device is below this part of the median of all ranks
-HEADINGS = ("rank", "device", "GiB free", "TFLOP/s", "copies GB/s", "from host GB/s")
-EXCHANGES = 10  # all-reduces of each size
-DISK_BYTES = 2**28
-DOWNLOAD_SECONDS, DOWNLOAD_BYTES = 4.0, 2**28
+ROUNDS = 3  # a rank is slow if it is in as many measurements in a row
+# A rank is slow if a rate of its device is below this part of the median of all ranks. Copies from the host's memory
+# also depend on the processor on which the rank happens to run; a link with half its lanes is slower than that.
+SLOW = {"products": 0.9, "copies": 0.9, "from_host": 0.6}
+NAME_CHARACTERS = 24  # of a device in the table
+EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
+DISK_SECONDS, DISK_BYTES, DISK_PART_BYTES = 3.0, 2**30, 2**26
+DOWNLOAD_SECONDS, DOWNLOAD_BYTES, ANSWER_SECONDS = 4.0, 2**30, 4.0
 DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
 LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if a plan needs more of them
 
@@ -55,34 +70,85 @@ class DeviceRates:
     name: str
     free_bytes: int
     total_bytes: int
+    precision: str  # of the products: the one that training chooses here for "auto"
     products: float
     copies: float
     from_host: float | None
+
+
+def report_machine(experiment: Experiment | None, folder: Path) -> None:
+    """Measure this machine and print its rates; `folder` is where checkpoints go. With an experiment, also measure its
+    training. Collective: joins the other ranks, and leaves them at the end. Raises RunError if a rank is slow or a
+    measurement fails, and UserError if this machine cannot compute what train.json demands."""
+    world = World.join()
+
+    def show(text: str) -> None:
+        say(world, "\n".join(paragraph(text)))
+
+    with naming_the_rank(world):
+        if experiment is not None:
+            remark_on_machine(experiment, world)
+        elif remark := idle_gpus(world.device, world.local_size):
+            show(f"note: {remark}")
+        rates, slow = measure_devices(world)
+        say(world, "\n".join(table(rates)))
+        if driver := program_versions().get("nvidia_driver"):
+            show(f"driver {driver}")
+        if world.size > 1:
+            sizes = exchanged_sizes(experiment)
+            found = zip(sizes, bus_bandwidths(world, sizes), strict=True)
+            texts = ", ".join(f"{size / 2**20:.3g} MiB {three_digits(rate / 1e9)}" for size, rate in found)
+            show(f"all-reduce of {world.size} ranks, bus GB/s: {texts}")
+        show(world.on_rank0(lambda: describe_disk(folder)))
+        show(world.on_rank0(describe_download))
+        if experiment is not None:
+            measured = measure_training(experiment, world)
+            over = f"{measured.global_steps:,} steps in {measured.seconds:,.1f} s"
+            show(f"training {experiment.run.path.name}: {measured.tokens_per_second:,.0f} tokens/s ({over})")
+        if slow:
+            raise world.collective_error(f"{'; '.join(slow)}: end what else runs there, or rent another machine")
+    world.leave()
+
+
+@contextmanager
+def naming_the_rank(world: World) -> Iterator[None]:
+    """Context manager for all measurements: raises RunError for an error of this rank's device, and PeerError if
+    another rank is gone."""
+    try:
+        with leaving_with_peers():
+            yield
+    except (RuntimeError, MemoryError) as error:
+        reason = [*str(error).splitlines(), type(error).__name__][0][:REASON_CHARACTERS].rstrip(". ")
+        where = f"rank {world.rank} ({socket.gethostname()}, {world.device})"
+        raise RunError(f"{where}: {reason}; if that happens again, rent another machine") from None
 
 
 def measure_device(world: World) -> DeviceRates:
     """Measure this rank's device while all other ranks measure theirs. Collective."""
     device = world.device
     is_gpu = device.type == "cuda"
-    free, total = torch.cuda.mem_get_info() if is_gpu else host_memory()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info() if is_gpu else (free_memory(), total)
     width, size = (8192, 2**28) if is_gpu else (1024, 2**26)
-    dtype = DTYPES.get(Precision.resolve("auto", device).name, torch.float32)
-    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    precision = Precision.for_training("auto", device).name
+    matrix = torch.randn(width, width, device=device, dtype=DTYPES.get(precision, torch.float32))
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], object], amount: int) -> float:
         """Return `amount` per call of `work`, per second."""
-        calls, count = 10 if is_gpu else 1, 0
-        for _ in range(2):  # the first call loads kernels
-            work()
-        wait_for(device)
+
+        def run(calls: int) -> int:
+            with world.watchdog.guard(Place(0, "machine")):
+                for _ in range(calls):
+                    work()
+                wait_for(device)
+            return calls
+
+        run(2)  # the first call loads kernels
         world.barrier()
-        began = time.perf_counter()
+        count, began = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - began) < SECONDS or not count:
-            for _ in range(calls):
-                work()
-            wait_for(device)
-            count += calls
+            count += run(10 if is_gpu else 1)
         return amount * count / elapsed
 
     products = rate(lambda: matrix @ matrix, 2 * width**3)
@@ -91,7 +157,7 @@ def measure_device(world: World) -> DeviceRates:
     if is_gpu:
         pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         from_host = rate(lambda: target.copy_(pinned, non_blocking=True), size)
-    return DeviceRates(socket.gethostname(), world.device_name, free, total, products, copies, from_host)
+    return DeviceRates(socket.gethostname(), world.device_name, free, total, precision, products, copies, from_host)
 
 
 def wait_for(device: torch.device) -> None:
@@ -99,22 +165,30 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_memory() -> tuple[int, int]:
-    """Return the free and the total bytes of this machine's memory."""
-    free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-    return free, total
+def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
+    """Return the rates of every rank's device, and a text for each rate that was slow in all of ROUNDS measurements.
+    Collective."""
+    rates = world.gather(measure_device(world))
+    slow = slow_rates(rates)
+    for _ in range(ROUNDS - 1):
+        if slow:
+            rates = world.gather(measure_device(world))
+            again = slow_rates(rates)
+            slow = {key: again[key] for key in slow if key in again}
+    words = {"products": "matrix products", "copies": "copies", "from_host": "copies from the host"}
+    return rates, [
+        f"rank {rank} ({rates[rank].host}): {words[what]} {below:.0%} below the median"
+        for (rank, what), below in sorted(slow.items())
+    ]
 
 
-def slow_ranks(rates: Sequence[DeviceRates]) -> list[str]:
-    """Return, for each rank with a rate below SLOW of the median, a text that says by how much."""
-    found = []
-    for what in ("products", "copies", "from_host"):
-        values = [value for each in rates if (value := getattr(each, what)) is not None]
-        median = statistics.median(values) if values else 0.0
-        for rank, value in enumerate(values):
-            if value < SLOW * median:
-                words = {"from_host": "copies from the host"}.get(what, what)
-                found.append(f"rank {rank} ({rates[rank].host}): {words} {1 - value / median:.0%} below the median")
+def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
+    """Return, for each rank and rate that is below its part in SLOW of the median, how far below (0.25: a quarter)."""
+    found: dict[tuple[int, str], float] = {}
+    for what, least in SLOW.items():
+        values = {rank: value for rank, each in enumerate(rates) if (value := getattr(each, what)) is not None}
+        median = statistics.median_high(values.values()) if values else 0.0  # of two ranks, the faster
+        found |= {(rank, what): 1 - value / median for rank, value in values.items() if value < least * median}
     return found
 
 
@@ -122,51 +196,67 @@ def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
     """Return for each size (bytes) the bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes per
     second, which NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md) compare with the hardware. Collective."""
     share = 2 * (world.size - 1) / world.size
-    return [share * size * EXCHANGES / world.all_reduce_seconds(size, EXCHANGES) for size in sizes]
+    return [share * size / world.all_reduce_seconds(size, EXCHANGE_SECONDS) for size in sizes]
 
 
 def describe_disk(folder: Path) -> str:
-    """Write a file in `folder` to its disk and read it, and return both rates as text. Raises RunError."""
-    path, data = folder / f".check-machine-{os.getpid()}", os.urandom(2**24)
+    """Write a file in `folder` to its disk and read it, each for up to DISK_SECONDS, and return both rates as text. The
+    file has no name, so that it is gone however this process ends. Raises RunError."""
+    part = os.urandom(DISK_PART_BYTES)
     try:
-        began = time.perf_counter()
-        with path.open("wb") as file:
-            for _ in range(DISK_BYTES // len(data)):
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk
-        opened = time.perf_counter()
-        with path.open("rb") as file:
-            while file.read(len(data)):
-                pass
-        writes, reads = DISK_BYTES / (written - began), DISK_BYTES / (time.perf_counter() - opened)
+        with tempfile.TemporaryFile(dir=folder) as file:
+
+            def rate(work: Callable[[], int]) -> tuple[int, float]:
+                """Return the sum of what `work` returns, until DISK_BYTES or DISK_SECONDS are over, also per second."""
+                count, began = 0, time.perf_counter()
+                while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
+                    count += size
+                return count, count / (time.perf_counter() - began)
+
+            def write() -> int:
+                file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+                return len(part)
+
+            count, writes = rate(write)
+            if hasattr(os, "posix_fadvise"):  # so that it is read from the disk; not on macOS
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            _, reads = rate(lambda: len(file.read(len(part))))
     except OSError as error:
-        raise RunError(f"{folder}: {error.strerror} while a file of {DISK_BYTES / 2**20:.0f} MiB was written") from None
-    finally:
-        path.unlink(missing_ok=True)
-    return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s"
+        raise RunError(f"{folder}: {error.strerror} while the disk was measured; free some space there") from None
+    return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s ({count / 2**20:,.0f} MiB)"
 
 
 def describe_download() -> str:
-    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured."""
+    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured. Both
+    take at most ANSWER_SECONDS more, in a thread: looking up a name or trying all its addresses can take a minute."""
     from huggingface_hub import constants
 
-    count, began = 0, time.perf_counter()
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        with urllib.request.urlopen(f"{constants.ENDPOINT}/{DOWNLOADED}", timeout=DOWNLOAD_SECONDS) as answer:
-            began = time.perf_counter()
-            while count < DOWNLOAD_BYTES and time.perf_counter() - began < DOWNLOAD_SECONDS:
-                if not (part := answer.read(2**20)):
-                    break
-                count += len(part)
-    except (OSError, ValueError, HTTPException) as error:
-        return f"download from {constants.ENDPOINT}: not measured: {getattr(error, 'reason', None) or error}"
-    rate = count / (time.perf_counter() - began)
-    return f"download from {constants.ENDPOINT}: {rate / 1e6:,.0f} MB/s by one connection"
+    found = ["not measured: no answer in time"]
+
+    def download() -> None:
+        count, began = 0, time.perf_counter()
+        try:
+            if constants.HF_HUB_OFFLINE:
+                raise OSError("HF_HUB_OFFLINE is set")
+            with urllib.request.urlopen(f"{constants.ENDPOINT}/{DOWNLOADED}", timeout=ANSWER_SECONDS) as answer:
+                began = time.perf_counter()
+                while count < DOWNLOAD_BYTES and time.perf_counter() - began < DOWNLOAD_SECONDS:
+                    if not (part := answer.read1(2**20)):  # what has come, so that a slow server is not waited for
+                        break
+                    count += len(part)
+            rate = count / (time.perf_counter() - began)
+            found[0] = f"{three_digits(rate / 1e6)} MB/s by one connection"
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            found[0] = f"not measured: {getattr(reason, 'strerror', None) or reason}"
+
+    thread = threading.Thread(target=download, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS + ANSWER_SECONDS)
+    return f"download from {constants.ENDPOINT}: {found[0]}"
 
 
 def measure_training(experiment: Experiment, world: World) -> Measured:
@@ -178,7 +268,8 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     config, layout = experiment.config, experiment.layout(world.size)
     precision = Precision.for_training(config.precision, world.device).name
     step_config = config.model_copy(update={"precision": precision})
-    try:
+    check_memory(experiment.model)
+    with explained_failures(config.microbatch_size, StopSignal()):
         step = build_training_step(experiment, step_config, world, partition=StatePartition.for_world(world))
         cache = CompileCache.of(experiment, step_config, world)
         cache.load()
@@ -186,29 +277,23 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
         tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, layout.microbatch_size * length + 1)
         microbatch = Microbatch(tokens, length)
         step.warm_up(microbatch, world)
-        cache.save()  # so that the run compiles nothing
 
         def seconds_of(steps: int) -> float:
             world.barrier()
             began = time.perf_counter()
-            for _ in range(steps):
-                step.run([microbatch] * layout.accumulation_steps, 0.0)
-            wait_for(world.device)
+            with world.watchdog.guard(Place(0, "machine")):
+                for _ in range(steps):
+                    step.run([microbatch] * layout.accumulation_steps, 0.0)
+                wait_for(world.device)
             return max(world.gather(time.perf_counter() - began))
 
         seconds_of(1)  # which is slower than the others
+        cache.save()  # so that the run compiles nothing
         steps, seconds, count = 0, 0.0, 1
         while seconds < LONGEST_SECONDS and (steps < BELIEVED_STEPS or seconds < BELIEVED_SECONDS):
             took = seconds_of(count)
             steps, seconds, count = steps + count, seconds + took, math.ceil(count / took)  # about a second
         measured = Measured(global_steps=steps, tokens=steps * layout.global_tokens, seconds=seconds)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(
-            f"out of memory with microbatch_size {config.microbatch_size}; `ddp_train.py RUN datasets -f` finds the "
-            "largest that fits"
-        ) from None
     contents = {
         "date": now(),
         "device": world.device_name,
@@ -225,19 +310,34 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return the bytes of DDP's buckets: of its first one, of the others and, for a run, of its largest gradient, which
-    has a bucket of its own."""
-    bucket = (experiment and experiment.config.bucket_mb) or 25
-    sizes = [2**20, bucket * 2**20]
-    if experiment is not None:
-        sizes.append(4 * experiment.model.vocab_size * experiment.model.emb_dim)
-    return sorted({*sizes})
+    """Return the bytes of DDP's buckets: of its first one, of the others and, if it is larger, of the gradient of a
+    token embedding (a run's, or GPT-2 small's), which has a bucket of its own. Gradients are in fp32."""
+    bucket = 2**20 * ((experiment and experiment.config.bucket_mb) or 25)
+    vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
+    return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})
 
 
-def row(rank: int, rates: DeviceRates) -> list[str]:
-    """Return the row of a rank in the table with HEADINGS. It lacks the last column on a CPU."""
-    memory = f"{rates.free_bytes / GIB:.1f} of {rates.total_bytes / GIB:.1f}"
-    peak = peak_flops(rates.name)
-    products = f"{rates.products / 1e12:.3g}" + ("" if peak is None else f" ({rates.products / peak:.0%} of peak)")
-    cells = [str(rank), rates.name, memory, products, f"{rates.copies / 1e9:.4g}"]
-    return cells if rates.from_host is None else [*cells, f"{rates.from_host / 1e9:.3g}"]
+def three_digits(value: float) -> str:
+    """Return a number with three digits, or all of them before the point: 0.0123, 12.3, 1,234."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def table(rates: Sequence[DeviceRates]) -> Iterator[str]:
+    """Yield the lines of a table of the ranks' devices and rates, at most 80 characters wide."""
+    headings, rows = ["rank", "device", "GiB free", f"{rates[0].precision} TFLOP/s", "copies GB/s"], []
+    if has_host := all(each.from_host is not None for each in rates):
+        headings.append("from host GB/s")
+    for rank, each in enumerate(rates):
+        peak = peak_flops(each.name)
+        share = "" if peak is None else f" ({each.products / peak:.0%} of peak)"
+        rows.append(
+            [
+                str(rank),
+                each.name.removeprefix("NVIDIA ")[:NAME_CHARACTERS],
+                f"{each.free_bytes / GIB:.1f} of {each.total_bytes / GIB:.1f}",
+                f"{three_digits(each.products / 1e12)}{share}",
+                three_digits(each.copies / 1e9),
+                *([three_digits((each.from_host or 0) / 1e9)] if has_host else []),
+            ]
+        )
+    yield from aligned(headings, rows, left=("device",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.training.machine_check import DeviceRates, slow_rates, table
 from tests.nullcuda.device import environment, why_not
 from tests.support.isolation import ROOT
 from tests.support.launch import Result, Workshop, finish, rank_variables
@@ -23,7 +25,7 @@ from tests.support.warm import WarmProcess
 # Shorter than for a user. SECONDS stays longer than the pauses of a rank that is slowed down.
 HASTE = """
 import harness.training.machine_check as check
-check.SECONDS, check.DISK_BYTES, check.DOWNLOAD_BYTES = {seconds}, 2**24, 2**22
+check.SECONDS, check.DISK_BYTES, check.DISK_PART_BYTES, check.DOWNLOAD_BYTES = {seconds}, 2**24, 2**22, 2**22
 """
 
 
@@ -34,14 +36,20 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def start(shop: Workshop, *arguments: str, ranks: int = 1, seconds: float = 0.2) -> list[WarmProcess]:
+def start(
+    shop: Workshop, *arguments: str, ranks: int = 1, seconds: float = 0.2, prelude: str = ""
+) -> list[WarmProcess]:
+    """Start the ranks. Rank 1 runs the Python source `prelude` first."""
     command = [str(ROOT / "check_machine.py"), *arguments, "--runs-dir", str(shop.runs)]
-    places = rank_variables(ranks) if ranks > 1 else [{}]
-    return [shop.fork(command, place, HASTE.format(seconds=seconds)) for place in places]
+    haste = HASTE.format(seconds=seconds)
+    return [
+        shop.fork(command, place, haste + (prelude if place.get("RANK") == "1" else ""))
+        for place in rank_variables(ranks)
+    ]
 
 
-def check(shop: Workshop, *arguments: str, ranks: int = 1, expect: int | None = None) -> Result:
-    return finish(start(shop, *arguments, ranks=ranks), expect=expect, timeout=200)
+def check(shop: Workshop, *arguments: str, ranks: int = 1, expect: int | None = None, prelude: str = "") -> Result:
+    return finish(start(shop, *arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=200)
 
 
 def test_a_slow_rank_is_named(shop: Workshop) -> None:
@@ -72,12 +80,75 @@ def test_a_slow_rank_is_named(shop: Workshop) -> None:
     assert "rank 0" not in error
 
 
+def test_the_table_of_gpus_fits_a_terminal() -> None:
+    rates = [DeviceRates("box", "NVIDIA H100 80GB HBM3", 7 * 2**34, 5 * 2**34, "bf16", flops, 2.79e12, 54.3e9)
+             for flops in (712e12, 705e12, 633e12)]  # fmt: skip
+    lines = list(table(rates))
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].split()[6:] == ["80.0", "633", "(64%", "of", "peak)", "2,790", "54.3"]
+    assert list(slow_rates(rates)) == [(2, "products")]
+    assert slow_rates(rates[1:]) == {(1, "products"): pytest.approx(1 - 633 / 705)}, "of two ranks, beside the faster"
+    assert not slow_rates(rates[:2])
+
+
+def test_a_rank_that_is_slow_once_is_not_named(shop: Workshop) -> None:
+    """Rank 1 sleeps for most of the first measurement. Other programs may slow it down later, but not as much."""
+    result = check(
+        shop,
+        ranks=2,
+        prelude="""
+import time
+measure, wait, calls = check.measure_device, check.wait_for, []
+check.measure_device = lambda world: (calls.append(0), measure(world))[1]
+check.wait_for = lambda device: (wait(device), time.sleep(0.2 if len(calls) == 1 else 0))
+""",
+    )
+    assert "all-reduce of 2 ranks" in result.stdout
+    assert not re.search(r"[89]\d% below the median", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("place", ["wait_for", "measure_training"])
+def test_an_error_of_one_device_is_one_line(shop: Workshop, place: str) -> None:
+    broken = f"""
+def fail(*arguments):
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\\nSearch for more")
+check.{place} = fail
+"""
+    job = start(shop, "r", ranks=2, prelude=broken)
+    finish(job[:1], expect=1, timeout=200)  # rank 0 ends, too
+    result = finish(job[1:], expect=1, timeout=200)
+    (line,) = result.stderr.splitlines()
+    assert "error: rank 1 (" in line
+    assert line.endswith(
+        "cpu): CUDA error: uncorrectable ECC error encountered; if that happens again, rent another machine"
+    )
+
+
+def test_a_device_that_hangs_is_named(shop: Workshop) -> None:
+    shop.environment["COLLECTIVE_TIMEOUT_SECONDS"] = "3"
+    job = start(shop, ranks=2, prelude="import time\ncheck.wait_for = lambda device: time.sleep(600)\n")
+    result = finish(job, expect=1, timeout=60)
+    (line,) = result.error_lines
+    assert "rank 1 (" in line
+    assert "in the check of the machine" in line
+
+
+def test_a_full_disk_is_one_line(shop: Workshop) -> None:
+    limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+    command = [str(ROOT / "check_machine.py"), "--runs-dir", str(shop.runs)]
+    result = finish([shop.fork(command, {}, HASTE.format(seconds=0.2) + limit)], expect=1, timeout=200)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {shop.runs}: File too large while the disk was measured")
+    assert [path.name for path in shop.runs.iterdir()] == ["r"]
+
+
 @pytest.mark.slow
 def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
     shop.add_dataset()
     result = check(shop, "r", ranks=2)
-    assert "all-reduce of 2 ranks (bus bandwidth): " in result.stdout
-    assert f"disk at {shop.runs / 'r'}: writes" in result.stdout
+    assert "all-reduce of 2 ranks, bus GB/s: 1 MiB " in result.stdout
+    assert f"disk at {shop.runs / 'r'}: writes" in " ".join(result.stdout.split())
     assert "not measured: HF_HUB_OFFLINE is set" in result.stdout
     kept = json.loads((shop.runs / "r" / "machine-check.json").read_text())
     assert f"training r: {kept['tokens_per_second']:,.0f} tokens/s" in result.stdout
@@ -90,6 +161,10 @@ def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
     assert {path.name for path in (shop.runs / "r").iterdir()} == {
         *("model.json", "train.json", "machine-check.json", "summary.json")
     }
+    shop.add_run("other")
+    (shop.runs / "r" / "summary.json").rename(shop.runs / "other" / "summary.json")
+    assert "r/machine-check.json" in rows(shop, "r", ranks=2)["speed"], "rather than another run, maybe elsewhere"
+    assert rows(shop, "other", ranks=2)["speed"].startswith("12,345 tokens/s")
 
 
 @pytest.fixture

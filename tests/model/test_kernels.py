@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_train import explained_failures
 from harness.common.errors import UserError
 from harness.distributed.signals import StopSignal
 from harness.model import kernels
+from harness.training.failures import explained_failures
 from tests.support.isolation import FOLDER, ROOT
 from tests.support.launch import Workshop
 from tests.support.warm import warm_server

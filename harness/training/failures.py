@@ -1,0 +1,36 @@
+"""Failures of the work on a device, explained to the user in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from harness.common.errors import PeerError, RunError, RunStopped, UserError
+from harness.common.memory import is_out_of_memory
+from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.signals import StopSignal
+from harness.model.kernels import explain_failed_attention, explain_nondeterminism
+
+
+@contextmanager
+def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
+    """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
+    `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
+    to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
+    try:
+        with leaving_with_peers():
+            yield
+    except PeerError:
+        if stop.signal:  # torchrun has already asked this rank to stop
+            raise RunStopped(stop.signal) from None
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if explained := explain_nondeterminism(error) or explain_failed_attention(error):
+            raise UserError(explained) from None
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise RunError(
+            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
+            "fits; raise gradient_accumulation_steps to keep the global batch size"
+        ) from None
