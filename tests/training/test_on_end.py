@@ -94,7 +94,8 @@ def test_it_runs_after_the_last_upload(shop: Workshop, tmp_path: Path, is_lost: 
     """Every upload by training's process hangs until that process is killed. If `is_lost`, another machine has taken
     the run from it."""
     in_mirror, run_name = tmp_path / f"cut{is_lost}", f"cut{is_lost}"
-    show = ["sh", "-c", f'ls "{in_mirror}/checkpoints"/*/meta.json > "$DDP_PRETRAIN_DIRECTORY/ended"; true']
+    script = f'cd "$DDP_PRETRAIN_DIRECTORY"; ls "{in_mirror}/checkpoints"/*/meta.json > seen; mv seen ended'
+    show = ["sh", "-c", script]
     settings = {"min_train_tokens": 1280, "checkpoint_interval": 2, "mirror": tmp_path.as_uri(), "on_end": show}
     run = shop.add_run(run_name, **settings)
     hangs = 'before("harness.mirror.store:Mirror.send", pause(1000))'

@@ -42,7 +42,7 @@ def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) ->
     assert len(notes) == 1, said
     named = re.fullmatch(r"note: rank 1 takes (\d+)% longer than the median since global step (\d+); .*", notes[0])
     assert named, notes
-    assert 50 < int(named[1]) < 150, "twice the time, but for the work between the pauses"
+    assert 50 < int(named[1]) < 400, "twice the time, but for other work"
     assert int(named[2]) in (6, 8)
 
 
