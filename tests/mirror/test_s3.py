@@ -61,7 +61,7 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_one_line(tmp_path: Path, serv
     assert refused.status == 2
     assert "s3://nowhere/runs/r: cannot be written" in refused.stderr
     assert "AWS_ACCESS_KEY_ID" in refused.stderr
-    shop.environment = {**server, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}  # nobody listens there
+    shop.environment = {**server, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}  # no server
     refused = shop.attempt()
     assert refused.status == 2
     assert len(refused.stderr.splitlines()) == 1
