@@ -32,7 +32,7 @@ from harness.runs.metrics import rough_duration
 ASIDE = "meta-aside.json"  # the meta.json of a checkpoint that the run has gone back behind
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
 END_PATIENCE_SECONDS = 900.0  # at the end of a run, without any byte sent, before it is left as it is
-LEAST_SPEED = 2e6  # bytes per second, by which END_PATIENCE_SECONDS grows for a file that is sent without a count
+LEAST_SPEED = 2e6  # bytes per second: END_PATIENCE_SECONDS is longer by the time that the file in flight takes with it
 FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  # sent besides metrics and results
 
 
@@ -54,7 +54,7 @@ class Uploads:
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
         self._versions: dict[str, tuple[int, int]] = {}  # size and time of the small files that were sent
         self._sent_bytes = 0  # of everything, for the bar
-        self._uncounted = 0  # size of the file that is being sent to a store that does not say how far it is
+        self._in_flight = 0  # size of the file that is being sent; not every library says how far it is
         self._is_first = True
         self._failing_since: float | None = None
         self._sent_since_failure = 0
@@ -94,7 +94,7 @@ class Uploads:
                     if bar is not None:
                         bar.update(self._sent_bytes - last)
                     last, since = self._sent_bytes, time.monotonic()
-                if time.monotonic() - since > END_PATIENCE_SECONDS + self._uncounted / LEAST_SPEED:
+                if time.monotonic() - since > END_PATIENCE_SECONDS + self._in_flight / LEAST_SPEED:
                     break
         if bar is not None:
             bar.close()
@@ -206,9 +206,12 @@ class Uploads:
         def progress(count: int) -> None:
             self._sent_bytes += count
 
-        self._uncounted = size if self.mirror.scheme == "hf" else 0
-        self.mirror.send(remote, file, progress)
-        self._sent_bytes, self._uncounted = before + size, 0
+        self._in_flight = size
+        try:
+            self.mirror.send(remote, file, progress)
+        finally:
+            self._in_flight = 0
+        self._sent_bytes = before + size
 
     def _send_small(self, name: str, path: Path) -> None:
         """Send a small file if it has changed since it was sent. It may grow meanwhile."""
