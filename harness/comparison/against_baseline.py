@@ -99,8 +99,8 @@ def _compare(
 ) -> BaselineComparison:
     """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
     name of the loss. `values[i]` has the losses of the run `records[i]` on all texts. If a run of an arm has no loss on
-    this text, a note says what its loss was measured on, or why it has none. If the losses of windows of an arm cannot
-    be read, a note says so, and the verdicts do without them."""
+    this text, a note says what its loss was measured on, or why it has none. If an arm's losses
+    by window cannot be read, a note says so, and the verdicts are computed without them."""
     measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}

@@ -136,8 +136,8 @@ class RunRecord:
 
     @property
     def dataset(self) -> Mapping[str, Any]:
-        """Under "name" the name of the dataset, and under the name of each split its number of tokens and their hash.
-        Empty if nothing was recorded."""
+        """The dataset as recorded: its name (key "name") and, by split, the number of tokens and their hash. Empty if
+        nothing was recorded."""
         dataset = self.recorded("dataset")
         return dataset if isinstance(dataset, dict) else {}
 

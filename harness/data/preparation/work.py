@@ -88,8 +88,8 @@ class Journal:
 
 
 def _journal(content: dict[str, Any]) -> Journal:
-    """Return the journal from the contents of its file. In files of earlier versions, marks lack the key "pool". The
-    pool then counts as empty."""
+    """Parse the contents of a journal file. Files of earlier versions have no "pool" in their marks; it is then
+    empty."""
     marks = {
         key: Mark(**mark | {"size": StreamSize(**mark["size"]), "pool": StreamSize(**mark.get("pool", {}))})
         for key, mark in content.items()
