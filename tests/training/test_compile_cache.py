@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.compiler._cache import CacheArtifactManager
 
-from harness.training.compile_cache import KEPT_KEYS, SECRET_VARIABLE, CompileCache
+from harness.training.compile_cache import CACHE_SECRET, KEPT_KEYS, CompileCache
 
 # A result of autotuning is the simplest thing that torch keeps. Loading puts it into a file of torch's own cache.
 KEY, LATER_KEY, CONTENT = "ab/tuned.best_config", "ab/later.best_config", {"XBLOCK": 8}
@@ -88,7 +88,7 @@ def test_a_file_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.
     assert secret.stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("XDG_CACHE_HOME", homes["other"])
     assert not is_loaded(cache_of(tmp_path))
-    monkeypatch.setenv(SECRET_VARIABLE, "shared")
+    monkeypatch.setenv(CACHE_SECRET, "shared")
     CacheArtifactManager.record_artifact("autotune", KEY, CONTENT)
     cache_of(tmp_path).save()
     monkeypatch.setenv("XDG_CACHE_HOME", homes["own"])
