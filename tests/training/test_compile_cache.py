@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.compiler._cache import CacheArtifactManager
 
-from harness.training.compile_cache import CACHE_SECRET, KEPT_KEYS, CompileCache
+from harness.runs.directory import CACHE_SECRET
+from harness.training.compile_cache import KEPT_KEYS, CompileCache
 
 # A result of autotuning is the simplest thing that torch keeps. Loading puts it into a file of torch's own cache.
 KEY, LATER_KEY, CONTENT = "ab/tuned.best_config", "ab/later.best_config", {"XBLOCK": 8}
