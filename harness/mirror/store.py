@@ -62,8 +62,10 @@ class Mirror:
             options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": NETWORK_SECONDS}}
         try:
             fsspec.get_filesystem_class(self.scheme)
-            if self.scheme == "hf":
-                _silence_hub()
+            if self.scheme == "hf":  # which writes a line for each of its retries
+                from huggingface_hub import logging
+
+                logging.set_verbosity_error()
             if self.scheme == "sftp":
                 options |= {"timeout": 10, "banner_timeout": NETWORK_SECONDS, "host_key_policy": _known_hosts_only()}
             else:
@@ -159,12 +161,23 @@ class Mirror:
             fs.mv(target, final)
 
     def _put_into_bucket(self, path: str, source: bytes | Path) -> None:
-        """Write a file of a bucket of the Hub. fsspec would copy it to the folder of temporary files first. The Hub
-        verifies it by its hash."""
+        """Write a file of a bucket of the Hub, without a bar. fsspec would copy it to the folder of temporary files
+        first. The Hub verifies it by its hash."""
         from huggingface_hub import HfApi
+        from huggingface_hub.utils.tqdm import (
+            are_progress_bars_disabled,
+            disable_progress_bars,
+            enable_progress_bars,
+        )
 
         _, owner, name, target = f"{self.name}/{path}".removeprefix("hf://").split("/", 3)
-        HfApi().batch_bucket_files(f"{owner}/{name}", add=[(source, target)])
+        were_disabled = are_progress_bars_disabled()  # otherwise a dataset is downloaded later, with a bar
+        disable_progress_bars()
+        try:
+            HfApi().batch_bucket_files(f"{owner}/{name}", add=[(source, target)])
+        finally:
+            if not were_disabled:
+                enable_progress_bars()
 
     def delete(self, *paths: str) -> None:
         """Delete files, or folders with all that is in them. What is not there is left out."""
@@ -181,15 +194,6 @@ class Mirror:
             if isinstance(time_of_store, datetime):
                 return time_of_store.timestamp()
         return None
-
-
-def _silence_hub() -> None:
-    """Keep huggingface_hub from writing bars and a line for each of its retries into the output of training."""
-    from huggingface_hub import logging
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    logging.set_verbosity_error()
 
 
 def _known_hosts_only() -> Any:
