@@ -47,9 +47,10 @@ def join(ranks: int, is_stopping: object = None) -> World:
 def run(arguments: Sequence[str]) -> dict[str, Any]:
     """Run ddp_train.py with these arguments. Returns its exit status, and the counts of each step."""
     found: list[dict[str, Any]] = []
+    is_search = "-f" in arguments  # compiles anew for each size
 
     def run_and_count(self: steps.OptimizerStep, *arguments: Any, **named: Any) -> steps.StepResult:
-        return counted(lambda: run_step(self, *arguments, **named), found, may_wait=not found)
+        return counted(lambda: run_step(self, *arguments, **named), found, may_wait=not found or is_search)
 
     steps.OptimizerStep.run = run_and_count  # type: ignore[method-assign]
     sys.argv = ["ranks", *arguments]
