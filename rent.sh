@@ -8,6 +8,7 @@ usage() {
 Usage: ./rent.sh [OPTION]... RUN [DATASETS_DIR]
 
 Set up this machine, check it, print the plan of RUN, train RUN, measure its loss on the test split, and publish it.
+DATASETS_DIR [default: datasets] is relative to this script's folder.
 
   --processes N         ranks, one for each GPU  [default: all GPUs, or 1]
   --mirror URL          keep a copy of the run at URL, and continue from it on a new machine
@@ -56,9 +57,9 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
+PATH="$PATH:${HOME:-/root}/.local/bin" # where setup_lambda.sh installs uv
 if begin setup; then
     ./setup_lambda.sh
-    PATH="$PATH:$HOME/.local/bin"
     case "$mirror" in s3:* | sftp:*) uv sync --extra "${mirror%%:*}" ;; gs:*) uv sync --extra gcs ;; *) uv sync ;; esac
 fi
 [ -n "$processes" ] || processes="$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)"
@@ -71,12 +72,15 @@ if [ -n "$mirror" ]; then training+=(--mirror "$mirror" --wait); fi
 is_begun=false
 if [ -n "$(ls "$here/checkpoints" 2>/dev/null)" ]; then
     is_begun=true
-elif [ -n "$mirror" ] && uv run mirror.py list "$mirror" | grep "^$run: "; then
-    is_begun=true
-    rm -rf "$runs/.from-mirror"
-    uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
-    mv "$runs/.from-mirror/$run/train.json" "$here/train.json"
-    rm -r "$runs/.from-mirror"
+elif [ -n "$mirror" ]; then
+    listed="$(uv run mirror.py list "$mirror")" # a mirror that cannot be read ends the script
+    if [[ $'\n'"$listed" == *$'\n'"$run: "* ]]; then
+        is_begun=true
+        rm -rf "$runs/.from-mirror"
+        uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
+        mv "$runs/.from-mirror/$run/train.json" "$here/train.json"
+        rm -r "$runs/.from-mirror"
+    fi
 fi
 if ! "$is_begun"; then
     if begin check; then uv run check_machine.py "$run" --processes "$processes" "${where[@]}"; fi

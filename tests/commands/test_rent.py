@@ -105,6 +105,19 @@ def test_recipes_that_end_a_rental(tmp_path: Path) -> None:
     ]
 
 
+def test_a_mirror_that_cannot_be_read_changes_nothing(shop: Workshop) -> None:
+    """It may have a run that has begun with another train.json."""
+    before = (shop.runs / "r" / "train.json").read_bytes()
+    (shop.path / "store").write_text("no folder")
+    process = rent(shop, "r", "--fit", "--skip", "setup", "--mirror", f"file://{shop.path}/store/runs")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert stderr.startswith("error: mirror ")
+    assert len(stderr.splitlines()) == 1
+    assert (shop.path / "calls").read_text().count("\n") == 1, "nothing but the mirror was asked"
+    assert (shop.runs / "r" / "train.json").read_bytes() == before
+
+
 @pytest.mark.slow
 def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
     """The script alone gets the signal."""
