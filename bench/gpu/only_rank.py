@@ -28,5 +28,7 @@ def train_alone() -> None:
     store = socket.create_server(("127.0.0.1", 0))  # the rank takes it over
     host, port = store.getsockname()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), STORE_DESCRIPTOR: str(store.detach())}
-    environment.read_ranking = lambda: Ranking(world_size=OnlyRank(1), local_world_size=OnlyRank(1))
+    # On its machine it counts as one, because there may be only one GPU. So this must be set as for several machines.
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment.read_ranking = lambda: Ranking(world_size=OnlyRank(1), local_world_size=1)
     runpy.run_path("ddp_train.py", run_name="__main__")
