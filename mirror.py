@@ -19,7 +19,7 @@ URL = click.argument("url")
 
 @click.group(cls=Group)
 def main() -> None:
-    """Look into a mirror of runs (docs/mirror.md): a copy at URL/RUN.
+    """List, fetch, follow or send runs of a mirror (docs/mirror.md), which has a copy of each run at URL/RUN.
 
     \b
         uv run mirror.py list hf://buckets/me/runs

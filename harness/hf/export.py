@@ -102,8 +102,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `folder`: in the format of transformers, the tokenizer that
-    `load_tokenizer(name_or_file)` loads. `context_length` is recorded as the greatest length of a text in tokens.
+    """Write the tokenizer that `load_tokenizer(name_or_file)` loads to `folder` in the format of transformers:
+    tokenizer.json and tokenizer_config.json. `context_length` is recorded as the greatest length of a text in tokens.
 
     Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer would split text differently.
     """

@@ -11,8 +11,10 @@ from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, retried
 from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, owner_of
+from harness.mirror.start import check_same_experiment
 from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
+from harness.planning.experiment import Experiment
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, ValidationEvent, parse_event, rough_duration
@@ -48,10 +50,10 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     Raises UserError if there is no such run, and RunError if the mirror cannot be read.
     """
     mirror = open_mirror(url, name, writes=False)
-    files = retried(mirror, mirror.files)
-    if "train.json" not in files:
-        raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists them")
+    files = _files_of(mirror)
     run = RunDirectory(runs_dir / name)
+    if (run.path / "model.json").exists() and run.train_json.exists():
+        check_same_experiment(Experiment.load(run, Path("datasets")), mirror)
     run.path.mkdir(parents=True, exist_ok=True)
     small = ["model.json", "train.json", run.summary.name, run.chart.name]
     if with_weights:
@@ -68,10 +70,19 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     return run.path
 
 
+def _files_of(mirror: Mirror) -> dict[str, int]:
+    """Return the files of a run in a mirror, with their sizes in bytes. Raises UserError if there is no such run."""
+    files: dict[str, int] = retried(mirror, mirror.files)
+    if "train.json" not in files:
+        raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists them")
+    return files
+
+
 def follow_run(url: str, name: str) -> Iterator[str]:
     """Yield a line for each training and validation loss of a run in a mirror: those that are there, then new ones as
     they come. Ends when no machine trains the run any more."""
     mirror = open_mirror(url, name, writes=False)
+    _files_of(mirror)
     done = 0
     while True:
         owner, silent = owner_of(mirror)
@@ -99,10 +110,11 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the name of the run's
-    folder there. Raises UserError if another machine trains the run, or if the mirror has a later checkpoint; otherwise
-    the errors of the store."""
+    folder there. Raises UserError if another machine trains the run, or if the mirror holds another experiment or a
+    later checkpoint; otherwise the errors of the store."""
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
     mirror = open_mirror(url, run.path.name)
+    check_same_experiment(Experiment.load(run, Path("datasets")), mirror)
     lease = Lease(mirror, run)
     lease.take(wait=False, take_over=take_over)
     try:

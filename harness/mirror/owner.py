@@ -113,7 +113,7 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
     """
     try:
         owner = _parse(mirror.read(OWNER))
-        if owner is None or owner.get("id") == own:
+        if owner is None or (own is not None and owner.get("id") == own):
             return None, 0.0
         heard, now = (mirror.modified(OWNER), None) if own else (None, None)
         if heard is not None:

@@ -161,8 +161,8 @@ class Mirror:
             fs.mv(target, final)
 
     def _put_into_bucket(self, path: str, source: bytes | Path) -> None:
-        """Write a file of a bucket of the Hub, without a bar. fsspec would copy it to the folder of temporary files
-        first. The Hub verifies it by its hash."""
+        """Write a file into a bucket of the Hub, without a progress bar. Does not use fsspec, which would first copy
+        the file to the folder of temporary files. The Hub verifies the file by its hash."""
         from huggingface_hub import HfApi
         from huggingface_hub.utils.tqdm import (
             are_progress_bars_disabled,
@@ -222,7 +222,8 @@ def check_url(url: str) -> str:
         there = ", ".join(f"{name}://" for name in known)
         raise UserError(f'mirror (train.json\'s key "mirror", or --mirror) {shown}: unknown scheme; there are {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
-    if "?" in rest or ":" in user or (user and scheme != "sftp"):
+    # A secret can have "/" and "@" in it.
+    if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
         raise UserError(f"mirror {shown}: no credentials in a URL: give {CREDENTIALS[scheme]}")
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
@@ -234,7 +235,7 @@ def check_url(url: str) -> str:
 
 def printable_url(url: str) -> str:
     """Return a URL without user, password and query."""
-    return re.sub(r"(://)[^/@]*@", r"\1", re.sub(r"\?.*", "?…", url))
+    return re.sub(r"(://)(\S*:\S*@|[^/\s]*@)", r"\1", re.sub(r"\?.*", "?…", url))
 
 
 def reason_of(error: BaseException) -> str:
@@ -248,7 +249,7 @@ def reason_of(error: BaseException) -> str:
         import huggingface_hub
 
         line = line.replace(huggingface_hub.get_token() or "\0", "***")
-    line = re.sub(r"(://)[^/@\s]*@", r"\1", re.sub(r"\?\S+", "?…", line))
+    line = re.sub(r"(://)(\S*:\S*@|[^/\s]*@)", r"\1", re.sub(r"\?\S+", "?…", line))
     line = re.sub(r"(?i)((?:signature|token|secret|credential)\w*[=:]\s*)\S+", r"\1***", line)
     return printable(f"{type(error).__name__}: {line[:REASON_CHARACTERS]}".rstrip(": "))
 

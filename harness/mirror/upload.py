@@ -296,8 +296,8 @@ def version(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def asked_to_leave() -> Iterator[list[int]]:
-    """Yield a list to which each signal that asks this process to stop is appended, in place of what else the signal
-    would do."""
+    """Yield a list. Until the end of the body, signals that ask this process to stop are only appended to it. Signals
+    that were ignored stay ignored."""
     import signal
 
     asked: list[int] = []

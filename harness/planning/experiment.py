@@ -232,7 +232,7 @@ class Experiment:
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
         """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run. `layout`
-        is the result of the method of the same name."""
+        is what the method `layout` returns."""
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:

@@ -169,8 +169,8 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:
-    """Raise UserError if a tokenizer's file has the name of one of a checkpoint's own files, which its copy in the
-    checkpoint would overwrite. "gpt2" has no file."""
+    """Raise UserError if a tokenizer's file has a name that a checkpoint reserves for its own files, because the
+    checkpoint also holds a copy of the tokenizer's file. "gpt2" has no file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
 

@@ -70,8 +70,8 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     @property
     def changes(self) -> list[str]:
-        """The changes in `changed`, and before them a text on the tokens that another program trained on, if any. Empty
-        for a run that kept its settings from its first step to its last."""
+        """Changes during the run: if another program trained its first tokens, a text that says so; then the texts in
+        `changed`. Empty for a run that kept its settings from its first step to its last."""
         seen, trained = self.tokens_seen or 0, self.trained_tokens
         foreign = 0 if trained is None else seen - trained
         return [*([f"another program trained the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]

@@ -125,9 +125,9 @@ class RunPlan:
 
 
 class Planner:
-    """Planner of single runs. `groups` runs are trained at the same time, each with `processes` ranks on devices that
-    no other run uses. Runs with the same model, batch layout, and keys for kernels have the same speed, which is
-    determined once."""
+    """Planner of single runs. `groups` is the number of runs that are trained at the same time, each with `processes`
+    ranks on devices that no other run uses. Runs with the same model, batch layout, and keys for kernels have the same
+    speed, which is determined once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any

@@ -207,7 +207,8 @@ def describe_disk(folder: Path) -> str:
         with tempfile.TemporaryFile(dir=folder) as file:
 
             def rate(work: Callable[[], int]) -> tuple[int, float]:
-                """Return the sum of what `work` returns, until DISK_BYTES or DISK_SECONDS are over, also per second."""
+                """Call `work`, which returns a number of bytes, until it returns 0 or DISK_BYTES or DISK_SECONDS are
+                reached. Return the sum, and the sum per second."""
                 count, began = 0, time.perf_counter()
                 while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
                     count += size
