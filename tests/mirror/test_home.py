@@ -102,3 +102,25 @@ def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
     result = older.command("mirror.py", "push", "r", store)
     assert result.status == 2
     assert "which is newer" in result.stderr
+
+
+def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_path: Path) -> None:
+    here = at_home(tmp_path)
+    here.script("mirror.py", "fetch", url(trained), "r", "--without-weights")
+    path = here.runs / "r" / "model.json"
+    model = json.loads(path.read_text())
+    path.write_text(json.dumps(model | {"n_layers": model["n_layers"] + 1}))
+    before = {path: path.read_bytes() for path in remote(trained).rglob("*") if path.is_file()}
+    for words in (["push", "r", url(trained)], ["fetch", url(trained), "r"]):
+        refused = here.command("mirror.py", *words)
+        assert refused.status == 2
+        assert "holds another experiment" in refused.stderr
+    assert before == {path: path.read_bytes() for path in remote(trained).rglob("*") if path.is_file()}
+    assert not (here.runs / "r" / "checkpoints").exists()
+    path.write_text(json.dumps(model))
+
+
+def test_follow_names_a_run_that_is_not_there(trained: InProcess) -> None:
+    result = trained.command("mirror.py", "follow", url(trained), "nosuch")
+    assert result.status == 2
+    assert "no such run" in result.stderr

@@ -150,6 +150,8 @@ def test_another_experiment_is_refused(first: InProcess) -> None:
     [
         ("s4://bucket", "unknown scheme; there are hf://, s3://, gs://, sftp://, file://"),
         ("s3://key:secret@bucket", "no credentials in a URL"),
+        ("s3://key:with/secret@bucket/x", "no credentials in a URL"),
+        ("sftp://me:with@secret@host/x", "no credentials in a URL"),
         ("s3://bucket?token=secret", "no credentials in a URL"),
         ("hf://owner/name", "must be hf://buckets/OWNER/NAME"),
         ("gs://bucket", "uv run --extra gcs"),

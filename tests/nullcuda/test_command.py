@@ -69,6 +69,21 @@ def test_out_of_memory_is_one_line(shop: Workshop) -> None:
     assert "Traceback" not in stderr
 
 
+def test_the_benchmarks_only_rank_runs_on_a_machine_with_one_gpu(shop: Workshop) -> None:
+    """It joins its process group by gloo here, because NCCL needs real hardware."""
+    shop.add_run("r", **SETTINGS)
+    code = (
+        "import torch, torch.distributed as dist; torch.backends.cuda.enable_cudnn_sdp(False);"
+        "real = dist.init_process_group;"
+        "dist.init_process_group = lambda backend, **given: real('gloo', **{**given, 'device_id': None});"
+        "from bench.gpu.only_rank import train_alone; train_alone()"
+    )
+    command = [sys.executable, "-c", code, "r", str(shop.datasets), "--runs-dir", str(shop.runs), "-f"]
+    done = subprocess.run(command, env=environment(gib=2), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Max microbatch size was" in done.stdout
+
+
 def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict[str, Any]]:
     """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 10 GiB. Returns what
     tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
