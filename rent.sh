@@ -80,7 +80,7 @@ elif [ -n "$mirror" ]; then
         uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
         if ! cmp -s "$here/train.json" "$runs/.from-mirror/$run/train.json"; then
             mkdir -p "$here/aside"
-            cp "$here/train.json" "$here/aside/train.json"
+            cp --backup=numbered "$here/train.json" "$here/aside/train.json"
             echo "note: $here/train.json is now the mirror's; yours is in $here/aside/train.json" >&2
         fi
         mv "$runs/.from-mirror/$run/train.json" "$here/train.json"

@@ -34,6 +34,7 @@ PROBE = ".probe"  # written to see that files can be written
 PIECE = 2**25  # bytes that a download asks for at once, and the least that an interrupted one loses
 NETWORK_SECONDS = 60.0  # silence after which a connection has failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
+USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
 REASON_CHARACTERS = 200
 OPENING_TRIES = 3
 
@@ -222,7 +223,6 @@ def check_url(url: str) -> str:
         there = ", ".join(f"{name}://" for name in known)
         raise UserError(f'mirror (train.json\'s key "mirror", or --mirror) {shown}: unknown scheme; there are {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
-    # A secret can have "/" and "@" in it.
     if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
         raise UserError(f"mirror {shown}: no credentials in a URL: give {CREDENTIALS[scheme]}")
     parts = [part for part in rest.split("/") if part]
@@ -235,7 +235,7 @@ def check_url(url: str) -> str:
 
 def printable_url(url: str) -> str:
     """Return a URL without user, password and query."""
-    return re.sub(r"(://)(\S*:\S*@|[^/\s]*@)", r"\1", re.sub(r"\?.*", "?…", url))
+    return USER_IN_URL.sub(r"\1", re.sub(r"\?.*", "?…", url))
 
 
 def reason_of(error: BaseException) -> str:
@@ -249,7 +249,7 @@ def reason_of(error: BaseException) -> str:
         import huggingface_hub
 
         line = line.replace(huggingface_hub.get_token() or "\0", "***")
-    line = re.sub(r"(://)(\S*:\S*@|[^/\s]*@)", r"\1", re.sub(r"\?\S+", "?…", line))
+    line = USER_IN_URL.sub(r"\1", re.sub(r"\?\S+", "?…", line))
     line = re.sub(r"(?i)((?:signature|token|secret|credential)\w*[=:]\s*)\S+", r"\1***", line)
     return printable(f"{type(error).__name__}: {line[:REASON_CHARACTERS]}".rstrip(": "))
 

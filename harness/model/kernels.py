@@ -26,7 +26,7 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"  # part of torch's error message
 
-CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
+CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16; cuDNN 9.19 did not (docs/LOG.md)
 # Values of train.json's `attention`, with torch's names and its tests of a GPU and a shape
 ATTENTION = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),

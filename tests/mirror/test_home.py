@@ -117,7 +117,6 @@ def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_
         assert "holds another experiment" in refused.stderr
     assert before == {path: path.read_bytes() for path in remote(trained).rglob("*") if path.is_file()}
     assert not (here.runs / "r" / "checkpoints").exists()
-    path.write_text(json.dumps(model))
 
 
 def test_follow_names_a_run_that_is_not_there(trained: InProcess) -> None:
