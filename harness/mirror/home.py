@@ -53,7 +53,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     files = _files_of(mirror)
     run = RunDirectory(runs_dir / name)
     if (run.path / "model.json").exists() and run.train_json.exists():
-        check_same_experiment(Experiment.load(run, Path("datasets")), mirror)
+        experiment = Experiment.load(run, Path("datasets"))
+        retried(mirror, lambda: check_same_experiment(experiment, mirror))
     run.path.mkdir(parents=True, exist_ok=True)
     small = ["model.json", "train.json", run.summary.name, run.chart.name]
     if with_weights:
