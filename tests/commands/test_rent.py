@@ -160,6 +160,7 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
     assert ended.read_text() == "over\n"
     calls = (shop.path / "calls").read_text()
     assert "-f --write" not in calls
+    assert json.loads((shop.runs / "r" / "aside" / "train.json").read_text())["microbatch_size"] == 1
     assert [path.name for path in (store / "r" / "results").iterdir()]
     shop.train("straight")
     assert_same_end(shop.runs / "straight", shop.runs / "r")
