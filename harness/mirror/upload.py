@@ -52,7 +52,7 @@ class Uploads:
         self.sending: str | None = None  # the checkpoint that is being sent, which must not be deleted
         self.lost = False  # another machine has taken the run
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
-        self._versions: dict[str, tuple[int, int]] = {}  # size and time of the small files that were sent
+        self._versions: dict[str, tuple[int, int]] = {}  # size and time of the files that this process has sent
         self._sent_bytes = 0  # of everything, for the bar
         self._in_flight = 0  # size of the file that is being sent; not every library says how far it is
         self._is_first = True
@@ -161,7 +161,7 @@ class Uploads:
             for name in ("model.json", "train.json"):
                 self._send_small(name, self.run.path / name)
             self._is_first = False
-        self._whole = {name for name in names_in(there) if f"checkpoints/{name}/{META}" in there}
+        self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
         while todo := [path for path in self._wanted() if path.name not in self._whole]:
             self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
         for name, path in self._small_files():
@@ -176,13 +176,27 @@ class Uploads:
         newest = [path for path in known if path.name == latest.name] or known[-1:]
         return list(dict.fromkeys([*newest, *(path for path in known if path.name == best.name)]))
 
+    def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
+        """Return whether the mirror has a checkpoint as it is in the run's folder: each file in its size, and the same
+        meta.json, which has the hashes. Files can be lost or replaced in a mirror after they were sent."""
+        remote = f"checkpoints/{path.name}"
+        with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
+            sizes = {f"{remote}/{file.name}": file.stat().st_size for file in path.iterdir()}
+            if sizes.items() <= there.items():
+                return self.mirror.read(f"{remote}/{META}") == (path / META).read_bytes()
+        return False
+
     def _send_checkpoint(self, path: Path, there: dict[str, int]) -> None:
         self.sending, began, sent = path.name, time.monotonic(), 0
+        if f"checkpoints/{path.name}/{META}" in there:  # not whole until the last file is sent
+            self.mirror.delete(f"checkpoints/{path.name}/{META}")
         try:
             for file in sorted(path.iterdir()):
                 remote = f"checkpoints/{path.name}/{file.name}"
-                if file.name != META and there.get(remote) != file.stat().st_size:
+                is_there = self._versions.get(remote) == version(file) and there.get(remote) == file.stat().st_size
+                if file.name != META and not is_there:
                     self._send(remote, file)
+                    self._versions[remote] = version(file)
                     sent += file.stat().st_size
             self._send_small(self.run.metrics.name, self.run.metrics)
             if self.lease is not None:

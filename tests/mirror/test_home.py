@@ -106,6 +106,23 @@ def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
     assert "which is newer" in result.stderr
 
 
+def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Path) -> None:
+    """A checkpoint is whole in a mirror if each file is there as it is here, also if its meta.json is there."""
+    machine, other = (add_machine(tmp_path, name, mirror=None) for name in ("first", "other"))
+    machine.add_run("r", random_seed=1, min_train_tokens=64 * 3)
+    other.add_run("r", random_seed=2, min_train_tokens=64 * 3)
+    for each in (other, machine):  # the second push finds checkpoints of the same names and sizes
+        each.train_here()
+        each.script("mirror.py", "push", "r", f"file://{tmp_path}/store")
+    lost = remote(machine) / "checkpoints" / names(machine.runs / "r")[-1] / "model.safetensors"
+    assert lost.read_bytes() == (machine.runs / "r" / lost.relative_to(remote(machine))).read_bytes()
+    lost.unlink()
+    machine.script("mirror.py", "push", "r", f"file://{tmp_path}/store")
+    here = at_home(tmp_path)
+    here.script("mirror.py", "fetch", f"file://{tmp_path}/store", "r")
+    assert_same_end(machine.runs / "r", here.runs / "r")
+
+
 def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_path: Path) -> None:
     here = at_home(tmp_path)
     here.script("mirror.py", "fetch", url(trained), "r", "--without-weights")
