@@ -73,7 +73,7 @@ class Checkpointer:
         In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
         Raises UserError if the checkpoint or the initial weights do not fit this run's model or optimizer.
         """
-        start, seed, rank = self.prepared.checkpoint, self.config.random_seed, self.world.rank
+        start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
         if start is not None:
             saved = Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(start))))

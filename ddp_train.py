@@ -69,7 +69,7 @@ class Trainer:
         self.prepared, self.world, self.stop = prepared, world, stop
         experiment, position, layout = prepared.experiment, prepared.position, prepared.layout
         check_memory(experiment.model)
-        torch.manual_seed(experiment.config.random_seed)  # every rank draws the same weights
+        torch.manual_seed(experiment.config.seed_of("init"))  # every rank draws the same weights
         partition = StatePartition.for_world(world)
         self.own_time = OwnTime(world.device)
         self.optimizer_step = build_training_step(
@@ -81,8 +81,8 @@ class Trainer:
         self.reporter = Reporter(prepared, world)
         self.state = prepared.state(world)
         tokens = prepared.dataset.split("train")
-        start_token = experiment.config.start_train_token + position.tokens_seen
-        self.loader = TokenLoader(tokens, start_token, layout, prepared.batches)
+        order, first_window = experiment.window_order(len(tokens)), position.tokens_seen // layout.context_length
+        self.loader = TokenLoader(tokens, order, layout, prepared.batches, first_window=first_window)
         self.schedule = build_schedule(experiment.config, position.total_steps, layout.global_tokens)
         self.evaluations = Evaluations(prepared, world, self.optimizer_step, stop)
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)

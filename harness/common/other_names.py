@@ -25,7 +25,7 @@ COUNTERPARTS = {
         "lr": ("learning_rate", ""),
         **dict.fromkeys(("max_iters", "max_steps"), ("train_steps", STEPS)),
         "min_lr": ("min_lr_ratio", "over learning_rate"),
-        "num_train_epochs": ("min_train_tokens", "in tokens; -1: the whole train split once"),
+        "num_train_epochs": ("epochs", 'with "min_train_tokens": -1'),
         "save_steps": ("checkpoint_interval", STEPS),
         "seed": ("random_seed", ""),
         "warmup_iters": ("warmup_steps", STEPS),

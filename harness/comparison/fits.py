@@ -19,6 +19,7 @@ LEFT_OPEN = {
     *WITHOUT_EFFECT,
     SEED,
     "validation_interval",
+    "validation_sequences",
     "validation_batches",
     "checkpoint_interval",
 }

@@ -12,7 +12,7 @@ from typing import Literal
 
 from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
-from harness.runs.checkpoint_meta import validation_text
+from harness.runs.checkpoint_meta import pass_tokens, validation_text
 from harness.runs.reported import Reported
 from harness.runs.results import MEASURED_BATCH, AnyResult, BenchmarkResult, InstructionResult, LossResult, Result
 from harness.runs.throughput import peak_flops
@@ -148,8 +148,10 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
         add(each.task, each.metric, "", None if each.higher_is_better is None else not each.higher_is_better)
     for event in [event for record in records for event in record.benchmarks]:
         add(event.task, event.metric, " while training", LOWER_IS_BETTER.get(event.metric.partition(",")[0]))
+    repeats = any(record.train.get("epochs") is not None for record in records)
     return [
         *TRAINED,
+        *([Quantity("epochs", "epochs", "", ",.2f", _epochs)] if repeats else []),
         Quantity("test_loss", "test loss", NATS, ".3f", _finite_test_losses, "test_loss", LESS),
         Quantity("bits_per_byte", "bits per byte", "", ".3f", bits, "", LESS),
         score,
@@ -224,6 +226,11 @@ def _flops(record: RunRecord, tokens: float | None) -> float | None:
 
 def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
     return _flops(record, reported.value("tokens_seen"))
+
+
+def _epochs(record: RunRecord) -> Number:
+    once = pass_tokens(record.model, record.train, record.dataset)
+    return record.tokens_seen / once if record.tokens_seen and once else None
 
 
 def _of_model(key: str, record: RunRecord) -> Number:

@@ -49,6 +49,7 @@ HEADINGS = {
     "hours": "hours",
     "tokens_per_second": "tokens per second",
     "tokens": "tokens",
+    "epochs": "epochs",
     "bits_per_byte": "bits per byte",
     "parameters": "params",
 }

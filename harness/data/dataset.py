@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ class TokenFile:
             raise UserError(f"{path}: `tokens` must be 1-D and U16 or U32, not {list(shape)} and {dtype}")
         self.dtype = TOKEN_DTYPES[dtype]
         self._length: int = shape[0]
+        self._bytes = path.stat().st_size
 
     def __len__(self) -> int:
         return self._length
@@ -88,6 +90,16 @@ class TokenFile:
         none."""
         end = min(start + count, len(self))  # safetensors does not clamp a slice to the length, and rejects empty ones
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
+
+    def read_ahead(self, starts: np.ndarray, count: int) -> None:
+        """Ask the operating system to load `count` tokens from each of these positions on, without waiting. It reads
+        many at once, while a `read` of tokens that are not in memory waits for the disk each time."""
+        size = np.dtype(self.dtype).itemsize
+        offset = self._bytes - len(self) * size  # the tokens are the end of the file
+        # macOS has no such call, and some network file systems refuse it.
+        with suppress(AttributeError, OSError), self.path.open("rb", buffering=0) as file:
+            for start in starts.tolist():
+                os.posix_fadvise(file.fileno(), offset + start * size, count * size, os.POSIX_FADV_WILLNEED)
 
     def largest_token(self) -> int:
         """Return the largest token id in the file, or -1 if the file is empty. Reads the whole file once."""

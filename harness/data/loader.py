@@ -1,7 +1,7 @@
-"""Microbatches of a split for each rank. From a starting token on, a split is a sequence of microbatches, and one
-formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a global step. The data loader keeps no
-state between steps, so a run can resume at any step. If the global batch size changes during a run, the size at a step
-depends only on the number of tokens before that step (`BatchSchedule`).
+"""Microbatches of a split for each rank. The windows of a split have an order (order.py), in which they form a sequence
+of microbatches, and one formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a global step.
+The data loader keeps no state between steps, so a run can resume at any step. If the global batch size changes during a
+run, the size at a step depends only on the number of tokens before that step (`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from harness.common.errors import UserError
 from harness.data.dataset import TokenFile
+from harness.data.order import WindowOrder
 
 if TYPE_CHECKING:
     import torch
@@ -118,45 +120,83 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of B sequences of T tokens, kept as B·T + 1 consecutive tokens of a token file. The extra token is
-    the last target, because targets are inputs shifted by one."""
+    """Microbatch of B windows of T + 1 tokens: a sequence's T inputs, and one token more, because the targets are the
+    inputs shifted by one."""
 
-    tokens: np.ndarray  # (B·T + 1,) in the file's dtype
-    context_length: int
+    windows: np.ndarray  # (B, T + 1) in the file's dtype
+    # Number of windows, from the first one on, that count in an evaluation; the others only fill the microbatch.
+    counted: int | None = None
+
+    @classmethod
+    def consecutive(cls, tokens: np.ndarray, context_length: int) -> Microbatch:
+        """Return the microbatch of the windows that follow one another in B·T + 1 tokens. A window's last target is the
+        first input of the next window."""
+        return cls(sliding_window_view(tokens, context_length + 1)[::context_length])
+
+    @property
+    def targets(self) -> np.ndarray:
+        return self.windows[:, 1:]
 
     def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets, (B, T) int64 each, on `device`. The copy to a GPU is asynchronous."""
         import torch  # imported here, because commands that only inspect a dataset do not need torch
 
-        tokens = torch.from_numpy(self.tokens.astype(np.int64))
+        tokens = torch.from_numpy(np.stack((self.windows[:, :-1], self.targets), dtype=np.int64))
         if device.type == "cuda":
             tokens = tokens.pin_memory().to(device, non_blocking=True)
-        return tokens[:-1].view(-1, self.context_length), tokens[1:].view(-1, self.context_length)
+        return tokens[0], tokens[1]
 
 
 class TokenLoader:
-    """Data loader of a split: consecutive microbatches of one size from a starting token on.
+    """Data loader of a split: microbatches of one size, in an order of the split's windows, from window number
+    `first_window` of that order on.
 
     `batches` gives each step's batch layout if the number of accumulation steps changes during the run. World size,
     microbatch size and context length are always those of `layout`.
     """
 
     def __init__(
-        self, tokens: TokenFile, start_token: int, layout: BatchLayout, batches: BatchSchedule | None = None
+        self,
+        tokens: TokenFile,
+        order: WindowOrder,
+        layout: BatchLayout,
+        batches: BatchSchedule | None = None,
+        *,
+        first_window: int = 0,
     ) -> None:
         self.tokens = tokens
-        self.start_token = start_token
+        self.order = order
         self.layout = layout
         self.batches = batches or BatchSchedule.constant(layout)
+        self.first_window = first_window
 
-    def microbatch(self, index: int) -> Microbatch:
-        """Return microbatch number `index`. Microbatch 0 begins at the starting token. The file must have all of the
-        microbatch's tokens."""
-        size = self.layout.microbatch_tokens
-        return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
+    def starts(self, index: int) -> np.ndarray:
+        """Return the positions in the split at which the windows of microbatch number `index` begin: (B,) int64."""
+        size = self.layout.microbatch_size
+        return self.order.starts(self.first_window + index * size, size)
+
+    def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
+        """Return microbatch number `index`. Microbatch 0 begins with `first_window`. The file must have all of the
+        microbatch's tokens. If there are only `windows` windows in all microbatches, the last one is filled up with
+        copies of its last window, which do not count."""
+        length, starts, counted = self.layout.context_length, self.starts(index), None
+        if windows is not None and windows < (index + 1) * len(starts):
+            counted = windows - index * len(starts)
+            starts[counted:] = starts[counted - 1]
+        if (np.diff(starts) == length).all():
+            return Microbatch.consecutive(self.tokens.read(int(starts[0]), len(starts) * length + 1), length)
+        return Microbatch(np.stack([self.tokens.read(int(start), length + 1) for start in starts]), counted)
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
-        """Return the microbatches that `rank` reads in step `steps_from_start`, counted from the starting token.
+        """Return the microbatches that `rank` reads in step `steps_from_start`, counted from `first_window`. Windows
+        that are not read from front to back are read ahead by one step, since a disk would take a seek for each."""
+        if self.order.seed is not None:
+            for index in self._indexes(steps_from_start + 1, rank):
+                self.tokens.read_ahead(self.starts(index), self.layout.context_length + 1)
+        return [self.microbatch(index) for index in self._indexes(steps_from_start, rank)]
+
+    def _indexes(self, steps_from_start: int, rank: int) -> range:
+        """Return the numbers of the microbatches that `rank` reads in a step.
 
         In accumulation step a, the rank reads microbatch (n + a)·world_size + rank, where n is the number of
         accumulation steps in all earlier steps: steps_from_start·A if every step has A accumulation steps.
@@ -164,4 +204,4 @@ class TokenLoader:
         world_size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
         n = tokens_before // (world_size * self.layout.microbatch_tokens)
         accumulation_steps = self.batches.at(steps_from_start).accumulation_steps
-        return [self.microbatch((n + a) * world_size + rank) for a in range(accumulation_steps)]
+        return range(n * world_size + rank, (n + accumulation_steps) * world_size, world_size)

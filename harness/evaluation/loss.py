@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from gpt import GPTModel
@@ -26,6 +25,7 @@ from harness.common.json_files import finite
 from harness.data.dataset import Dataset, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
+from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_gpt2_offline, load_tokenizer
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
@@ -41,12 +41,16 @@ COLUMNS, NAME_WIDTH = 80, 32
 BY_MEAN = "from the mean bytes per token of the whole split, since the tokenizer's vocabulary is not on this machine"
 
 
-def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
-    """Return the loss of each microbatch, in order: the mean cross-entropy in nats per token, without dropout. The
-    model's mode (training or evaluation) is restored afterwards."""
-    device = next(model.parameters()).device
+def microbatch_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
+    """Return the loss of each microbatch, in order: the mean cross-entropy in nats per token of the windows that count,
+    without dropout. The model's mode (training or evaluation) is restored afterwards."""
+    device, losses = next(model.parameters()).device, []
     with evaluating(model), precision.autocast():
-        losses = [model(*microbatch.to(device)).double() for microbatch in microbatches]
+        for each in microbatches:
+            if each.counted is None:
+                losses.append(model(*each.to(device)).double())
+            else:
+                losses.append(_losses_of_windows(model, each)[: each.counted].mean())
     return torch.stack(losses).tolist() if losses else []
 
 
@@ -54,16 +58,19 @@ def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision
     """Return the loss of each sequence (window) of the microbatches, in order: the mean cross-entropy in nats per
     token, without dropout, as fp32 of shape [sequences]. There must be at least one microbatch. The model's mode
     (training or evaluation) is restored afterwards."""
-    device, losses = next(model.parameters()).device, []
     with evaluating(model), precision.autocast():
-        for microbatch in microbatches:
-            tokens_BxT, targets_BxT = microbatch.to(device)
-            features_NxC = model.features(tokens_BxT).flatten(0, 1)
-            head, targets_N = model.out_head, targets_BxT.flatten()
-            losses_N = token_cross_entropies(features_NxC, head.weight, targets_N, softcap=head.softcap)
-            losses.append(losses_N.view_as(targets_BxT).double().mean(dim=1))
+        losses = [_losses_of_windows(model, microbatch) for microbatch in microbatches]
     whole: np.ndarray = torch.cat(losses).float().cpu().numpy()
     return whole
+
+
+def _losses_of_windows(model: GPTModel, microbatch: Microbatch) -> torch.Tensor:
+    """Return the mean cross-entropy of each of B windows in nats per token: (B,) fp64. The model is not compiled."""
+    tokens_BxT, targets_BxT = microbatch.to(next(model.parameters()).device)
+    features_NxC = model.features(tokens_BxT).flatten(0, 1)
+    head, targets_N = model.out_head, targets_BxT.flatten()
+    losses_N = token_cross_entropies(features_NxC, head.weight, targets_N, softcap=head.softcap)
+    return losses_N.view_as(targets_BxT).double().mean(dim=1)
 
 
 def mean(losses: Sequence[float]) -> float:
@@ -156,7 +163,8 @@ class HeldOutText:
                 f"{batch_size} sequences of {length:,} tokens from {start:,}), but there are "
                 f"{len(tokens):,}; see --start-token, --batches, --batch-size"
             )
-        return cls(weights, opened, split, TokenLoader(tokens, start, layout), batches)
+        order = WindowOrder.of_split(len(tokens), length, first_token=start)
+        return cls(weights, opened, split, TokenLoader(tokens, order, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
         """Measure and return the loss of `model` (loaded from `self.weights`), with a progress bar on a terminal. If
@@ -172,7 +180,8 @@ class HeldOutText:
         bytes_per_token = counted or self.dataset.bytes_per_token(self.split)
         bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
         tokenizer, tokens, layout = self.dataset.tokenizer, self.loader.tokens, self.loader.layout
-        start, end = self.loader.start_token, self.loader.start_token + self.batches * layout.microbatch_tokens
+        start = self.loader.order.first_token
+        end = start + self.batches * layout.microbatch_tokens
         size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"
         description = (
             f"{self.dataset.name}, {self.split} split, tokens {start:,} to {end:,} of {len(tokens):,} ({size}), "
@@ -214,7 +223,7 @@ class HeldOutText:
             return None
         lengths, total = tokenizer.token_byte_lengths(), 0
         for index in range(self.batches):
-            targets = self.loader.microbatch(index).tokens[1:]
+            targets = self.loader.microbatch(index).targets
             if int(targets.max()) >= len(lengths):  # made with another tokenizer than the dataset records
                 return None
             total += int(lengths[targets].sum())

@@ -149,14 +149,18 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     None if it was not recorded. The training loss in a checkpoint is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.dataset:
-        keys = ("start_train_token", "start_val_token", "validation_batches", "microbatch_size")
-        start, first, batches, rows = (_count(facts.train.get(key)) for key in keys)
+        keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
+        start, first, sequences, batches, rows = (_count(facts.train.get(key)) for key in keys)
         seen = _count(facts.files.meta.get("tokens_seen"))
         where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
+        if facts.train.get("shuffle") or facts.train.get("epochs"):
+            where = f" of {seen:,} tokens" if seen else ""
         trained_on = f"{_code(facts.dataset)}, train split, the last steps{where}"
         where = ""
-        if first is not None and batches and rows:
-            where = f", tokens {first:,} to {first + batches * rows * facts.files.config.context_length:,}"
+        if batches and rows:
+            sequences = batches * rows
+        if first is not None and sequences:
+            where = f", tokens {first:,} to {first + sequences * facts.files.config.context_length:,}"
         validated_on = f"{_code(facts.dataset)}, validation split{where}, at the last validation"
     yield "training", facts.number("train_loss"), trained_on
     yield "validation", facts.number("val_loss"), validated_on

@@ -10,10 +10,9 @@ from harness.mirror.fetch import Check, bring, newer_in_mirror
 from harness.mirror.owner import Lease, remembered
 from harness.mirror.store import Mirror, open_mirror
 from harness.model.config import ModelConfig
-from harness.planning.experiment import Experiment, check_continuable, first_difference
+from harness.planning.experiment import FIXED_KEYS, Experiment, check_continuable, first_difference
 from harness.planning.plan import InMirror
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
-from harness.runs.train_config import TrainConfig
 
 
 def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
@@ -78,15 +77,12 @@ def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> 
 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
-    """Raise UserError if the mirror's model.json or train.json has another model, dataset, starting token or optimizer
-    than the run's. Damaged files there are ignored, since they will be written anew."""
+    """Raise UserError if the mirror's model.json or train.json has another model, or another of FIXED_KEYS, than the
+    run's. Damaged files there are ignored, since they will be written anew."""
     try:
         model, train = (strict_json((mirror.read(name) or b"null").decode()) for name in ("model.json", "train.json"))
         then = model and ModelConfig.model_validate(model).model_dump(mode="json")
-        given = train and {
-            key: train.get(key, TrainConfig.model_fields[key].default)
-            for key in ("dataset", "start_train_token", "optimizer")
-        }
+        given = train and {key: train.get(key, default) for key, default in FIXED_KEYS.items()}
     except (ValueError, AttributeError):
         return
     difference = then and first_difference(then, experiment.model.model_dump(mode="json"), "model.json: ")

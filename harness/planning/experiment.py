@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
+from harness.data.order import WindowOrder
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.rates import build_schedule
 from harness.runs.budget import COUNTABLE, Budget, batch_schedule, tokens_of_budget
@@ -65,9 +67,17 @@ class Position:
         return self.first_step >= self.total_steps
 
 
+# Keys of train.json that must not change when a run resumes, and their values in files that lack them.
+FIXED_KEYS = {
+    key: None if field.is_required() else field.default
+    for key, field in TrainConfig.model_fields.items()
+    if key in ("dataset", "start_train_token", "optimizer", "shuffle") or key.endswith("_seed")
+}
+
+
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, dataset, starting
-    token or optimizer that its `meta` records is another one than `now`. The message shows the first difference."""
+    """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, the dataset or one of
+    FIXED_KEYS that its `meta` records is another one than `now`. The message shows the first difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
@@ -79,8 +89,8 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
         difference = first_difference(then, today)
         if difference:
             raise UserError(f"{path}: made with another {part}: {difference}; restore the old {part}, or use --restart")
-    for key in ("dataset", "start_train_token", "optimizer"):
-        then, today = meta.train.get(key, "adamw" if key == "optimizer" else None), now.train[key]
+    for key, default in FIXED_KEYS.items():
+        then, today = meta.train.get(key, default), now.train[key]
         if then != today:
             other = ', or let another run start from its weights ("initial_weights")' if key == "optimizer" else ""
             raise UserError(
@@ -109,8 +119,8 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 # which one is the best; initial_weights are read only at the start; the keys of the global batch are compared by the
 # accumulation steps that they give.
 IRRELEVANT_TO_LOSSES = {
-    *("validation_interval", "validation_batches", "start_val_token", "checkpoint_interval", "initial_weights"),
-    *("global_batch_size", "gradient_accumulation_steps"),
+    *("validation_interval", "validation_sequences", "validation_batches", "start_val_token"),
+    *("checkpoint_interval", "initial_weights", "global_batch_size", "gradient_accumulation_steps"),
 }
 
 
@@ -261,6 +271,24 @@ class Experiment:
             )
         return Budget(key=key, value=value, tokens=tokens)
 
+    def window_order(self, split_tokens: int) -> WindowOrder:
+        """Return the order in which training reads the windows of a train split of `split_tokens` tokens."""
+        config = self.config
+        seed = config.seed_of("data") if config.shuffle else None
+        return WindowOrder.of_split(
+            split_tokens, self.model.context_length, first_token=config.start_train_token, seed=seed
+        )
+
+    def available_tokens(self, split_tokens: int) -> int:
+        """Return the number of tokens of a train split that training may read, in all passes that train.json's `epochs`
+        allows, and one token more for the last target. It is zero or negative if the split is too short."""
+        windows, epochs = self.window_order(split_tokens).windows, self.config.epochs
+        if epochs is None or windows < 1:
+            return split_tokens - self.config.start_train_token
+        if epochs == "repeat":
+            return sys.maxsize
+        return int(epochs * windows) * self.model.context_length + 1
+
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
@@ -279,7 +307,7 @@ class Experiment:
         wanted = config.min_train_tokens if budget is None else budget.tokens
         assert wanted is not None, "every budget except min_train_tokens is converted to tokens"
         start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
-        available = split_tokens - start
+        available = self.available_tokens(split_tokens) - done_tokens
         if wanted == -1:
             exhausted = done_tokens > 0 and available - 1 < batches.tokens_before(1)
         else:
@@ -290,9 +318,12 @@ class Experiment:
         except UserError as error:
             keys = f"{config.budget_key} or the batch"
             keys = f"start_train_token, {keys}" if config.start_train_token else keys
+            where = f'from token {start:,} (train.json: "start_train_token")'
+            if config.epochs is not None:
+                where = f"in {config.epochs} epochs after {done_tokens:,} tokens"
             raise UserError(
-                f"the train split of {config.dataset} is too short: from token {start:,} (train.json: "
-                f'"start_train_token") {error}; lower {keys}'
+                f"the train split of {config.dataset} is too short: {where} {error}; lower {keys}, or allow more "
+                'passes over it with "epochs"'
             ) from None
         build_schedule(config, done_steps + steps, layout.global_tokens)
         return Position(done_steps, done_steps + steps, done_tokens)
@@ -307,15 +338,17 @@ class Experiment:
             dataset={"name": self.config.dataset, **dataset.fingerprint()},
         )
 
-    def check_validation_slice(self, layout: BatchLayout, dataset: Dataset) -> None:
+    def check_validation_slice(self, dataset: Dataset) -> None:
         """Raise UserError if the validation split is too short for the validation that train.json sets."""
         config = self.config
-        if config.validation_batches is None or config.start_val_token is None:
+        sequences = config.sequences_per_validation
+        if sequences is None or config.start_val_token is None:
             return
-        wanted = config.start_val_token + config.validation_batches * layout.microbatch_tokens + 1
+        wanted = config.start_val_token + sequences * self.model.context_length + 1
         there = len(dataset.split("validation"))
         if there < wanted:
+            size = "validation_sequences" if config.validation_sequences else "validation_batches x microbatch_size"
             raise UserError(
                 f"the validation split of {config.dataset} is too short: wanted {wanted:,} tokens (train.json: "
-                f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of the three"
+                f"start_val_token + {size} x context_length), but there are {there:,}; lower one of them"
             )

@@ -60,6 +60,7 @@ class Plan:
     budget: Budget | None = None  # train.json's budget converted to tokens; None if given in tokens
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
+    pass_tokens: int | None = None  # tokens of one pass over the train split; None if the dataset is not here
     seconds_before: float = 0.0  # taken by the run's earlier processes, as the checkpoint records
     dollars_before: float = 0.0
 
@@ -98,6 +99,16 @@ class Plan:
             return 0
         # Computed without iterating over the steps, because there may be too many.
         return steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
+
+    def describe_passes(self) -> str | None:
+        """Return a text on how often and in what order the train split is read, or None if it is read at most once
+        and from front to back, or if the dataset is not on this machine."""
+        config, seed = self.config, self.config.seed_of("data")
+        if self.pass_tokens is None or self.position is None or not (config.shuffle or config.epochs):
+            return None
+        passes = (self.position.tokens_seen + self.tokens()) / self.pass_tokens
+        order = f"in random order (seed {seed})" if config.shuffle else "from front to back"
+        return f"{passes:,.2f} passes over {self.pass_tokens:,} tokens, {order}"
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints still to be written."""
@@ -153,7 +164,7 @@ class Plan:
         checkpoints are not included. `speed.tokens_per_second` must not be None."""
         assert speed.tokens_per_second is not None
         # Count the microbatches of the rank that has the most of them, because the other ranks wait for it.
-        microbatches = self.config.validation_batches or 0
+        microbatches = math.ceil((self.config.sequences_per_validation or 0) / self.layout.microbatch_size)
         if self.config.validation_ranks == "all":
             microbatches = math.ceil(microbatches / self.layout.world_size)
         validated = self.times(self.config.validation_interval) * microbatches
@@ -182,15 +193,17 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
-    position, folder = None, experiment.datasets_dir
+    position, once, folder = None, None, experiment.datasets_dir
     if is_present(folder, config.dataset, experiment.splits):
         dataset = Dataset.open(folder, config.dataset)
         if meta is not None:
             check_continuable(meta, experiment.run.checkpoints, experiment.provenance(dataset))
-        experiment.check_validation_slice(layout, dataset)
+        experiment.check_validation_slice(dataset)
         for split in experiment.splits:
             check_token_ids(dataset, split, model.vocab_size)
-        position = experiment.position(layout, len(dataset.split("train")), meta, budget)
+        split_tokens = len(dataset.split("train"))
+        position = experiment.position(layout, split_tokens, meta, budget)
+        once = experiment.window_order(split_tokens).windows * model.context_length
         remark = None if meta else _unused_vocabulary(model, dataset)
     else:
         hint = did_you_mean(folder, config.dataset) or ", so the plan is not checked against its tokens"
@@ -199,7 +212,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
             remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.dataset} there"
         if config.min_train_tokens != -1:
             position = experiment.position(layout, sys.maxsize, meta, budget)
-    plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark)
+    plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, pass_tokens=once)
     if meta is not None:
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(meta.costs.values()))
     if position is None:
@@ -349,7 +362,9 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         done = f"{position.first_step:,} steps, {position.tokens_seen:,} tokens"
         more = f"{position.total_steps - position.first_step:,} more"
         rows = [("done already", done), ("global steps", more), ("tokens", f"{plan.tokens():,} more")]
-    each = f"{config.validation_batches} microbatches" if config.validates else "without validation"
+    if passes := plan.describe_passes():
+        rows.append(("epochs", passes))
+    each = f"{config.sequences_per_validation:,} sequences" if config.validates else "without validation"
     rows.append(("validations", f"{plan.times(config.validation_interval):,} ({each})"))
     if config.benchmark_tasks is not None:
         each = f"{', '.join(config.benchmark_tasks)}; {config.benchmark_examples:,} examples each"
@@ -395,8 +410,8 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
     """Return the lines to print at the start of training. They describe train.json's budget (unless it is in tokens),
-    batch ramp and scaling rules. The list is empty if train.json has none of these. The time and cost of the remaining
-    steps are computed from `speed`; if it is None, they are left out."""
+    epochs, batch ramp and scaling rules. The list is empty if train.json has none of these. The time and cost of the
+    remaining steps are computed from `speed`; if it is None, they are left out."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"
@@ -408,6 +423,8 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
             dollars = "" if price is None else f", ${cost(seconds, price):,.2f} at {priced}"
             left += f", {duration(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
         lines.append(f"budget: {plan.budget.describe()}; {left}")
+    if passes := plan.describe_passes():
+        lines.append(f"epochs: {passes}")
     if plan.config.batch_ramp is not None:
         sizes = [
             f"{layout.global_tokens // layout.context_length:,} sequences from {seen:,}" for seen, layout in plan.stages

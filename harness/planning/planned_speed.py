@@ -29,7 +29,7 @@ from harness.runs.throughput import KERNEL_KEYS, Measured, same_kernels
 from harness.runs.train_config import TrainConfig
 
 # Keys of train.json that decide how much is validated, and therefore how long that takes.
-VALIDATION_KEYS = ("validation_interval", "validation_batches", "validation_ranks")
+VALIDATION_KEYS = ("validation_interval", "validation_sequences", "validation_batches", "validation_ranks")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for an estimated speed"
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
 from harness.data.loader import BatchSchedule
+from harness.data.order import WindowOrder
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
@@ -204,11 +205,25 @@ def validation_text(
     digest = split.get("sha256") if isinstance(split, dict) else None
     batches, microbatch = train.get("validation_batches"), train.get("microbatch_size")
     start, context = train.get("start_val_token", 0), model.get("context_length")
-    if not isinstance(digest, str) or not isinstance(batches, int) or not isinstance(microbatch, int):
+    sequences = train.get("validation_sequences")
+    if isinstance(batches, int) and isinstance(microbatch, int):
+        sequences = batches * microbatch
+    if not isinstance(digest, str) or not isinstance(sequences, int):
         return None
     if not isinstance(start, int) or not isinstance(context, int):
         return None
-    return ValidationText(digest, start, batches * microbatch, context)
+    return ValidationText(digest, start, sequences, context)
+
+
+def pass_tokens(model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens of one pass over the train split, from train.json's `start_train_token` on, or None
+    if it is not recorded. The arguments are those of `validation_text`."""
+    split = dataset.get("train")
+    tokens = split.get("tokens") if isinstance(split, dict) else None
+    start, context = train.get("start_train_token"), model.get("context_length")
+    if not isinstance(tokens, int) or not isinstance(start, int) or not isinstance(context, int) or context < 1:
+        return None
+    return WindowOrder.of_split(tokens, context, first_token=start).windows * context or None
 
 
 class ProgramAndSettings(BaseModel):

@@ -47,6 +47,7 @@ class TrainEvent(Event):
 
     event: str = "train"
     loss: MaybeNumber = None  # mean over microbatches
+    epoch: MaybeNumber = None  # passes over the train split so far, if train.json allows several
     loss_min: MaybeNumber = None
     loss_max: MaybeNumber = None
     gradient_norm: MaybeNumber = None  # the largest

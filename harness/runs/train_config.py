@@ -75,7 +75,7 @@ class TrainConfig(RunFile):
     min_train_tokens: Count | None = Field(
         default=None,
         description="Train on the smallest whole number of global batches with at least this many tokens; "
-        "-1: on as many whole global batches as the train split has.",
+        "-1: on as many whole global batches as the train split has (in all of its epochs).",
     )
     train_steps: Positive | None = Field(
         default=None, description="A budget in place of min_train_tokens: global steps."
@@ -87,10 +87,25 @@ class TrainConfig(RunFile):
         default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
     )
     start_train_token: Index = Field(description="Position in the train split of the first token to train on.")
+    shuffle: bool = Field(
+        default=False,
+        description="Read the windows of the train split (context_length tokens each) in random order, given by "
+        "data_seed; false: from front to back.",
+    )
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None = Field(
+        default=None,
+        description='Passes over the train split that the budget may take: a number, or "repeat" for any number. '
+        "null: one, and more is refused.",
+    )
     validation_interval: Positive | None = Field(
         default=None, description="Global steps between validations; absent: no validation."
     )
-    validation_batches: Positive | None = Field(default=None, description="Microbatches per validation.")
+    validation_sequences: Positive | None = Field(
+        default=None, description="Sequences per validation; the same text for any microbatch_size."
+    )
+    validation_batches: Positive | None = Field(
+        default=None, description="Microbatches per validation, in place of validation_sequences."
+    )
     start_val_token: Index | None = Field(
         default=None, description="Position in the validation split of the first token to validate on."
     )
@@ -100,8 +115,14 @@ class TrainConfig(RunFile):
     )
     random_seed: Index = Field(
         default=42,
-        description="Seed of the initial weights (equal on all ranks) and of dropout (different on each rank).",
+        description="Seed of the initial weights (equal on all ranks), of dropout (different on each rank) and, with "
+        "shuffle, of the order of the windows.",
     )
+    init_seed: Index | None = Field(default=None, description="Seed of the initial weights; null: random_seed.")
+    data_seed: Index | None = Field(
+        default=None, description="Seed of the order of the windows, with shuffle; null: random_seed."
+    )
+    dropout_seed: Index | None = Field(default=None, description="Seed of dropout; null: random_seed.")
     gradient_accumulation_steps: Annotated[Positive, Affects.BATCH] = Field(
         default=1, description="Microbatches per rank and optimizer step."
     )
@@ -298,16 +319,31 @@ class TrainConfig(RunFile):
         _check_schedule(self)
         _check_optimizer_and_precision(self)
         _check_intervals(self)
+        if self.data_seed is not None and not self.shuffle:
+            raise ValueError('key "data_seed": belongs with "shuffle": true; remove it, or shuffle')
         if self.max_dollars is not None and not self.price_per_hour:
             raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
         if self.notify is not None and not self.notify.startswith(("http://", "https://")):
             raise ValueError('key "notify": must begin with http:// or https://')  # without the value, a secret
         return self
 
+    def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
+        """Return the seed of the initial weights, of the order of the windows or of dropout: `random_seed`, unless
+        train.json gives this use a seed of its own."""
+        own: int | None = getattr(self, f"{use}_seed")
+        return self.random_seed if own is None else own
+
     @property
     def validates(self) -> bool:
         """True if the run measures its validation loss."""
         return self.validation_interval is not None
+
+    @property
+    def sequences_per_validation(self) -> int | None:
+        """Number of sequences on which the validation loss is measured; None: the run does not validate."""
+        if self.validation_batches is None:
+            return self.validation_sequences
+        return self.validation_batches * self.microbatch_size
 
     @property
     def checkpoint_every(self) -> int:
@@ -418,6 +454,8 @@ def _check_budget(config: TrainConfig) -> None:
     tokens = config.min_train_tokens
     if tokens is not None and tokens < 1 and tokens != -1:
         raise ValueError('key "min_train_tokens": must be at least 1, or -1 for the whole split')
+    if tokens == -1 and config.epochs == "repeat":
+        raise ValueError('key "epochs": "repeat" with "min_train_tokens": -1 has no end; give a number of epochs')
 
 
 def _check_batch(config: TrainConfig) -> None:
@@ -443,19 +481,22 @@ def _check_intervals(config: TrainConfig) -> None:
     for one, other in (("sample_interval", "sample_prompt"), ("benchmark_interval", "benchmark_tasks")):
         if (getattr(config, one) is None) != (getattr(config, other) is None):
             raise ValueError(f'keys "{one}" and "{other}": give both or neither')
-    # `start_val_token` without the other two keys is accepted, because later runs of the notebook have it. They were
-    # trained without validation.
-    missing = [key for key in ("validation_interval", "validation_batches") if getattr(config, key) is None]
-    if len(missing) == 1:
+    sizes = [key for key in ("validation_sequences", "validation_batches") if getattr(config, key) is not None]
+    if len(sizes) > 1:
+        raise ValueError('keys "validation_sequences" and "validation_batches": give one of them, not both')
+    # `start_val_token` alone is accepted, because later runs of the notebook have it. They were trained without
+    # validation.
+    if config.validates != bool(sizes):
+        missing = "validation_interval" if sizes else "validation_sequences"
         raise ValueError(
-            f'key "{missing[0]}": missing; validation needs it; give validation_interval and validation_batches, '
-            "or neither"
+            f'key "{missing}": missing; validation needs it; give validation_interval and validation_sequences, or '
+            "neither"
         )
-    if not missing and config.start_val_token is None:
+    if sizes and config.start_val_token is None:
         raise ValueError('key "start_val_token": missing; validation needs it (0 is the split\'s beginning)')
-    if missing and config.checkpoint_interval is None:
+    if not sizes and config.checkpoint_interval is None:
         raise ValueError(
-            'key "validation_interval": missing; give validation_interval, validation_batches and start_val_token, '
+            'key "validation_interval": missing; give validation_interval, validation_sequences and start_val_token, '
             "or checkpoint_interval to train without validation"
         )
 

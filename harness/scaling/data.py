@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, nearest
-from harness.runs.checkpoint_meta import validation_text
+from harness.runs.checkpoint_meta import pass_tokens, validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.summary import RunSummary, read_summary
 
@@ -33,6 +33,7 @@ class Point:
     tokens: float
     flops: float  # of the whole training
     loss: float  # nats per token
+    unique_tokens: float | None = None  # those of `tokens` that were not repetitions; None if not known
     is_by_rule: bool = False  # `tokens` was not given, and is flops / 6 / parameters
 
 
@@ -45,6 +46,8 @@ class Points:
         self.names = [point.name for point in points]
         quantities = [(point.parameters, point.tokens, point.flops, point.loss) for point in points]
         self.parameters, self.tokens, self.flops, self.loss = np.array(quantities, float).reshape(-1, 4).T
+        unique = np.array([point.unique_tokens or point.tokens for point in points], float)
+        self.epochs = self.tokens / unique  # [n] passes over the unique tokens; 1 where these are not known
         # Points whose tokens are computed by the rule C = 6ND cannot show whether the rule holds.
         self.tokens_by_rule = sum(point.is_by_rule for point in points)
 
@@ -238,4 +241,6 @@ def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, obje
     flops = float(summary.flops_per_token) * summary.tokens_seen
     facts = {f"validation {key}": value for key, value in text._asdict().items()}
     facts["training text (SHA-256)"] = (dataset.get("train") or {}).get("sha256")
-    return Point(name, summary.parameters, summary.tokens_seen, flops, summary.final_validation_loss), facts
+    seen, once = summary.tokens_seen, pass_tokens(summary.model or {}, summary.train, dataset)
+    unique = min(seen, once) if once else None
+    return Point(name, summary.parameters, seen, flops, summary.final_validation_loss, unique), facts

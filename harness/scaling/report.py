@@ -77,6 +77,13 @@ def _describe_points(analysis: Analysis) -> list[str]:
         f"  parameters {_range(points.parameters, short)}, tokens {_range(points.tokens, short)}",
         f"  FLOPs {_range(points.flops, power)}, loss {losses}",
     ]
+    if repeated := int((points.epochs > 1).sum()):
+        said = (
+            f"{_count(repeated)} {'has' if repeated == 1 else 'have'} seen tokens up to {points.epochs.max():.3g} times"
+        )
+        lines += paragraph(
+            f"  {said}; the laws take all tokens for new, and repeated ones teach less (arXiv:2305.16264)", indent=4
+        )
     if by_rule:
         which = "" if by_rule == len(points) else f" of {_count(by_rule)}"
         lines.append(f"  Tokens{which} (not given) are FLOPs / 6 / parameters (the rule C = 6ND)")
@@ -216,7 +223,12 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss")}
     values: dict[str, Any] = _plain(
         {
-            "points": {"names": points.names, **columns, "tokens_by_rule": points.tokens_by_rule},
+            "points": {
+                "names": points.names,
+                **columns,
+                "epochs": points.epochs.tolist(),
+                "tokens_by_rule": points.tokens_by_rule,
+            },
             "left_out": points.left_out,
             "flops": vars(analysis.cost),
             "isoflop": profiles,

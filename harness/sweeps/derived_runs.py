@@ -46,7 +46,7 @@ ALTERNATIVES = {
 }
 
 # Changes that turn validation off, for a dataset without a validation split.
-NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+NO_VALIDATION = dict.fromkeys(("validation_interval", "validation_sequences", "validation_batches", "start_val_token"))
 PADDING = 128  # a model's vocab_size may be padded by fewer tokens than this, for speed
 
 Changes = Mapping[str, JsonValue]
@@ -224,8 +224,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
             fitting["warmup_steps"] = min(warmup, max(1, run.check_startable(tokens) // 10))
         run = derive(base, name, {**fitting, **changes})
         run.check_startable(tokens)
-    experiment = run.experiment(datasets_dir)
-    experiment.check_validation_slice(experiment.layout(1), dataset)
+    run.experiment(datasets_dir).check_validation_slice(dataset)
     return run
 
 
@@ -246,6 +245,9 @@ def _fitting(run: DerivedRun, dataset: Dataset, given: Changes) -> dict[str, Jso
                 f"{dataset.split_path('validation')}: shorter than a sequence of {context} tokens and their targets; "
                 "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
             )
+        if config.validation_sequences is not None:
+            changes["validation_sequences"] = min(config.validation_sequences, there // context)
+            return changes
         rows = config.microbatch_size
         while rows * context > there and "microbatch_size" not in given:
             rows //= 2

@@ -231,10 +231,11 @@ class MicrobatchSearcher:
             torch.compiler.reset()  # each size is compiled separately, as in training
         step, context = self._step, self.experiment.model.context_length
         tokens = self.tokens.read(self.experiment.config.start_train_token, microbatch_size * context + 1)
-        microbatch = Microbatch(tokens, context)
+        microbatch = Microbatch.consecutive(tokens, context)
         steps = [microbatch] * STEPS
         if device.type == "cpu":
-            steps = [microbatch if self.compiles else Microbatch(tokens[: context + 1], context), microbatch]
+            one = Microbatch.consecutive(tokens[: context + 1], context)
+            steps = [microbatch if self.compiles else one, microbatch]
         meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
         kept = None
         for number, each in enumerate(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
+from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.distributed.signals import Interrupted, SharedWork, StopSignal
 from harness.distributed.watchdog import Place
@@ -33,9 +35,11 @@ class Evaluations:
         self.world = world
         self.config = prepared.experiment.config
         self.dataset = prepared.dataset
-        # Opened once, because the dataset's files may be replaced during training.
-        self.validation_split = self.dataset.split("validation") if self.config.validates else None
-        self.layout = prepared.layout
+        if self.config.validates:  # opened once, because the dataset's files may be replaced during training
+            assert self.config.start_val_token is not None
+            split, length = self.dataset.split("validation"), prepared.layout.context_length
+            order = WindowOrder.of_split(len(split), length, first_token=self.config.start_val_token)
+            self.validation = TokenLoader(split, order, prepared.layout)
         self.model = step.bare_model
         self.precision = step.precision
         self.stop = stop
@@ -62,17 +66,19 @@ class Evaluations:
         Raises RunStopped on every rank if any rank is asked to stop meanwhile. The evaluation is not finished in that
         case, because torchrun kills ranks 30 seconds after a signal.
         """
-        count, start_token = self.config.validation_batches, self.config.start_val_token
-        assert count is not None
-        assert start_token is not None
-        assert self.validation_split is not None
-        loader = TokenLoader(self.validation_split, start_token, self.layout)
+        sequences, size = self.config.sequences_per_validation, self.config.microbatch_size
+        assert sequences is not None
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
 
         def losses(indexes: Iterator[int]) -> list[float]:
-            return microbatch_losses(self.model, map(loader.microbatch, indexes), self.precision)
+            # The last microbatch may have fewer sequences, and is filled up, since another size would be compiled.
+            microbatches = (self.validation.microbatch(index, windows=sequences) for index in indexes)
+            return microbatch_losses(self.model, microbatches, self.precision)
 
-        return mean(work.share(count, losses))
+        means = work.share(math.ceil(sequences / size), losses)
+        if rest := sequences % size:
+            return (mean(means[:-1] or [0.0]) * (sequences - rest) + means[-1] * rest) / sequences
+        return mean(means)
 
     def benchmark_scores(self, step: int) -> list[Score]:
         """Return the scores of train.json's benchmarks after global step `step`. If they cannot be computed, warn and

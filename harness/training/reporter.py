@@ -25,7 +25,7 @@ from harness.evaluation.benchmarks.run import Score
 from harness.model.kernels import attention_in_use
 from harness.model.precision import Precision
 from harness.planning.experiment import changed_settings
-from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
+from harness.runs.checkpoint_meta import CheckpointMeta, TrainState, pass_tokens
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.metrics import (
     BenchmarkEvent,
@@ -104,6 +104,9 @@ class Reporter:
         self.chart = ChartProcess(self.run)
         self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
+        origin = prepared.provenance
+        repeats = prepared.experiment.config.epochs is not None
+        self._pass_tokens = pass_tokens(origin.model, origin.train, origin.dataset) if repeats else None
         self._seconds_at_start = dict(self.clock.seconds)
         # Tokens of the steps that this process has to run.
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
@@ -163,6 +166,8 @@ class Reporter:
         used = mfu(tokens_per_second / self.world.size, flops_per_token, self.world.device_name)
         values = vars(metrics).items()
         given = {key: value for key, value in values if key in TrainEvent.model_fields and value is not None}
+        if self._pass_tokens:
+            given["epoch"] = round(tokens / self._pass_tokens, 4)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": used}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}

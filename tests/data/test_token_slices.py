@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.loader import BatchLayout, BatchSchedule, TokenLoader
+from harness.data.order import WindowOrder
 from tests.support.launch import Workshop
 
 # Global batches that grow: BatchSchedule is checked against counting step by step. With an empty ramp, batches are
@@ -100,7 +101,8 @@ def test_every_token_is_trained_on_once_and_in_order(
         save_file({"tokens": np.arange(2**14, dtype=np.uint16)}, path)
     stages = layouts(ramp, first)
     schedule = BatchSchedule.ramp(stages, 0)
-    loader = TokenLoader(TokenFile(path), start, stages[-1][1], schedule)
+    order = WindowOrder.of_split(2**14, first.context_length, first_token=start)
+    loader = TokenLoader(TokenFile(path), order, stages[-1][1], schedule)
     inputs, targets, steps = [], [], 4
     for step in range(steps):
         of_ranks = [loader.microbatches(step, rank) for rank in range(first.world_size)]
@@ -114,6 +116,48 @@ def test_every_token_is_trained_on_once_and_in_order(
     count = schedule.tokens_before(steps)
     assert inputs == list(range(start, start + count))
     assert targets == list(range(start + 1, start + count + 1))
+
+
+@given(
+    layout=st.builds(BatchLayout, *(st.integers(1, most) for most in (4, 3, 3, 5))),
+    windows=st.integers(1, 30),
+    seed=st.none() | st.integers(0, 9),
+    seen=st.integers(0, 50),
+)
+def test_windows_are_read_in_their_order_by_all_ranks_together(
+    tmp_path_factory: pytest.TempPathFactory, layout: BatchLayout, windows: int, seed: int | None, seen: int
+) -> None:
+    """The windows of all ranks and accumulation steps together are those of the order, from any window on and through
+    several passes."""
+    path = tmp_path_factory.getbasetemp() / "few.safetensors"
+    if not path.exists():
+        save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
+    length = layout.context_length
+    order = WindowOrder.of_split(windows * length + 1, length, seed=seed)
+    loader = TokenLoader(TokenFile(path), order, layout, first_window=seen)
+    read = []
+    for step in range(3):
+        of_ranks = [loader.microbatches(step, rank) for rank in range(layout.world_size)]
+        for pass_of_all in zip(*of_ranks, strict=True):
+            for microbatch in pass_of_all:
+                x_BxT, y_BxT = microbatch.to(torch.device("cpu"))
+                assert torch.equal(x_BxT, x_BxT[:, :1] + torch.arange(length))
+                assert torch.equal(y_BxT, x_BxT + 1)
+                read += x_BxT[:, 0].tolist()
+    assert read == order.starts(seen, len(read)).tolist()
+    assert len(read) == 3 * layout.global_tokens // length
+
+
+def test_the_last_microbatch_of_an_evaluation_is_filled_up(tmp_path: Path) -> None:
+    save_file({"tokens": np.arange(100, dtype=np.uint16)}, tmp_path / "test.safetensors")
+    loader = TokenLoader(
+        TokenFile(tmp_path / "test.safetensors"), WindowOrder.of_split(100, 5), BatchLayout(1, 1, 4, 5)
+    )
+    assert loader.microbatch(0, windows=6).counted is None
+    last = loader.microbatch(1, windows=6)
+    assert last.counted == 2
+    assert last.windows[:, 0].tolist() == [20, 25, 25, 25]
+    assert loader.microbatch(1, windows=8).counted is None
 
 
 # Dataset folders ------------------------------------------------------------------------------------------

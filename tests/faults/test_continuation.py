@@ -37,7 +37,9 @@ PRELUDE = "from tests.support.faults import *\nlively_scaler()\n"
 Setup = tuple[int, int, str, dict[str, Any]]
 MUON = {"optimizer": "muon", "muon_momentum_warmup_steps": STEPS}
 SHARDED = {"shard_optimizer": True}
+REPEATED = {"shuffle": True, "epochs": "repeat", "start_train_token": 9_000}  # in six or more passes
 OTHERS: list[Setup] = [(1, 1, "fp32", MUON), (2, 1, "fp32", MUON | SHARDED), (2, 1, "fp16", SHARDED)]
+OTHERS.append((2, 3, "fp32", REPEATED))
 EVERY_SETUP: list[Setup] = [(*each, {}) for each in itertools.product((1, 2, 4), (1, 3), ("fp32", "fp16"))] + OTHERS
 FEW_SETUPS: list[Setup] = [(2, 3, "fp16", {}), (4, 1, "fp32", {}), *OTHERS]
 

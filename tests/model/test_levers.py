@@ -108,7 +108,7 @@ def test_logits_are_capped_everywhere_they_are_made() -> None:
     precision = Precision("fp32", "cpu")
     [found] = Scorer(model, precision, 97, 4).score([(row[:10], row[10:])])
     assert found.total == pytest.approx(expected[0].log_softmax(-1)[range(9, 23), row[10:]].sum().item(), rel=1e-5)
-    window = Microbatch(torch.cat((tokens[0], targets[0, -1:])).numpy().astype("uint16"), 24)
+    window = Microbatch.consecutive(torch.cat((tokens[0], targets[0, -1:])).numpy().astype("uint16"), 24)
     [mean] = window_losses(model, [window], precision)
     wanted = F.cross_entropy(expected[0], torch.cat((tokens[0, 1:], targets[0, -1:])))
     assert mean == pytest.approx(wanted.item(), rel=1e-5)

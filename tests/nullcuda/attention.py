@@ -69,7 +69,7 @@ def kernels_of(case: dict[str, Any]) -> dict[str, Any]:
     except UserError as error:
         return {"refused": str(error)}
     newer.clear()
-    microbatch = Microbatch(np.zeros(2 * 64 + 1, np.uint16), 64)
+    microbatch = Microbatch.consecutive(np.zeros(2 * 64 + 1, np.uint16), 64)
     letters: Any = SimpleNamespace(vocab_size=64, eot_token=None)
     for name, work in {
         "train": lambda: step.accumulate([microbatch]),

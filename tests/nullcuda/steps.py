@@ -95,7 +95,7 @@ def measure(
     the state of a checkpoint `saves` times. Returns what the device counted in each step and copy."""
     config, context = experiment.config, experiment.model.context_length
     tokens = np.zeros(config.microbatch_size * context + 1, np.uint16)
-    microbatch = Microbatch(tokens, context)
+    microbatch = Microbatch.consecutive(tokens, context)
     step, meter, copies = build(experiment, world), LossMeter(DEVICE, experiment.model), HostCopies(DEVICE, keep=True)
     step.warm_up(microbatch, world)
     found: list[dict[str, Any]] = []

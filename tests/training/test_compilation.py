@@ -73,7 +73,7 @@ def warm_up(folder: Path, setting: bool | str, error: Exception) -> OptimizerSte
     model._compiled_call_impl = fail
     step = OptimizerStep(model, config)
     for _ in range(2):  # the second time the model is no longer compiled, so that nothing fails and nothing is printed
-        step.warm_up(Microbatch(np.zeros(5, dtype=np.uint16), 4), World(0, 0, 1, 1, torch.device("cpu")))
+        step.warm_up(Microbatch.consecutive(np.zeros(5, dtype=np.uint16), 4), World(0, 0, 1, 1, torch.device("cpu")))
     return step
 
 

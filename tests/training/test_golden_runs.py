@@ -199,7 +199,7 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
         before, here = batches.tokens_before(at), batches.at(at)
         starts = range(before, before + here.global_tokens, here.microbatch_tokens)
         parts = (tokens[start : start + here.microbatch_tokens + 1] for start in starts)
-        batch = [Microbatch(np.array(part, dtype=np.uint16), here.context_length) for part in parts]
+        batch = [Microbatch.consecutive(np.array(part, dtype=np.uint16), here.context_length) for part in parts]
         for parameter in disturbed:
             put_off(parameter, roundoff * parameter.abs(), signs)
         found.append(step.run(batch, *rates.at(at, here.global_tokens)).losses_A.mean().item())

@@ -46,7 +46,8 @@ for name in names:
         trained.register_comm_hook(None, count)
     step = OptimizerStep(trained, experiment.config)
     dataset = Dataset.open(Path(datasets), experiment.config.dataset)
-    loader = TokenLoader(dataset.split("train"), 0, experiment.layout(world.size))
+    tokens = dataset.split("train")
+    loader = TokenLoader(tokens, experiment.window_order(len(tokens)), experiment.layout(world.size))
     for _ in range(2):  # the first time, DDP has one bucket; it then arranges several
         step.forget_gradients()
         exchanged.clear()

@@ -18,6 +18,7 @@ from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunStopped
 from harness.data.dataset import TokenFile
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
+from harness.data.order import WindowOrder
 from harness.distributed.signals import SharedWork, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
@@ -120,7 +121,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     path = tmp_path / "validation.safetensors"
     tokens = np.random.default_rng(0).integers(0, 50, 200).astype(np.uint16)
     save_file({"tokens": tokens}, path)
-    reader = TokenLoader(TokenFile(path), 3, BatchLayout(1, 1, 2, 8))
+    reader = TokenLoader(TokenFile(path), WindowOrder.of_split(200, 8, first_token=3), BatchLayout(1, 1, 2, 8))
     precision, before = Precision("fp32", "cpu"), torch.get_rng_state()
 
     def on_ranks(*, shared: bool, signal: int = 0) -> list[float]:
@@ -151,7 +152,7 @@ def test_accumulation_in_half_precision_scales_and_unscales() -> None:
         model = GPTModel(CONFIG.model_copy(update={"drop_rate": 0.0}))
         step = OptimizerStep(model, TRAIN.model_copy(update={"precision": name}))
         tokens = np.arange(17, dtype=np.uint16)
-        norms[name] = step.run([Microbatch(tokens, 8)], 1.0).gradient_norm.item()
+        norms[name] = step.run([Microbatch.consecutive(tokens, 8)], 1.0).gradient_norm.item()
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
 
 

@@ -35,7 +35,7 @@ TRAIN = TrainConfig(**SEED_TRAIN, learning_rate=0.01, precision="fp32")
 MUON = TRAIN.model_copy(update={"optimizer": "muon", "muon_momentum_warmup_steps": 4})
 EACH = pytest.mark.parametrize("config", [TRAIN, MUON], ids=["adamw", "muon"])
 MATRICES_ONLY = TRAIN.model_copy(update={"decay_all_parameters": False})
-BATCHES = [[Microbatch(np.arange(17, dtype=np.uint16) * factor % 50, 8)] for factor in (1, 2, 3, 7, 11)]
+BATCHES = [[Microbatch.consecutive(np.arange(17, dtype=np.uint16) * factor % 50, 8)] for factor in (1, 2, 3, 7, 11)]
 
 
 def fresh_model(seed: int = 0, config: ModelConfig = CONFIG) -> GPTModel:
