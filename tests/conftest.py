@@ -134,7 +134,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The quickstart run of README's first command, trained on the dataset that the command made. The run has only
     twenty steps, with half the microbatch size."""
     shop = Workshop(tmp_path_factory.mktemp("quickstart"))
-    short = {"validation_interval": 10, "validation_batches": 2, "warmup_steps": 5, "microbatch_size": 8}
+    short = {"validation_interval": 10, "validation_sequences": 16, "warmup_steps": 5, "microbatch_size": 8}
     shop.add_shipped_run("quickstart", min_train_tokens=20 * 2 * 8 * 128, **short)
     done = finish([shop.start_processes("quickstart")], expect=0, timeout=PATIENCE_SECONDS)
     (shop.path / "printed").write_text(done.stdout)

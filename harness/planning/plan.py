@@ -364,7 +364,8 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         rows = [("done already", done), ("global steps", more), ("tokens", f"{plan.tokens():,} more")]
     if passes := plan.describe_passes():
         rows.append(("epochs", passes))
-    each = f"{config.sequences_per_validation:,} sequences" if config.validates else "without validation"
+    each = f"{config.validation_batches} microbatches" if config.validation_batches else "without validation"
+    each = f"{config.validation_sequences:,} sequences" if config.validation_sequences else each
     rows.append(("validations", f"{plan.times(config.validation_interval):,} ({each})"))
     if config.benchmark_tasks is not None:
         each = f"{', '.join(config.benchmark_tasks)}; {config.benchmark_examples:,} examples each"

@@ -158,7 +158,8 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
     if device is not None:
         source += f'; --assume-device "{device.name}" for this program\'s estimated speed'
     whole, training = reported.whole_run_speed, reported.training_speed
-    if whole is not None and all(key in there and there[key] == now[key] for key in VALIDATION_KEYS):
+    validates_alike = "validation_interval" in there and all(there.get(key) == now[key] for key in VALIDATION_KEYS)
+    if whole is not None and validates_alike:
         share = None if training is None else whole / training
         return PlannedSpeed(whole, source, includes_validation=True, training_share=share, device=device)
     return None if training is None else PlannedSpeed(training, source, device=device)

@@ -38,7 +38,7 @@ def test_nothing_is_near_to_a_name_of_its_own() -> None:
     assert nearest("epochs", ["eps", "betas"]) is None
     assert nearest("Learning_Rate", ["weight_decay", "learning_rate"]) == "learning_rate"
     keys = [*TrainConfig.model_fields, *ModelConfig.model_fields]
-    for name in ("mlp_ratio", "tie_embeddings", "d_head", "data_seed", "embedding_lr", "model", "eval_steps_total"):
+    for name in ("mlp_ratio", "tie_embeddings", "d_head", "noise_seed", "embedding_lr", "model", "eval_steps_total"):
         assert nearest(name, keys) is None, name
     assert nearest("x" * (SHOWN_CHARACTERS + 1), ["x" * SHOWN_CHARACTERS]) is None
 

@@ -109,8 +109,8 @@ def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
 def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Path) -> None:
     """A checkpoint is whole in a mirror if each file is there as it is here, also if its meta.json is there."""
     machine, other = (add_machine(tmp_path, name, mirror=None) for name in ("first", "other"))
-    machine.add_run("r", random_seed=1, min_train_tokens=64 * 3)
-    other.add_run("r", random_seed=2, min_train_tokens=64 * 3)
+    machine.add_run("r", learning_rate=0.01, min_train_tokens=64 * 3)
+    other.add_run("r", learning_rate=0.02, min_train_tokens=64 * 3)
     for each in (other, machine):  # the second push finds checkpoints of the same names and sizes
         each.train_here()
         each.script("mirror.py", "push", "r", f"file://{tmp_path}/store")

@@ -118,15 +118,14 @@ def test_the_small_runs() -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_the_fast_runs_see_the_same_data_as_the_notebooks(name: str) -> None:
     """A fast run's batch on eight GPUs is the batch that its rates are for. It trains on the notebook's tokens, and
-    validates as often and on as many sequences, to 1 %, as the notebook's run on the same machine."""
+    validates on the text of the notebook's run on the same machine, after as many tokens to 1 %."""
     own, notebooks = train_json(name), train_json(name.removesuffix("-fast"))
-    batch = {"microbatch_size", "validation_interval", "validation_batches"}
-    for key in notebooks.keys() - batch:
+    for key in notebooks.keys() - {"microbatch_size", "validation_interval", "validation_batches"}:
         assert own[key] == notebooks[key], key
     assert 8 * 1024 * own["microbatch_size"] == own["scale_with_batch"]["reference_tokens"] == 524_288
-    for key in batch - {"microbatch_size"}:
-        sequences, theirs = (each[key] * each["microbatch_size"] for each in (own, notebooks))
-        assert sequences == pytest.approx(theirs, rel=0.01)
+    between, theirs = (each["validation_interval"] * each["microbatch_size"] for each in (own, notebooks))
+    assert between == pytest.approx(theirs, rel=0.01)
+    assert own["validation_sequences"] == notebooks["validation_batches"] * notebooks["microbatch_size"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.json")), ids=lambda path: path.name)
