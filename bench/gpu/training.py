@@ -65,7 +65,7 @@ def measure_continue(bench: Workbench) -> None:
     steps = 20 if bench.tiny else 60
     train: Row = {"microbatch_size": 4, "gradient_accumulation_steps": 2, "train_steps": steps, "deterministic": True}
     train |= {"report_interval": 1, "checkpoint_interval": steps // 5, "validation_interval": steps // 2}
-    train |= {"validation_batches": 4, "start_val_token": 0}
+    train |= {"validation_sequences": 16, "start_val_token": 0}
     model = {"n_layers": 2, "value_embeddings": 1, "bigram_embedding": 1024, "drop_rate": 0.1}
     middle, whole = f"global step {steps // 2 + 2}/", ""  # two checkpoints are due before; the first is complete
     for name, number in (("whole", None), ("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):

@@ -28,7 +28,7 @@ SHIPPED = {"A100 40GB": "8xa100m40", "A100 80GB": "8xa100m80", "B200": "8xb200m1
 OTHERS, FAST = "8xh100m80", "8xh100m80-fast"
 # Keys of the shipped runs that are replaced: data, amount of training, validation and checkpoints.
 SHORT = {"dataset": DATASET, "min_train_tokens": None, "checkpoint_interval": 1000, "keep_checkpoints": None}
-SHORT |= {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+SHORT |= dict.fromkeys(("validation_interval", "validation_sequences", "validation_batches", "start_val_token"))
 TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
 TINY |= {"bigram_embedding": 64, "value_embeddings": 1}
 ALONE = "from bench.gpu.only_rank import train_alone; train_alone()"

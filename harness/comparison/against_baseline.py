@@ -135,4 +135,6 @@ def _compare(
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
     plural = "" if baseline.run_count == 1 else "s"
     title = f"Against {own} ({baseline.run_count} run{plural}), by {loss} on {basis.words}:"
-    return BaselineComparison(title, verdicts, seeds_sentences(verdicts, [*built.values()]), notes + arms.notes, loss)
+    return BaselineComparison(
+        title, verdicts, seeds_sentences(verdicts, [*built.values()], arms.chance), notes + arms.notes, loss
+    )

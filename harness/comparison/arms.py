@@ -1,4 +1,4 @@
-"""Arms of an experiment. An arm is a finished run, or several finished runs that differ only in `random_seed` and in
+"""Arms of an experiment. An arm is a finished run, or several finished runs that differ only in their seeds and in
 settings that do not affect the result. The runs of an arm are replicates of each other."""
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from harness.runs.budget import as_tokens
 from harness.runs.train_config import Affects, TrainConfig, keys_affecting
 
 SEED = "random_seed"
-SEED_ENDING = re.compile(r"[-_.]?(?:random[-_]?)?seed[-_=.]?\d+$")
+# What each seed of train.json decides; random_seed decides all that have no seed of their own.
+SEEDS = {"init_seed": "the initial weights", "data_seed": "the order of the data", "dropout_seed": "dropout"}
+SEED_ENDING = re.compile(r"[-_.]?(?:(?:random|init|data|dropout)[-_]?)?seed[-_=.]?\d+$")
 WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
 # Facts that must be equal for replicates, besides the settings. The same configuration gives other rounding errors with
 # another version of torch, device or number of ranks. The number of ranks also changes the dropout masks.
@@ -33,12 +35,13 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms of an experiment; the runs of an arm differ only in the seed. `run_names` has the names of each arm's runs,
-    by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might expect
-    them."""
+    """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
+    runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
+    expect them. `chance` has those values of SEEDS that differ between runs of one arm, for any arm."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
+    chance: tuple[str, ...] = ()
 
     def arm_of(self, run: str) -> str | None:
         """Return the name of the arm that contains the run `run`, or None if no arm does."""
@@ -46,12 +49,13 @@ class Arms:
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Divide the finished runs into arms, each of runs that differ only in the seed. The arms are in the order of their
-    first runs in `records`. A run whose settings are not known is an arm of its own. If several runs of an arm have the
-    same seed, only one of them is kept: the run called `baseline` if it is among them, or else the first."""
+    """Divide the finished runs into arms, each of runs that differ only in their seeds. The arms are in the order of
+    their first runs in `records`. A run whose settings are not known is an arm of its own. If several runs of an arm
+    have the same seeds, only one of them is kept: the run called `baseline` if it is among them, or else the first."""
     unfinished: dict[str, list[str]] = {}
     by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []
+    varied: set[str] = set()
     for record in records:
         if record.state.word != "finished":
             unfinished.setdefault(record.state.word, []).append(record.name)
@@ -65,10 +69,10 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
     for shared, members in sorted(parts, key=lambda part: records.index(part[1][0])):
         by_seed: dict[str, str] = {}
         for record in sorted(members, key=lambda record: record.name != baseline):
-            seed = record.train.get(SEED, TrainConfig.model_fields[SEED].default)
-            by_seed.setdefault(json.dumps(seed), record.name)
+            by_seed.setdefault(json.dumps(seeds_of(record)), record.name)
         counted = [record for record in members if record.name in by_seed.values()]
         arms.append(tuple(record.name for record in counted))
+        varied |= {what for what in SEEDS.values() if len({json.dumps(seeds_of(each)[what]) for each in counted}) > 1}
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
         first_runs.setdefault(shared, []).append(counted[0])
@@ -86,7 +90,19 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         ]
         names = ", ".join(record.name for record in firsts)
         notes.append(f"{names} differ in {' and '.join(differing)}: not counted as replicates")
-    return Arms(_named(arms, {record.name for record in records}, baseline), notes)
+    chance = tuple(what for what in SEEDS.values() if what in varied)
+    return Arms(_named(arms, {record.name for record in records}, baseline), notes, chance)
+
+
+def seeds_of(record: RunRecord) -> dict[str, Any]:
+    """Return the seeds with which a run has drawn random numbers, by the values of SEEDS: None for initial weights that
+    were given, for data that were not shuffled, and for a model without dropout."""
+    train, rate = record.train, record.model.get("drop_rate")
+    drops = any(rate.values()) if isinstance(rate, dict) else rate
+    uses = {"init_seed": not train.get("initial_weights"), "data_seed": train.get("shuffle"), "dropout_seed": drops}
+    common = train.get(SEED, TrainConfig.model_fields[SEED].default)
+    own = {key: common if train.get(key) is None else train[key] for key in SEEDS}
+    return {what: own[key] if uses[key] else None for key, what in SEEDS.items()}
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -115,13 +131,13 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts of a finished run. Runs that differ only in the seed (replicates) have the same two texts.
-    The first has the settings that affect the result, without the seed, and their changes while the run was trained.
+    """Return two JSON texts of a finished run. Runs that differ only in their seeds (replicates) have the same two
+    texts. The first has the settings that affect the result, without seeds, and their changes while the run was
+    trained.
     The second has torch's version, the device, the number of ranks, and the attention kernel unless torch chose it.
 
     Returns Inconclusive if the run's replicates cannot be recognized: because a setting was not recorded, because
-    `initial_weights` is not a path, or because the run has `initial_weights` and no dropout, so that the seed changes
-    nothing.
+    `initial_weights` is not a path, or because the run has used no seed.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}
@@ -130,9 +146,10 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         return Inconclusive(f"these were not recorded: {', '.join(missing)}")
     train = _with_defaults(TrainConfig, as_tokens(record.train, record.summary.budget if record.summary else None))
     if (weights := train["initial_weights"]) is not None:
-        rate = model.get("drop_rate")
-        if not (any(rate.values()) if isinstance(rate, dict) else rate):
-            return Inconclusive("random_seed changes nothing in it: initial_weights are given, and drop_rate is 0")
+        if all(seed is None for seed in seeds_of(record).values()):
+            return Inconclusive(
+                "random_seed changes nothing in it: initial_weights are given, drop_rate is 0 and shuffle is false"
+            )
         # A relative path begins at the run's folder, so that runs with equal paths may have different files.
         try:
             train["initial_weights"] = os.path.realpath(record.directory.path / str(weights))
@@ -144,8 +161,13 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         if not isinstance(microbatch, int) or microbatch < 1:
             return Inconclusive("its microbatch_size was not recorded")
         train["gradient_accumulation_steps"] = sequences // (microbatch * known["world_size"])
+    batches, microbatch = train.pop("validation_batches"), train.get("microbatch_size")
+    if isinstance(batches, int) and isinstance(microbatch, int):  # another way to give validation_sequences
+        train["validation_sequences"] = batches * microbatch
+    if train["min_train_tokens"] == -1:
+        train["min_train_tokens"] = record.tokens_seen
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
-    deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
+    deciding = {key: value for key, value in train.items() if key not in {SEED, *SEEDS, *WITHOUT_EFFECT}}
     settings = [_with_defaults(ModelConfig, model), deciding, dataset, record.changes]
     surroundings = [*(known[key] for key in SURROUNDINGS), record.recorded("attention")]
     return json.dumps(settings, sort_keys=True), json.dumps(surroundings)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from harness.comparison.arms import SEED, WITHOUT_EFFECT
+from harness.comparison.arms import SEED, SEEDS, WITHOUT_EFFECT
 from harness.comparison.table import RunsTable
 from harness.runs.train_config import Affects, keys_affecting
 
@@ -18,6 +18,7 @@ LEFT_OPEN = {
     *keys_affecting(Affects.BATCH),
     *WITHOUT_EFFECT,
     SEED,
+    *SEEDS,
     "validation_interval",
     "validation_sequences",
     "validation_batches",

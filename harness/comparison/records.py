@@ -252,6 +252,8 @@ def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
         had = {key: summary.train.get(key, value) for key, value in wanted.items()}
         if had["min_train_tokens"] == -1 and (wanted["min_train_tokens"] or -1) > 0:  # it has read the whole split
             had["min_train_tokens"] = summary.tokens_seen
+        if had["min_train_tokens"] == wanted["min_train_tokens"] == -1 and summary.train.get("epochs") != train.epochs:
+            return True
         is_enough = all(had[key] == value or 0 < (value or 0) <= (had[key] or 0) for key, value in wanted.items())
         return not is_enough or summary.has_shape(model) is False
     return False

@@ -241,10 +241,11 @@ def _tested(
     return Verdict(arm.name, baseline.name, run_counts, word, sentence, difference, interval, level, adjusted_p)
 
 
-def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
+def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
     to detect a difference of 0.01 nats. `arms` are all compared arms, including the baseline; the runs of an arm differ
-    only in the seed. If no arm has two runs, or if seeds do not change the loss, returns one sentence that says so.
+    only in their seeds, and thereby in `chance` (see `Arms`). If no arm has two runs, or if seeds do not change the
+    loss, returns one sentence that says so.
 
     Up to two more sentences are about inconclusive verdicts. One gives the number of seeds to detect a difference of
     the size that was measured, for each arm where training noise alone can explain this difference. The other names the
@@ -266,9 +267,10 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
         return [f"over {MOST_SEEDS:,}" if each is None else f"{each:,}" for each in seeds_needed(spread, difference)]
 
     likely, low, high = numbers(DIFFERENCE_TO_DETECT)
+    of = f" (of {' and '.join(chance)})" if chance else ""
     degrees = f"{spread.df:.0f} {'degree' if spread.df == 1 else 'degrees'} of freedom"
     text = (
-        f"Seeds alone spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}). Detecting a difference of "
+        f"Seeds alone{of} spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}). Detecting a difference of "
         f"{DIFFERENCE_TO_DETECT} nats in 80 % of cases takes {likely} seeds of each arm ({low} to {high}, because this "
         "spread is itself uncertain)."
     )

@@ -92,7 +92,8 @@ class TrainConfig(RunFile):
         description="Read the windows of the train split (context_length tokens each) in random order, given by "
         "data_seed; false: from front to back.",
     )
-    epochs: Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None = Field(
+    # Affects only the length of a run with min_train_tokens -1.
+    epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None, Affects.NOTHING] = Field(
         default=None,
         description='Passes over the train split that the budget may take: a number, or "repeat" for any number. '
         "null: one, and more is refused.",

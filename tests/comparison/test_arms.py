@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.comparison.arms import SEED, SURROUNDINGS, WITHOUT_EFFECT, Arms, find_arms
+from harness.comparison.arms import SEED, SEEDS, SURROUNDINGS, WITHOUT_EFFECT, Arms, find_arms
 from harness.comparison.records import RunRecord, State
 from harness.model.config import ModelConfig
 from harness.runs.directory import RunDirectory
@@ -35,6 +35,10 @@ DATASET = {"name": "builtin/python-stdlib", "train": {"tokens": 9, "sha256": "ab
 RECORDED: dict[str, Any] = {"dataset": DATASET, "torch": "2.15.0", "device": "CPU", "world_size": 1}
 
 
+WEIGHTS = (SEEDS["init_seed"],)
+DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
+
+
 def arms_of(**runs: dict[str, Any]) -> Arms:
     """Return the arms of finished runs. The keywords are the names of the runs. A run's dict has the keys that differ
     from TRAIN and RECORDED, and under "model" those that differ from MODEL.
@@ -60,12 +64,29 @@ def groups_of(**runs: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def test_runs_that_differ_in_their_seed_are_replicates() -> None:
     arms = arms_of(a={SEED: 1}, x={"learning_rate": 0.003}, b={SEED: 2})
-    assert arms == Arms({"a": ("a", "b"), "x": ("x",)})
+    assert arms == Arms({"a": ("a", "b"), "x": ("x",)}, chance=WEIGHTS)
 
 
 def test_the_same_seed_again_counts_once() -> None:
     arms = arms_of(a={SEED: 1}, b={SEED: 1}, c={SEED: 2})
-    assert arms == Arms({"a": ("a", "c")}, ["b: same seed and settings as another run of the arm, counted once"])
+    assert arms.run_names == {"a": ("a", "c")}
+    assert arms.notes == ["b: same seed and settings as another run of the arm, counted once"]
+
+
+def test_the_kinds_of_chance_are_those_whose_seeds_differ_and_are_used() -> None:
+    order, dropout = SEEDS["data_seed"], SEEDS["dropout_seed"]
+    shuffled = {"shuffle": True, **DROPPING}
+    assert arms_of(a={}, b={SEED: 1, **DROPPING, "learning_rate": 1.0}).chance == ()
+    assert arms_of(a=DROPPING, b={SEED: 1, **DROPPING}).chance == (*WEIGHTS, dropout)
+    assert arms_of(a=shuffled, b={SEED: 1, **shuffled}).chance == (*WEIGHTS, order, dropout)
+    assert arms_of(a=shuffled, b={"data_seed": 1, **shuffled}).chance == (order,)
+    assert arms_of(a={}, b={"dropout_seed": 1}).notes == [
+        "b: same seed and settings as another run of the arm, counted once"
+    ]
+    own = {"init_seed": 5, "data_seed": 5}
+    assert arms_of(a={SEED: 5, **shuffled}, b={SEED: 7, **own, **shuffled}).chance == (dropout,)
+    given = {"initial_weights": "/a/model.safetensors", "shuffle": True}
+    assert arms_of(a=given, b={SEED: 1, **given}).chance == (order,)
 
 
 def test_keys_of_earlier_versions_count_where_they_were_on() -> None:
@@ -79,7 +100,10 @@ def test_keys_without_effect_on_the_outcome(key: str) -> None:
     assert groups_of(a={}, b={SEED: 1, key: 2 * (TRAIN.get(key) or 40)}) == [("a", "b")]
 
 
-@pytest.mark.parametrize("key", sorted(TrainConfig.model_fields.keys() - {*WITHOUT_EFFECT, SEED}))
+OTHERS = TrainConfig.model_fields.keys() - {*WITHOUT_EFFECT, SEED, *SEEDS, "validation_sequences"}
+
+
+@pytest.mark.parametrize("key", sorted(OTHERS))
 def test_any_other_key_makes_another_arm(key: str) -> None:
     changed = {"betas": [0.1, 0.2], "initial_weights": "/a/file"}.get(key, 2 * (TRAIN[key] or 40))
     assert len(groups_of(a={}, b={SEED: 1, key: changed})) == 2
@@ -107,7 +131,8 @@ def test_another_model_or_data_set_is_another_arm() -> None:
 def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said: str) -> None:
     assert key in SURROUNDINGS
     arms = arms_of(a={}, b={SEED: 1, key: value}, c={SEED: 2})
-    assert arms == Arms({"a": ("a", "c"), "b": ("b",)}, [f"a, b differ in {said}: not counted as replicates"])
+    assert arms.run_names == {"a": ("a", "c"), "b": ("b",)}
+    assert arms.notes == [f"a, b differ in {said}: not counted as replicates"]
 
 
 @pytest.mark.parametrize(
@@ -144,16 +169,13 @@ def test_summaries_without_precision_compare_as_before_unless_two_are_recorded()
     """Summaries of earlier versions do not record the precision. Their runs still count as replicates of other runs,
     unless those record two different precisions."""
     low, full = {"precision_trained": "bf16"}, {"precision_trained": "fp32"}
-    assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")})
-    assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")})
+    assert arms_of(a={}, b={SEED: 1}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
+    assert arms_of(a={}, b={SEED: 1, **low}) == Arms({"a": ("a", "b")}, chance=WEIGHTS)
     arms = arms_of(a={}, b={SEED: 1, **low}, c={SEED: 2, **full})
     assert arms.run_names == {"a": ("a",), "b": ("b",), "c": ("c",)}
     assert arms.notes == ["a, b, c differ in precision (not recorded, bf16, fp32): not counted as replicates"]
     elsewhere = arms_of(a={}, b={SEED: 1, "device": "NVIDIA H100", **low})
     assert elsewhere.notes == ["a, b differ in device (CPU, NVIDIA H100): not counted as replicates"]
-
-
-DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +210,10 @@ def test_two_spellings_of_the_same_settings_are_replicates() -> None:
     assert groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 4}) == [("a", "b")]
     assert len(groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 2})) == 2
     assert groups_of(a={}, b={SEED: 1, "checkpoint_interval": 100}) == [("a", "b")]
+    rows = TRAIN["validation_batches"] * TRAIN["microbatch_size"]
+    in_rows = {"validation_batches": None, "validation_sequences": rows}
+    assert groups_of(a={}, b={SEED: 1, **in_rows}) == [("a", "b")]
+    assert len(groups_of(a={}, b={SEED: 1, **in_rows, "validation_sequences": rows + 1})) == 2
     fields = TrainConfig.model_fields
     newer = [key for key, value in TRAIN.items() if not fields[key].is_required() and value == fields[key].default]
     assert groups_of(a={"left_out": newer}, b={SEED: 1}) == [("a", "b")]
