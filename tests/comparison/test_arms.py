@@ -77,16 +77,16 @@ def test_the_kinds_of_chance_are_those_whose_seeds_differ_and_are_used() -> None
     order, dropout = SEEDS["data_seed"], SEEDS["dropout_seed"]
     shuffled = {"shuffle": True, **DROPPING}
     assert arms_of(a={}, b={SEED: 1, **DROPPING, "learning_rate": 1.0}).chance == ()
-    assert arms_of(a=DROPPING, b={SEED: 1, **DROPPING}).chance == (*WEIGHTS, dropout)
-    assert arms_of(a=shuffled, b={SEED: 1, **shuffled}).chance == (*WEIGHTS, order, dropout)
-    assert arms_of(a=shuffled, b={"data_seed": 1, **shuffled}).chance == (order,)
+    assert arms_of(a={**DROPPING}, b={SEED: 1, **DROPPING}).chance == (*WEIGHTS, dropout)
+    assert arms_of(a={**shuffled}, b={SEED: 1, **shuffled}).chance == (*WEIGHTS, order, dropout)
+    assert arms_of(a={**shuffled}, b={"data_seed": 1, **shuffled}).chance == (order,)
     assert arms_of(a={}, b={"dropout_seed": 1}).notes == [
         "b: same seed and settings as another run of the arm, counted once"
     ]
     own = {"init_seed": 5, "data_seed": 5}
     assert arms_of(a={SEED: 5, **shuffled}, b={SEED: 7, **own, **shuffled}).chance == (dropout,)
     given = {"initial_weights": "/a/model.safetensors", "shuffle": True}
-    assert arms_of(a=given, b={SEED: 1, **given}).chance == (order,)
+    assert arms_of(a={**given}, b={SEED: 1, **given}).chance == (order,)
 
 
 def test_keys_of_earlier_versions_count_where_they_were_on() -> None:
