@@ -60,7 +60,7 @@ class Checkpointer:
         self.copies = HostCopies(world.device, keep=is_kept)
         self.saved_step = prepared.position.first_step - 1  # global step of the newest checkpoint, if there is one
         # Read once, because the dataset may be replaced during training.
-        tokenizer = prepared.dataset.tokenizer
+        tokenizer = prepared.data.tokenizer
         self.tokenizer = (tokenizer.name, tokenizer.read_bytes()) if isinstance(tokenizer, Path) else None
         # The checkpoint that this process resumed from: `keep_checkpoints` does not remove it.
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()

@@ -80,8 +80,8 @@ class Trainer:
         self.meter = LossMeter(world.device, experiment.model)
         self.reporter = Reporter(prepared, world)
         self.state = prepared.state(world)
-        tokens = prepared.dataset.split("train")
-        order, first_window = experiment.window_order(len(tokens)), position.tokens_seen // layout.context_length
+        order = experiment.window_order(prepared.data.lengths("train"))
+        tokens, first_window = prepared.data.tokens("train"), position.tokens_seen // layout.context_length
         self.loader = TokenLoader(tokens, order, layout, prepared.batches, first_window=first_window)
         self.schedule = build_schedule(experiment.config, position.total_steps, layout.global_tokens)
         self.evaluations = Evaluations(prepared, world, self.optimizer_step, stop)
@@ -138,8 +138,8 @@ class Trainer:
             self.report(step)
         if "validation" in due:
             with self.prepared.clock.phase("validation"):
-                state.val_loss = self.evaluations.validation_loss(step)
-            self.reporter.validation(state.val_loss, state)
+                state.val_loss, by_source = self.evaluations.validation_loss(step)
+            self.reporter.validation(state.val_loss, by_source, state)
         if "benchmarks" in due:
             with self.prepared.clock.phase("benchmarks"):
                 scores = self.evaluations.benchmark_scores(step)

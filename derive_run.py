@@ -68,12 +68,15 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     click.echo(f"{folder}: {parent.name} {with_what}")
     for key, values in run.differs.items():
         click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
-    dataset = run.train_config.dataset
-    if "dataset" in changes and not is_present(datasets_dir, dataset, []):
-        absent = f", so {new} is not adapted to it; training will look for it on the Hugging Face Hub"
-        click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')
+    for dataset in run.train_config.weights if "dataset" in changes else ():
+        if not is_present(datasets_dir, dataset, []):
+            absent = f", so {new} is not adapted to it; training will look for it on the Hugging Face Hub"
+            click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')
     if "microbatch_size" in run.differs and "microbatch_size" not in changes:
-        click.echo(f"note: microbatch_size is lowered so that the validation split of {dataset} fills a microbatch")
+        click.echo(
+            f"note: microbatch_size is lowered so that the validation split of {run.train_config.data_name} fills a "
+            "microbatch"
+        )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Literal
 
 from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
-from harness.runs.checkpoint_meta import pass_tokens, validation_text
+from harness.runs.checkpoint_meta import tokens_by_source, validation_text
 from harness.runs.reported import Reported
 from harness.runs.results import MEASURED_BATCH, AnyResult, BenchmarkResult, InstructionResult, LossResult, Result
 from harness.runs.throughput import peak_flops
@@ -148,7 +148,7 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
         add(each.task, each.metric, "", None if each.higher_is_better is None else not each.higher_is_better)
     for event in [event for record in records for event in record.benchmarks]:
         add(event.task, event.metric, " while training", LOWER_IS_BETTER.get(event.metric.partition(",")[0]))
-    repeats = any(record.train.get("epochs") is not None for record in records)
+    repeats = any(record.train.get("epochs") is not None or "sources" in record.dataset for record in records)
     return [
         *TRAINED,
         *([Quantity("epochs", "epochs", "", ",.2f", _epochs)] if repeats else []),
@@ -229,8 +229,9 @@ def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
 
 
 def _epochs(record: RunRecord) -> Number:
-    once = pass_tokens(record.model, record.train, record.dataset)
-    return record.tokens_seen / once if record.tokens_seen and once else None
+    """Return the number of passes over the train split; of a mixture, over that which has the most passes."""
+    found = tokens_by_source(record.model, record.train, record.dataset, record.tokens_seen or 0)
+    return max((seen / once for seen, once in found.values() if seen), default=None)
 
 
 def _of_model(key: str, record: RunRecord) -> Number:

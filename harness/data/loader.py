@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from harness.common.errors import UserError
 from harness.data.dataset import TokenFile
 from harness.data.order import WindowOrder
+from harness.data.training_data import JoinedTokens
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +158,7 @@ class TokenLoader:
 
     def __init__(
         self,
-        tokens: TokenFile,
+        tokens: TokenFile | JoinedTokens,
         order: WindowOrder,
         layout: BatchLayout,
         batches: BatchSchedule | None = None,
@@ -190,7 +191,7 @@ class TokenLoader:
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
         """Return the microbatches that `rank` reads in step `steps_from_start`, counted from `first_window`. Windows
         that are not read from front to back are read ahead by one step, since a disk would take a seek for each."""
-        if self.order.seed is not None:
+        if not self.order.is_front_to_back:
             for index in self._indexes(steps_from_start + 1, rank):
                 self.tokens.read_ahead(self.starts(index), self.layout.context_length + 1)
         return [self.microbatch(index) for index in self._indexes(steps_from_start, rank)]

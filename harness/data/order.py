@@ -1,4 +1,4 @@
-"""Order in which a split's windows are read: front to back or shuffled, once or several times.
+"""Order in which the windows of one or more splits are read: front to back or shuffled, once or several times.
 
 A window is the T tokens of a sequence. The order is a function of the window's number in the run alone, so that a run
 resumes at any window, on any number of ranks, and no list of windows is kept.
@@ -6,41 +6,104 @@ resumes at any window, on any number of ranks, and no list of windows is kept.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 ROUNDS = 8  # of the Feistel network; four make it a pseudo-random permutation (Luby and Rackoff, 1988)
+PERIOD = 1000  # windows in which a mixture has its shares exactly, to a thousandth
 
 
-@dataclass(frozen=True)
 class WindowOrder:
-    """Order of the windows of a split. A pass reads each of the split's `windows` windows once. With a `seed`, each
-    pass reads them in another random order, which the seed determines; without, from front to back."""
+    """Order of the windows of one split, or of several that are mixed by their `weights`.
 
-    windows: int  # number of whole windows from `first_token` on
-    context_length: int
-    first_token: int = 0  # position in the split
-    seed: int | None = None
+    A pass over a split reads each of its windows once. With a `seed`, each pass reads them in another random order,
+    which the seed determines; without, from front to back. The windows of several splits alternate in a fixed pattern,
+    in which each split has its share, and each split begins its next pass for itself. Positions count the tokens of all
+    splits one after another.
+    """
 
-    @classmethod
-    def of_split(
-        cls, split_tokens: int, context_length: int, *, first_token: int = 0, seed: int | None = None
-    ) -> WindowOrder:
-        """Return the order for a split of `split_tokens` tokens, of which those before `first_token` are not read. The
-        last window's last target is one token more."""
-        return cls(max(0, (split_tokens - first_token - 1) // context_length), context_length, first_token, seed)
+    def __init__(
+        self,
+        splits: Sequence[int],
+        context_length: int,
+        *,
+        first_token: int = 0,
+        seed: int | None = None,
+        weights: Sequence[float] = (1.0,),
+    ) -> None:
+        """`splits` are the numbers of tokens of the splits. The tokens before `first_token` of each split are not read.
+        The last window of a split has one token more, its last target."""
+        self.context_length = context_length
+        self.first_token = first_token
+        self.seed = seed
+        self.windows = [max(0, (tokens - first_token - 1) // context_length) for tokens in splits]  # of one pass
+        self._firsts = [start + first_token for start in itertools.accumulate(splits[:-1], initial=0)]
+        self._pattern = interleave(weights)  # the split of each window of a period
+        self._counts = np.bincount(self._pattern, minlength=len(splits))  # of each split's windows in a period
+        of_split = self._pattern == np.arange(len(splits))[:, None]  # (splits, period)
+        self._before = np.take_along_axis(of_split.cumsum(1) - 1, self._pattern[None], 0)[0]
+
+    @property
+    def is_front_to_back(self) -> bool:
+        return self.seed is None and len(self.windows) == 1
 
     def starts(self, first: int, count: int) -> np.ndarray:
-        """Return the positions in the split at which windows `first` .. `first + count - 1` of the run begin, as int64
-        of shape (count,). Windows are numbered from 0 through all passes."""
-        passes, places = np.divmod(np.arange(first, first + count), self.windows)
+        """Return the positions at which windows `first` .. `first + count - 1` of the run begin, as int64 of shape
+        (count,). Windows are numbered from 0 through all passes."""
+        periods, places = np.divmod(np.arange(first, first + count), len(self._pattern))
+        splits = self._pattern[places]
+        numbers = periods * self._counts[splits] + self._before[places]  # of the window among those of its split
+        starts = np.empty(count, np.int64)
+        for split in np.unique(splits):
+            starts[splits == split] = self._starts_in(int(split), numbers[splits == split])
+        return starts
+
+    def _starts_in(self, split: int, numbers: np.ndarray) -> np.ndarray:
+        passes, places = np.divmod(numbers, self.windows[split])
         if self.seed is not None:
             for each in np.unique(passes):
-                is_in_pass = passes == each
-                places[is_in_pass] = permute(places[is_in_pass], self.windows, (self.seed, int(each)))
-        return self.first_token + places * self.context_length
+                seed = (self.seed, int(each), split) if split else (self.seed, int(each))
+                places[passes == each] = permute(places[passes == each], self.windows[split], seed)
+        return self._firsts[split] + places * self.context_length
+
+    def read(self, windows: int) -> np.ndarray:
+        """Return how many of the run's first `windows` windows are from each split."""
+        periods, rest = divmod(windows, len(self._pattern))
+        return periods * self._counts + np.bincount(self._pattern[:rest], minlength=len(self.windows))
+
+    def passes(self, windows: int) -> np.ndarray:
+        """Return the number of passes over each split that the run's first `windows` windows are."""
+        return self.read(windows) / self.windows
+
+    def available(self, passes: float) -> int:
+        """Return the largest number of windows for which no split is read more than `passes` times."""
+        available = []
+        for split, (windows, count) in enumerate(zip(self.windows, self._counts.tolist(), strict=True)):
+            periods, rest = divmod(int(passes * windows), count)
+            available.append(periods * len(self._pattern) + int(np.flatnonzero(self._pattern == split)[rest]))
+        return min(available)
+
+
+def interleave(weights: Sequence[float]) -> np.ndarray:
+    """Return the sequence in which items of these weights take turns, as their indices. The sequence is to be repeated;
+    it has at most PERIOD entries, in which each item has its share, rounded to 1 / PERIOD but at least that.
+
+    The turns are those of smooth weighted round-robin, as in nginx: each item has credit, which grows by its share in
+    each turn; the item with the most credit is next, and pays for it.
+    """
+    shares = np.asarray(weights) / sum(weights) * PERIOD
+    counts = np.maximum(1, np.floor(shares).astype(int))
+    for index in np.argsort(counts - shares, kind="stable")[: max(0, PERIOD - counts.sum())]:
+        counts[index] += 1
+    counts //= np.gcd.reduce(counts)
+    credit, turns = np.zeros(len(counts), int), []
+    for _ in range(counts.sum()):
+        credit += counts
+        turns.append(int(credit.argmax()))
+        credit[turns[-1]] -= counts.sum()
+    return np.array(turns)
 
 
 def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:

@@ -22,7 +22,7 @@ from harness.common.device import device_name
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
 from harness.common.json_files import finite
-from harness.data.dataset import Dataset, check_token_ids
+from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.order import WindowOrder
@@ -137,6 +137,8 @@ class HeldOutText:
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         name = dataset or model.dataset or (NOTEBOOK_DATASET if tokenizer == "gpt2" else None)
+        if name and " + " in name:
+            raise UserError(f"{weights.parent}: the model was trained on {name}; choose one of them with --dataset")
         if name is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
@@ -163,7 +165,7 @@ class HeldOutText:
                 f"{batch_size} sequences of {length:,} tokens from {start:,}), but there are "
                 f"{len(tokens):,}; see --start-token, --batches, --batch-size"
             )
-        order = WindowOrder.of_split(len(tokens), length, first_token=start)
+        order = WindowOrder([len(tokens)], length, first_token=start)
         return cls(weights, opened, split, TokenLoader(tokens, order, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
@@ -180,6 +182,7 @@ class HeldOutText:
         bytes_per_token = counted or self.dataset.bytes_per_token(self.split)
         bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
         tokenizer, tokens, layout = self.dataset.tokenizer, self.loader.tokens, self.loader.layout
+        assert isinstance(tokens, TokenFile)
         start = self.loader.order.first_token
         end = start + self.batches * layout.microbatch_tokens
         size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"

@@ -133,11 +133,12 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
             metric_value=round(facts.test.loss, 4),
         )
         results = [result]
+    names = [name for name in (facts.dataset or "").split(" + ") if name and not name.startswith("builtin/")]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=facts.license,
-        datasets=[facts.dataset] if facts.dataset and not facts.dataset.startswith("builtin/") else None,
+        datasets=names or None,
         tags=[model_type, "ddp-pretrain"],
         model_name=facts.name if results else None,
         eval_results=results,

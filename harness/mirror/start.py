@@ -5,7 +5,6 @@ from __future__ import annotations
 from harness.common.errors import UserError
 from harness.common.json_files import strict_json
 from harness.common.options import TrainOptions
-from harness.data.dataset import Dataset, is_present
 from harness.mirror.fetch import Check, bring, newer_in_mirror
 from harness.mirror.owner import Lease, remembered
 from harness.mirror.store import Mirror, open_mirror
@@ -34,9 +33,8 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     mirror = open_mirror(url, experiment.run.path.name, writes=not options.plan)
     check_same_experiment(experiment, mirror)
     found = None if options.restart or checkpoint else newer_in_mirror(mirror, experiment.run)
-    if found and is_present(experiment.datasets_dir, experiment.config.dataset, experiment.splits):
-        dataset = Dataset.open(experiment.datasets_dir, experiment.config.dataset)
-        check_of(mirror, experiment, experiment.provenance(dataset))(found[1])
+    if found and experiment.has_data():
+        check_of(mirror, experiment, experiment.provenance(experiment.open_data()))(found[1])
     rate = remembered(experiment.run).get("bytes_per_second")
     name, meta = found or (None, None)
     return InMirror(mirror.name, name, meta, rate)
@@ -87,7 +85,8 @@ def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
         return
     difference = then and first_difference(then, experiment.model.model_dump(mode="json"), "model.json: ")
     if given and not difference:
-        difference = first_difference(given, {key: getattr(experiment.config, key) for key in given}, "train.json: ")
+        own = experiment.config.model_dump(mode="json", include={*given})
+        difference = first_difference(given, own, "train.json: ")
     if difference:
         raise another_experiment(mirror, difference)
 

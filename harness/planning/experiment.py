@@ -6,17 +6,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, dataset_folder
+from harness.data.dataset import dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.data.order import WindowOrder
+from harness.data.training_data import TrainingData, are_present
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.rates import build_schedule
 from harness.runs.budget import COUNTABLE, Budget, batch_schedule, tokens_of_budget
@@ -172,7 +173,8 @@ class Experiment:
         """Read model.json and train.json of the run. Raises UserError for anything wrong in them."""
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
-        dataset_folder(datasets_dir, config.dataset)  # raises UserError for an invalid name
+        for name in config.weights:
+            dataset_folder(datasets_dir, name)  # raises UserError for an invalid name
         experiment = cls(run, config, model, datasets_dir)
         experiment.check_together()
         return experiment
@@ -213,9 +215,18 @@ class Experiment:
         return ["train", "validation"] if self.config.validates else ["train"]
 
     def check_dataset(self, *, ask_hub: bool) -> None:
-        """Raise UserError if the dataset is not on this machine and cannot be downloaded or made (see
+        """Raise UserError if a dataset is not on this machine and cannot be downloaded or made (see
         `check_obtainable`)."""
-        check_obtainable(self.datasets_dir, self.config.dataset, self.splits, ask_hub=ask_hub)
+        for name in self.config.weights:
+            check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
+
+    def has_data(self) -> bool:
+        """Return True if all datasets are on this machine. Raises UserError as `is_present` does."""
+        return are_present(self.datasets_dir, self.config.weights, self.splits)
+
+    def open_data(self) -> TrainingData:
+        """Open the datasets. Raises UserError as `TrainingData.open` does."""
+        return TrainingData.open(self.datasets_dir, self.config.weights)
 
     @property
     def initial_weights(self) -> Path | None:
@@ -271,29 +282,37 @@ class Experiment:
             )
         return Budget(key=key, value=value, tokens=tokens)
 
-    def window_order(self, split_tokens: int) -> WindowOrder:
-        """Return the order in which training reads the windows of a train split of `split_tokens` tokens."""
+    def window_order(self, split_tokens: Sequence[int]) -> WindowOrder:
+        """Return the order in which training reads the windows of its datasets, whose train splits have `split_tokens`
+        tokens."""
         config = self.config
-        seed = config.seed_of("data") if config.shuffle else None
-        return WindowOrder.of_split(
-            split_tokens, self.model.context_length, first_token=config.start_train_token, seed=seed
+        return WindowOrder(
+            split_tokens,
+            self.model.context_length,
+            first_token=config.start_train_token,
+            seed=config.seed_of("data") if config.shuffle else None,
+            weights=[*config.weights.values()],
         )
 
-    def available_tokens(self, split_tokens: int) -> int:
-        """Return the number of tokens of a train split that training may read, in all passes that train.json's `epochs`
-        allows, and one token more for the last target. It is zero or negative if the split is too short."""
-        windows, epochs = self.window_order(split_tokens).windows, self.config.epochs
-        if epochs is None or windows < 1:
-            return split_tokens - self.config.start_train_token
+    def available_tokens(self, split_tokens: Sequence[int]) -> int:
+        """Return the number of tokens that training may read, in all passes over the train splits that train.json's
+        `epochs` allows, and one token more for the last target. It is zero or negative if a split is too short."""
+        order, epochs = self.window_order(split_tokens), self.config.epochs
+        if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
+            return min(split_tokens) - self.config.start_train_token
         if epochs == "repeat":
             return sys.maxsize
-        return int(epochs * windows) * self.model.context_length + 1
+        return order.available(epochs or 1.0) * self.model.context_length + 1
 
     def position(
-        self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
+        self,
+        layout: BatchLayout,
+        split_tokens: Sequence[int],
+        meta: CheckpointMeta | None,
+        budget: Budget | None = None,
     ) -> Position:
         """Return the global steps still to do after the checkpoint that `meta` describes (None: from the start of the
-        run), for a train split of `split_tokens` tokens. `budget` is the result of the method of the same name. If it
+        run), for train splits of `split_tokens` tokens. `budget` is the result of the method of the same name. If it
         is None, that method is called.
 
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
@@ -319,36 +338,43 @@ class Experiment:
             keys = f"{config.budget_key} or the batch"
             keys = f"start_train_token, {keys}" if config.start_train_token else keys
             where = f'from token {start:,} (train.json: "start_train_token")'
-            if config.epochs is not None:
-                where = f"in {config.epochs} epochs after {done_tokens:,} tokens"
+            if config.epochs is not None or len(split_tokens) > 1:
+                where = f"in {config.epochs or 1} epochs after {done_tokens:,} tokens"
             raise UserError(
-                f"the train split of {config.dataset} is too short: {where} {error}; lower {keys}, or allow more "
+                f"the train split of {config.data_name} is too short: {where} {error}; lower {keys}, or allow more "
                 'passes over it with "epochs"'
             ) from None
         build_schedule(config, done_steps + steps, layout.global_tokens)
         return Position(done_steps, done_steps + steps, done_tokens)
 
-    def provenance(self, dataset: Dataset) -> Provenance:
-        """Return the model, its number of parameters, train.json and the dataset, as this experiment's checkpoints
-        record them."""
+    def provenance(self, data: TrainingData) -> Provenance:
+        """Return the model, its number of parameters, train.json and the data, as this experiment's checkpoints record
+        them."""
         return Provenance(
             model=self.model.model_dump(mode="json"),
             parameters=self.model.parameters,
             train=self.config.model_dump(mode="json"),
-            dataset={"name": self.config.dataset, **dataset.fingerprint()},
+            dataset=data.record(),
         )
 
-    def check_validation_slice(self, dataset: Dataset) -> None:
-        """Raise UserError if the validation split is too short for the validation that train.json sets."""
+    def check_validation_slice(self, data: TrainingData) -> None:
+        """Raise UserError if a validation split is too short for the validation that train.json sets."""
         config = self.config
-        sequences = config.sequences_per_validation
-        if sequences is None or config.start_val_token is None:
+        if config.sequences_per_validation is None or config.start_val_token is None:
             return
-        wanted = config.start_val_token + sequences * self.model.context_length + 1
-        there = len(dataset.split("validation"))
-        if there < wanted:
-            size = "validation_sequences" if config.validation_sequences else "validation_batches x microbatch_size"
-            raise UserError(
-                f"the validation split of {config.dataset} is too short: wanted {wanted:,} tokens (train.json: "
-                f"start_val_token + {size} x context_length), but there are {there:,}; lower one of them"
-            )
+        order = self.validation_order(data)
+        for part, sequences in zip(data.parts, order.read(config.sequences_per_validation), strict=True):
+            wanted = config.start_val_token + int(sequences) * self.model.context_length + 1
+            there = len(part.split("validation"))
+            if there < wanted:
+                size = "validation_sequences" if config.validation_sequences else "validation_batches x microbatch_size"
+                raise UserError(
+                    f"the validation split of {part.name} is too short: wanted {wanted:,} tokens (train.json: "
+                    f"start_val_token + {size} x context_length), but there are {there:,}; lower one of them"
+                )
+
+    def validation_order(self, data: TrainingData) -> WindowOrder:
+        """Return the order of the windows of the validation splits, whose first ones are validated on."""
+        start, weights = self.config.start_val_token, [*self.config.weights.values()]
+        assert start is not None
+        return WindowOrder(data.lengths("validation"), self.model.context_length, first_token=start, weights=weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,8 +13,10 @@ from harness.common.errors import UserError
 from harness.common.messages import GIB, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
-from harness.data.dataset import Dataset, check_token_ids, did_you_mean, is_present
+from harness.data.dataset import did_you_mean, is_present
 from harness.data.loader import BatchLayout, BatchSchedule
+from harness.data.order import WindowOrder
+from harness.data.training_data import TrainingData
 from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
@@ -25,7 +26,7 @@ from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.memory import step_bytes
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings, scale_settings
-from harness.runs.budget import Budget
+from harness.runs.budget import COUNTABLE, Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
 from harness.runs.checkpoints import list_checkpoints, open_start
 from harness.runs.directory import RunDirectory
@@ -60,7 +61,7 @@ class Plan:
     budget: Budget | None = None  # train.json's budget converted to tokens; None if given in tokens
     scaled: ScaledSettings = UNSCALED
     dataset_remark: str | None = None
-    pass_tokens: int | None = None  # tokens of one pass over the train split; None if the dataset is not here
+    order: WindowOrder | None = None  # None if a dataset is not here
     seconds_before: float = 0.0  # taken by the run's earlier processes, as the checkpoint records
     dollars_before: float = 0.0
 
@@ -103,12 +104,17 @@ class Plan:
     def describe_passes(self) -> str | None:
         """Return a text on how often and in what order the train split is read, or None if it is read at most once
         and from front to back, or if the dataset is not on this machine."""
-        config, seed = self.config, self.config.seed_of("data")
-        if self.pass_tokens is None or self.position is None or not (config.shuffle or config.epochs):
+        config, order, length = self.config, self.order, self.layout.context_length
+        is_plain = not config.shuffle and config.epochs is None and len(config.weights) == 1
+        if order is None or self.position is None or is_plain:
             return None
-        passes = (self.position.tokens_seen + self.tokens()) / self.pass_tokens
-        order = f"in random order (seed {seed})" if config.shuffle else "from front to back"
-        return f"{passes:,.2f} passes over {self.pass_tokens:,} tokens, {order}"
+        passes = order.passes((self.position.tokens_seen + self.tokens()) // length)
+        texts = [
+            f"{count:,.2f} passes over {windows * length:,} tokens{f' of {name}' if len(passes) > 1 else ''}"
+            for count, windows, name in zip(passes, order.windows, config.weights, strict=True)
+        ]
+        how = "from front to back" if order.seed is None else f"in random order (seed {order.seed})"
+        return f"{' and '.join(texts)}, {how}"
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints still to be written."""
@@ -193,26 +199,26 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
-    position, once, folder = None, None, experiment.datasets_dir
-    if is_present(folder, config.dataset, experiment.splits):
-        dataset = Dataset.open(folder, config.dataset)
+    position, order, folder = None, None, experiment.datasets_dir
+    if experiment.has_data():
+        data = experiment.open_data()
         if meta is not None:
-            check_continuable(meta, experiment.run.checkpoints, experiment.provenance(dataset))
-        experiment.check_validation_slice(dataset)
-        for split in experiment.splits:
-            check_token_ids(dataset, split, model.vocab_size)
-        split_tokens = len(dataset.split("train"))
+            check_continuable(meta, experiment.run.checkpoints, experiment.provenance(data))
+        experiment.check_validation_slice(data)
+        data.check_token_ids(experiment.splits, model.vocab_size)
+        split_tokens = data.lengths("train")
         position = experiment.position(layout, split_tokens, meta, budget)
-        once = experiment.window_order(split_tokens).windows * model.context_length
-        remark = None if meta else _unused_vocabulary(model, dataset)
+        order = experiment.window_order(split_tokens)
+        remark = None if meta else _unused_vocabulary(model, data)
     else:
-        hint = did_you_mean(folder, config.dataset) or ", so the plan is not checked against its tokens"
-        remark = f"{config.dataset} is not in {folder}{hint}"
+        missing = next(name for name in config.weights if not is_present(folder, name, experiment.splits))
+        hint = did_you_mean(folder, missing) or ", so the plan is not checked against its tokens"
+        remark = f"{missing} is not in {folder}{hint}"
         if not folder.is_dir():
-            remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.dataset} there"
+            remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.data_name} there"
         if config.min_train_tokens != -1:
-            position = experiment.position(layout, sys.maxsize, meta, budget)
-    plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, pass_tokens=once)
+            position = experiment.position(layout, [COUNTABLE] * len(config.weights), meta, budget)
+    plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, order=order)
     if meta is not None:
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(meta.costs.values()))
     if position is None:
@@ -246,15 +252,15 @@ def checked_plan(
     return plan
 
 
-def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
-    """Return a note for the user if the model's vocabulary is far larger than the dataset's, or None if the difference
+def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
+    """Return a note for the user if the model's vocabulary is far larger than the data's, or None if the difference
     is small enough to be padding."""
-    needed = dataset.meta.vocab_size
+    needed = data.vocab_size
     if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
         return None
     unused = model.parameters - model.model_copy(update={"vocab_size": needed}).parameters
     return (
-        f'"vocab_size" in model.json is {model.vocab_size:,}, but the tokenizer of {dataset.name} has {needed:,} '
+        f'"vocab_size" in model.json is {model.vocab_size:,}, but the tokenizer of {data.parts[0].name} has {needed:,} '
         f"tokens: {unused:,} of {model.parameters:,} parameters are never used; set vocab_size to {needed}"
     )
 
@@ -268,9 +274,7 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     if found is None:
         return None
     start, meta = found
-    name, folder = experiment.config.dataset, experiment.datasets_dir
-    is_here = is_present(folder, name, experiment.splits)
-    provenance = experiment.provenance(Dataset.open(folder, name)) if is_here else None
+    provenance = experiment.provenance(experiment.open_data()) if experiment.has_data() else None
     return upgrade_notebook_meta(start, meta, provenance, experiment.batches(experiment.layout(world_size)))
 
 
@@ -330,7 +334,7 @@ def describe_plan(
     if plan.position:
         rows += _work_rows(plan, speed)
     else:
-        rows.append(("global steps", f"unknown until {config.dataset} is on this machine (min_train_tokens is -1)"))
+        rows.append(("global steps", f"unknown until {config.data_name} is on this machine (min_train_tokens is -1)"))
     return "\n".join(lines + _table([*rows, *(("note", note) for note in notes)]))
 
 

@@ -215,15 +215,41 @@ def validation_text(
     return ValidationText(digest, start, sequences, context)
 
 
-def pass_tokens(model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens of one pass over the train split, from train.json's `start_train_token` on, or None
-    if it is not recorded. The arguments are those of `validation_text`."""
-    split = dataset.get("train")
-    tokens = split.get("tokens") if isinstance(split, dict) else None
-    start, context = train.get("start_train_token"), model.get("context_length")
-    if not isinstance(tokens, int) or not isinstance(start, int) or not isinstance(context, int) or context < 1:
-        return None
-    return WindowOrder.of_split(tokens, context, first_token=start).windows * context or None
+def tokens_by_source(
+    model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
+) -> dict[str, tuple[int, int]]:
+    """Return two numbers for each dataset that a run trains on, by the dataset's name: how many of the run's first
+    `tokens_seen` tokens were from it, and the tokens of one pass over it. Empty if these are not recorded. The other
+    arguments are those of `validation_text`."""
+    try:
+        sources = dataset.get("sources") or {dataset["name"]: {"weight": 1.0, **dataset}}
+        order = WindowOrder(
+            [source["train"]["tokens"] for source in sources.values()],
+            model["context_length"],
+            first_token=train["start_train_token"],
+            weights=[source["weight"] for source in sources.values()],
+        )
+        seen = order.read(tokens_seen // order.context_length)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):  # of an earlier version, or edited
+        return {}
+    length = order.context_length
+    return {
+        name: (int(own) * length, windows * length)
+        for name, own, windows in zip(sources, seen, order.windows, strict=True)
+        if windows > 0
+    }
+
+
+def epochs_of(
+    model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
+) -> dict[str, float]:
+    """Return the number of passes over each dataset by its name, as summaries and metrics record it: of a run that may
+    take several passes, or that trains on several datasets. Empty for other runs. The arguments are those of
+    `tokens_by_source`."""
+    if train.get("epochs") is None and "sources" not in dataset:
+        return {}
+    found = tokens_by_source(model, train, dataset, tokens_seen)
+    return {name: round(seen / once, 4) for name, (seen, once) in found.items()}
 
 
 class ProgramAndSettings(BaseModel):

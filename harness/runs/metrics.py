@@ -47,7 +47,7 @@ class TrainEvent(Event):
 
     event: str = "train"
     loss: MaybeNumber = None  # mean over microbatches
-    epoch: MaybeNumber = None  # passes over the train split so far, if train.json allows several
+    epochs: dict[str, float] | None = None  # see `epochs_of`
     loss_min: MaybeNumber = None
     loss_max: MaybeNumber = None
     gradient_norm: MaybeNumber = None  # the largest
@@ -68,6 +68,7 @@ class ValidationEvent(Event):
 
     event: str = "validation"
     loss: MaybeNumber = None
+    by_source: dict[str, MaybeNumber] | None = None  # of a mixture: the loss on each dataset, by its name
 
 
 class CheckpointEvent(Event):

@@ -12,7 +12,7 @@ from harness.common.errors import RunError
 from harness.common.files import replace_text
 from harness.common.json_files import check_recorded, parse_config, read_json_object
 from harness.model.config import ModelConfig
-from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings, pass_tokens
+from harness.runs.checkpoint_meta import CheckpointMeta, ProgramAndSettings, epochs_of
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import PHASES
 from harness.runs.throughput import Measured, mfu, unknown_peak
@@ -30,7 +30,7 @@ class Outcome(BaseModel):
     run: str = ""
     seconds: dict[str, Amount] = {}  # by phase, and in total
     tokens_seen: Count | None = None
-    epochs: Amount | None = None  # passes over the train split, if train.json allows several
+    epochs: dict[str, Amount] | None = None  # see `epochs_of`; not written if empty
     trained_tokens: Count | None = None  # part of tokens_seen that this program trained on, in its seconds of training
     # Speed of training over `measured`, the part of the run that this program trained with the batch and on the machine
     # named below. None if there is no such part.
@@ -113,7 +113,7 @@ def summarise(
     dollars = {phase: round(costs.get(phase, 0.0), 6) for phase in seconds} if costs else None
     measured = state.measured(seconds["training"])
     rate = measured.tokens_per_second
-    once = pass_tokens(meta.model or {}, meta.train, meta.dataset or {}) if meta.train.get("epochs") else None
+    epochs = epochs_of(meta.model or {}, meta.train, meta.dataset or {}, state.tokens_seen)
     used = None if rate is None else mfu(rate / meta.world_size, model.flops_per_token, meta.device)
     summary = RunSummary(
         run=run,
@@ -146,7 +146,7 @@ def summarise(
         train=meta.train,
         dataset=meta.dataset or {},
     )
-    return summary.model_copy(update={"epochs": round(state.tokens_seen / once, 4)}) if once else summary
+    return summary.model_copy(update={"epochs": epochs}) if epochs else summary
 
 
 def write_summary(run: RunDirectory, summary: RunSummary) -> None:
@@ -172,7 +172,7 @@ def describe_summary(summary: RunSummary) -> str:
         f"Training complete in {seconds['total']:,.3f} seconds",
         "  " + ", ".join(f"{phase} {seconds[phase]:,.1f} s" for phase in seconds if phase != "total"),
         f"Tokens seen: {summary.tokens_seen:,}{foreign}",
-        *([f"Epochs: {summary.epochs:,.2f}"] if summary.epochs is not None else []),
+        *(f"Epochs: {count:,.2f} of {name}" for name, count in (summary.epochs or {}).items()),
         f"Throughput: {speed}",
     ]
     if summary.mfu is not None:

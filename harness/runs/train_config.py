@@ -52,6 +52,15 @@ class DepthScale(BaseModel):
 MUON_FIRST_MOMENTUM = 0.85  # Muon's momentum at the start of its warm-up
 
 
+class Source(BaseModel):
+    """One of several datasets in the value of the key `dataset`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: Text = Field(description="owner/name on the Hugging Face Hub, or builtin/name.")
+    weight: float = Field(gt=0, le=1e9, description="Share of the tokens, relative to the weights of the others.")
+
+
 class Affects(Enum):
     """Effect of a key of train.json, given in the annotation of the key's field. `keys_affecting` returns the keys with
     one effect. A key without such an annotation affects only the result of training."""
@@ -70,7 +79,10 @@ class TrainConfig(RunFile):
     other_keys: ClassVar[dict[str, dict[str, Any]]] = NOTEBOOK_KEYS
     replaceable_keys: ClassVar[set[str]] = {"microbatch_size"}
 
-    dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
+    dataset: Text | Annotated[list[Source], Field(min_length=1)] = Field(
+        description="owner/name on the Hugging Face Hub, or builtin/name; or several with their weights, as in "
+        '[{"name": "me/books", "weight": 0.7}, {"name": "me/code", "weight": 0.3}].'
+    )
     microbatch_size: Annotated[Positive, Affects.BATCH] = Field(description="Sequences per device and forward pass.")
     min_train_tokens: Count | None = Field(
         default=None,
@@ -320,6 +332,8 @@ class TrainConfig(RunFile):
         _check_schedule(self)
         _check_optimizer_and_precision(self)
         _check_intervals(self)
+        if isinstance(self.dataset, list) and len(self.weights) < len(self.dataset):
+            raise ValueError('key "dataset": names a dataset twice; add up its weights')
         if self.data_seed is not None and not self.shuffle:
             raise ValueError('key "data_seed": belongs with "shuffle": true; remove it, or shuffle')
         if self.max_dollars is not None and not self.price_per_hour:
@@ -327,6 +341,18 @@ class TrainConfig(RunFile):
         if self.notify is not None and not self.notify.startswith(("http://", "https://")):
             raise ValueError('key "notify": must begin with http:// or https://')  # without the value, a secret
         return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the datasets, by their names."""
+        if isinstance(self.dataset, str):
+            return {self.dataset: 1.0}
+        return {source.name: source.weight for source in self.dataset}
+
+    @property
+    def data_name(self) -> str:
+        """The names of the datasets, for messages."""
+        return " + ".join(self.weights)
 
     def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
         """Return the seed of the initial weights, of the order of the windows or of dropout: `random_seed`, unless

@@ -130,7 +130,7 @@ class TrainedModel:
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])
         found = _place_in_run(self.weights)
-        return load_train_config(found.run.train_json).dataset if found and found.run.train_json.is_file() else None
+        return load_train_config(found.run.train_json).data_name if found and found.run.train_json.is_file() else None
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:

@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, nearest
-from harness.runs.checkpoint_meta import pass_tokens, validation_text
+from harness.runs.checkpoint_meta import tokens_by_source, validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.summary import RunSummary, read_summary
 
@@ -241,6 +241,7 @@ def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, obje
     flops = float(summary.flops_per_token) * summary.tokens_seen
     facts = {f"validation {key}": value for key, value in text._asdict().items()}
     facts["training text (SHA-256)"] = (dataset.get("train") or {}).get("sha256")
-    seen, once = summary.tokens_seen, pass_tokens(summary.model or {}, summary.train, dataset)
-    unique = min(seen, once) if once else None
+    seen = summary.tokens_seen
+    parts = tokens_by_source(summary.model or {}, summary.train, dataset, seen).values()
+    unique = sum(map(min, parts)) or None
     return Point(name, summary.parameters, seen, flops, summary.final_validation_loss, unique), facts

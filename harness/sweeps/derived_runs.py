@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +22,11 @@ from harness.common.files import atomic_folder, check_name
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
-from harness.data.dataset import Dataset, check_dataset_name, is_present
+from harness.data.dataset import Dataset, check_dataset_name
+from harness.data.training_data import TrainingData, are_present
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
+from harness.runs.budget import COUNTABLE
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
 from harness.runs.upstream import SPELLINGS, translate_upstream
@@ -113,10 +114,11 @@ class DerivedRun:
             raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
         return True
 
-    def check_startable(self, train_tokens: int | None = None) -> int:
-        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` is the number
-        of tokens in the train split. If it is None, only problems that do not depend on the data are found. Return the
-        number of global steps with one process, or 0 if this number depends on the data and `train_tokens` is None.
+    def check_startable(self, train_tokens: Sequence[int] | None = None) -> int:
+        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` are the
+        numbers of tokens in the train splits. If it is None, only problems that do not depend on the data are found.
+        Return the number of global steps with one process, or 0 if this number depends on the data and `train_tokens`
+        is None.
 
         The check assumes one process, because a run that can start with several processes can also start with one. One
         process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most
@@ -129,7 +131,8 @@ class DerivedRun:
             budget = experiment.budget(layout, None)
             unknown = (None, -1) if train_tokens is None else (None,)
             if budget is not None or self.train_config.min_train_tokens not in unknown:
-                return experiment.position(layout, train_tokens or sys.maxsize, None, budget).total_steps
+                enough = [COUNTABLE] * len(self.train_config.weights)
+                return experiment.position(layout, train_tokens or enough, None, budget).total_steps
         return 0
 
 
@@ -188,7 +191,8 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     if weights is not None and "initial_weights" not in changes and not os.path.isabs(weights):
         train["initial_weights"] = os.path.normpath(os.path.join("..", base.directory.path.name, weights))
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
-    check_dataset_name(configs[1].dataset)
+    for dataset in configs[1].weights:
+        check_dataset_name(dataset)
     before = base.settings
     differs = {
         key: {"base": before[key], "here": value}
@@ -199,7 +203,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Return the run that `derive` returns. If `changes` name another dataset that is in `datasets_dir`, also fit the
+    """Return the run that `derive` returns. If `changes` name one other dataset that is in `datasets_dir`, also fit the
     run to that dataset: set its vocabulary size, and a microbatch size and validation batches that the validation split
     can fill. If the train split is too short for the training that the base's train.json asks for, train on the whole
     split, with `warmup_steps` lowered to a tenth of the steps if it is more. `changes` take precedence.
@@ -207,10 +211,12 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     Raises UserError like `derive`, and also if the dataset is too short.
     """
     run = derive(base, name, changes)
-    if "dataset" not in changes or not is_present(datasets_dir, run.train_config.dataset, ["train"]):
+    weights = run.train_config.weights
+    if "dataset" not in changes or not are_present(datasets_dir, weights, ["train"]) or len(weights) > 1:
         return run
-    dataset = Dataset.open(datasets_dir, run.train_config.dataset)
-    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset, changes)
+    data = TrainingData.open(datasets_dir, weights)
+    (dataset,), tokens = data.parts, data.lengths("train")
+    fitting = _fitting(run, dataset, changes)
     run = derive(base, name, {**fitting, **changes})
     try:
         run.check_startable(tokens)
@@ -224,7 +230,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
             fitting["warmup_steps"] = min(warmup, max(1, run.check_startable(tokens) // 10))
         run = derive(base, name, {**fitting, **changes})
         run.check_startable(tokens)
-    run.experiment(datasets_dir).check_validation_slice(dataset)
+    run.experiment(datasets_dir).check_validation_slice(data)
     return run
 
 

@@ -35,7 +35,6 @@ from harness.common.errors import (
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.messages import amount_text
-from harness.data.dataset import is_present
 from harness.runs.metrics import describe_progress, read_progress
 from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
@@ -259,7 +258,7 @@ class SweepRunner:
         A run that a process on another machine may be training counts as one that can be started, because that process
         cannot be seen. The run's own process then takes the lock, or fails with an error that names the owner.
         """
-        fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
+        fetched = {name for attempt in self.attempts for name in attempt.run.train_config.weights}
         for run in self.waiting:
             if is_held(run.directory.path / ".lock"):  # None, which is neither held nor free, if on another machine
                 if run.name not in self._said_waiting:
@@ -267,9 +266,8 @@ class SweepRunner:
                     say(f"{run.name}: is being trained by another process; waiting for it")
                 continue
             experiment = run.experiment(self.planner.datasets_dir)
-            dataset = experiment.config.dataset
             with suppress(UserError):  # a faulty folder; the run's process will fail with this error and print it
-                if dataset in fetched and not is_present(experiment.datasets_dir, dataset, experiment.splits):
+                if not fetched.isdisjoint(experiment.config.weights) and not experiment.has_data():
                     continue
             return run
         return None

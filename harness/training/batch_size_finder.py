@@ -40,8 +40,8 @@ from harness.common.memory import (
     release_memory,
 )
 from harness.common.messages import GIB
-from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
+from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
 from harness.model.kernels import explain_failed_attention, explain_nondeterminism, should_compile
 from harness.model.weights import save_weights
@@ -52,7 +52,7 @@ from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
 from harness.training.saving import HostCopies, copy_state
-from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine
+from harness.training.startup import choose_precision, fetch_data, remark_on_machine
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
@@ -79,14 +79,14 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     """
     world, config = World.join(), experiment.config
     remark_on_machine(experiment, world)
-    dataset = fetch_dataset(world, experiment.datasets_dir, config.dataset, experiment.splits)
-    world.on_each_node(lambda: check_token_ids(dataset, "train", experiment.model.vocab_size))
-    ceiling = largest_with_data(experiment, world, dataset)
+    data = fetch_data(world, experiment)
+    world.on_each_node(lambda: data.check_token_ids(["train"], experiment.model.vocab_size))
+    ceiling = largest_with_data(experiment, world, data)
     if world.device.type == "cuda":
         world.exchange_once(EXCHANGE_BYTES)
         release_memory(world.device)
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    searcher = MicrobatchSearcher(experiment, world, dataset, limit)
+    searcher = MicrobatchSearcher(experiment, world, data, limit)
     found = searcher.find(ceiling)
     if world.is_main:
         searcher.report(found, is_all_data=found == ceiling)
@@ -124,11 +124,11 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
 class MicrobatchSearcher:
     """Tries microbatch sizes on all ranks at once, and records this rank's memory peak for each size that fits."""
 
-    def __init__(self, experiment: Experiment, world: World, dataset: Dataset, limit: MemoryLimit) -> None:
+    def __init__(self, experiment: Experiment, world: World, data: TrainingData, limit: MemoryLimit) -> None:
         config = experiment.config
         self.experiment, self.world, self.limit = experiment, world, limit
         self.alone = World(0, world.local_rank, 1, 1, world.device)  # a step that is tried exchanges nothing
-        self.tokens = dataset.split("train")
+        self.tokens = data.tokens("train")
         self.compiles = should_compile(config.compile, world.device)
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
         self.peaks: dict[int, int] = {}  # this rank's peak bytes by size that fits, in the order of the search
@@ -394,14 +394,14 @@ def largest_that_fits(
     return low
 
 
-def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
+def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
     """Return the largest microbatch, in sequences, for which the train split has enough tokens for one global batch. If
     train.json sets the global batch, the result is at most one rank's part of it (of the smallest one in a ramp).
 
     Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
     number of ranks.
     """
-    config, tokens = experiment.config, dataset.split("train")
+    config, tokens = experiment.config, min(data.lengths("train"))
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"
         raise UserError(
@@ -409,11 +409,11 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
             f"{world.size} ranks; change one of them"
         )
     per_sequence = world.size * config.gradient_accumulation_steps * experiment.model.context_length
-    ceiling = (len(tokens) - config.start_train_token - 1) // per_sequence
+    ceiling = (tokens - config.start_train_token - 1) // per_sequence
     if ceiling < 1:
         raise UserError(
-            f"the train split of {config.dataset} is too short for one global batch: wanted "
-            f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
+            f"the train split of {config.data_name} is too short for one global batch: wanted "
+            f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {tokens:,}"
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 

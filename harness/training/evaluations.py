@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
 from harness.data.order import WindowOrder
@@ -34,22 +36,27 @@ class Evaluations:
         or if the tokenizer has token ids outside the model's vocabulary."""
         self.world = world
         self.config = prepared.experiment.config
-        self.dataset = prepared.dataset
+        self.tokenizer_file = prepared.data.tokenizer
         if self.config.validates:  # opened once, because the dataset's files may be replaced during training
-            assert self.config.start_val_token is not None
-            split, length = self.dataset.split("validation"), prepared.layout.context_length
-            order = WindowOrder.of_split(len(split), length, first_token=self.config.start_val_token)
-            self.validation = TokenLoader(split, order, prepared.layout)
+            sequences, start = self.config.sequences_per_validation, self.config.start_val_token
+            assert sequences is not None
+            assert start is not None
+            of_parts = prepared.experiment.validation_order(prepared.data).read(sequences)
+            self.validation = {}  # data loader and number of sequences of each dataset, by its name
+            for part, count in zip(prepared.data.parts, of_parts.tolist(), strict=True):
+                split = part.split("validation")
+                order = WindowOrder([len(split)], prepared.layout.context_length, first_token=start)
+                self.validation[part.name] = TokenLoader(split, order, prepared.layout), count
         self.model = step.bare_model
         self.precision = step.precision
         self.stop = stop
         self.tokenizer: Tokenizer | None = None  # loaded when it is first needed
         if (tasks := self.config.benchmark_tasks) is None:
             return
-        self.tokenizer, shape = load_tokenizer(self.dataset.tokenizer), self.model.config
+        self.tokenizer, shape = load_tokenizer(self.tokenizer_file), self.model.config
         if self.tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
-                f'train.json: key "benchmark_tasks": the tokenizer of {self.config.dataset} has '
+                f'train.json: key "benchmark_tasks": the tokenizer of {self.config.data_name} has '
                 f"{self.tokenizer.vocab_size:,} tokens, but model.json only {shape.vocab_size:,}: the model cannot "
                 "read the texts; remove the key"
             )
@@ -59,20 +66,32 @@ class Evaluations:
         world.on_each_node(lambda: found.append(load(tasks)))  # the first process of each node downloads the data
         self.benchmarks = found[0] if found else load(tasks)
 
-    def validation_loss(self, step: int) -> float:
-        """Return the mean loss over train.json's validation slice, after global step `step`. `validation_ranks` decides
-        whether rank 0 alone computes it or all ranks share the work.
+    def validation_loss(self, step: int) -> tuple[float, dict[str, float]]:
+        """Return the mean loss over train.json's validation sequences after global step `step`, and of a mixture also
+        the mean loss over those of each dataset. `validation_ranks` decides whether rank 0 alone computes them or all
+        ranks share the work.
 
         Raises RunStopped on every rank if any rank is asked to stop meanwhile. The evaluation is not finished in that
         case, because torchrun kills ranks 30 seconds after a signal.
         """
-        sequences, size = self.config.sequences_per_validation, self.config.microbatch_size
-        assert sequences is not None
-        work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
+        losses = {
+            name: self._loss(loader, count, Place(step, "validation"))
+            for name, (loader, count) in self.validation.items()
+            if count
+        }
+        if len(self.validation) == 1:
+            return next(iter(losses.values())), {}
+        counts = [self.validation[name][1] for name in losses]
+        return float(np.average([*losses.values()], weights=counts)), losses
+
+    def _loss(self, loader: TokenLoader, sequences: int, place: Place) -> float:
+        """Return the mean loss over the first `sequences` windows of a loader."""
+        work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, place)
+        size = self.config.microbatch_size
 
         def losses(indexes: Iterator[int]) -> list[float]:
             # The last microbatch may have fewer sequences, and is filled up, since another size would be compiled.
-            microbatches = (self.validation.microbatch(index, windows=sequences) for index in indexes)
+            microbatches = (loader.microbatch(index, windows=sequences) for index in indexes)
             return microbatch_losses(self.model, microbatches, self.precision)
 
         means = work.share(math.ceil(sequences / size), losses)
@@ -106,7 +125,7 @@ class Evaluations:
         def sample() -> str | UserError | RunError:
             try:
                 if self.tokenizer is None:
-                    self.tokenizer = load_tokenizer(self.dataset.tokenizer)
+                    self.tokenizer = load_tokenizer(self.tokenizer_file)
                 sampling = Sampling(seed=self.config.random_seed)
                 return continue_text(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, sampling)
             except (UserError, RunError) as error:  # a failed sample must not end the run

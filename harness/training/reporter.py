@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from harness.evaluation.benchmarks.run import Score
 from harness.model.kernels import attention_in_use
 from harness.model.precision import Precision
 from harness.planning.experiment import changed_settings
-from harness.runs.checkpoint_meta import CheckpointMeta, TrainState, pass_tokens
+from harness.runs.checkpoint_meta import CheckpointMeta, TrainState, epochs_of
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.metrics import (
     BenchmarkEvent,
@@ -104,9 +104,6 @@ class Reporter:
         self.chart = ChartProcess(self.run)
         self.slow_ranks = SlowRanks()
         self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
-        origin = prepared.provenance
-        repeats = prepared.experiment.config.epochs is not None
-        self._pass_tokens = pass_tokens(origin.model, origin.train, origin.dataset) if repeats else None
         self._seconds_at_start = dict(self.clock.seconds)
         # Tokens of the steps that this process has to run.
         self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
@@ -166,8 +163,9 @@ class Reporter:
         used = mfu(tokens_per_second / self.world.size, flops_per_token, self.world.device_name)
         values = vars(metrics).items()
         given = {key: value for key, value in values if key in TrainEvent.model_fields and value is not None}
-        if self._pass_tokens:
-            given["epoch"] = round(tokens / self._pass_tokens, 4)
+        origin = self.prepared.provenance
+        if epochs := epochs_of(origin.model, origin.train, origin.dataset, tokens):
+            given["epochs"] = epochs
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": used}
         self.record(TrainEvent, state, **given, learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
@@ -188,9 +186,11 @@ class Reporter:
         for note in self.slow_ranks.name(metrics.own_seconds, state.global_step):
             self.console.say(note)
 
-    def validation(self, loss: float, state: TrainState) -> None:
-        self.record(ValidationEvent, state, loss=loss)
-        self._announce(f"validation loss {loss:.3f}", state)
+    def validation(self, loss: float, by_source: Mapping[str, float], state: TrainState) -> None:
+        """Write and print the validation loss. `by_source` has the losses on the datasets of a mixture, by name."""
+        self.record(ValidationEvent, state, loss=loss, **({"by_source": dict(by_source)} if by_source else {}))
+        parts = ", ".join(f"{name} {each:.3f}" for name, each in by_source.items())
+        self._announce(f"validation loss {loss:.3f}{f' ({parts})' if parts else ''}", state)
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
         """Write each score as a line to metrics.jsonl, and print the scores."""
@@ -276,7 +276,7 @@ class Reporter:
         if experiment.model.moe:
             resolved["active_parameters"] = experiment.model.active_parameters
             resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
-        tokenizer = prepared.dataset.tokenizer
+        tokenizer = prepared.data.tokenizer
         return CheckpointMeta(
             **state.values(),
             is_best=state.is_best,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,9 +14,9 @@ from harness.common.device import idle_gpus
 from harness.common.errors import UserError
 from harness.common.lock import RunLock
 from harness.common.options import TrainOptions
-from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, BatchSchedule
+from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
 from harness.mirror.start import connect
 from harness.mirror.upload import Uploads
@@ -39,7 +40,7 @@ class PreparedRun:
     """Inputs of training in this process. All inputs are checked, but no model or optimizer is built yet."""
 
     experiment: Experiment
-    dataset: Dataset
+    data: TrainingData
     provenance: Provenance  # recorded by checkpoints; taken once, because the dataset's files may be replaced meanwhile
     layout: BatchLayout
     position: Position
@@ -96,8 +97,8 @@ def prepare(
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
     lock = world.on_rank0(run.lock)
-    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
-    provenance = experiment.provenance(dataset)
+    data = fetch_data(world, experiment)
+    provenance = experiment.provenance(data)
     check_same_everywhere(experiment, world, provenance)
 
     mirrors = []
@@ -130,7 +131,7 @@ def prepare(
     if not plan.position.is_finished:
         world.on_rank0(run.check_outputs)
     world.on_rank0(lambda: say_plan(experiment, plan, options))
-    checkpoints.check_tokenizer(dataset.tokenizer)
+    checkpoints.check_tokenizer(data.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
     here["accumulation_steps"] = layout.accumulation_steps
@@ -142,7 +143,7 @@ def prepare(
     uploads = Uploads(run, mirror, lease, keep=keep, start_step=start_step)
     return PreparedRun(
         experiment,
-        dataset,
+        data,
         provenance,
         layout,
         plan.position,
@@ -198,11 +199,12 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
         return best
 
 
-def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
-    """Return the dataset with the wanted splits, on every rank. If the dataset is missing, the first process of each
-    node downloads it. Collective. Raises UserError if it cannot be downloaded."""
-    world.on_each_node(lambda: ensure_dataset(datasets_dir, name, splits))
-    return Dataset.open(datasets_dir, name)
+def fetch_data(world: World, experiment: Experiment) -> TrainingData:
+    """Return the experiment's data on every rank. If a dataset is missing, the first process of each node downloads it.
+    Collective. Raises UserError if it cannot be downloaded."""
+    for name in experiment.config.weights:
+        world.on_each_node(partial(ensure_dataset, experiment.datasets_dir, name, experiment.splits))
+    return experiment.open_data()
 
 
 def check_same_everywhere(experiment: Experiment, world: World, provenance: Provenance) -> None:

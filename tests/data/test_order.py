@@ -74,7 +74,7 @@ def test_neighbours_are_as_far_apart_as_in_a_random_order() -> None:
 
 
 def test_time_and_memory_do_not_grow_with_the_data() -> None:
-    order = WindowOrder.of_split(10**13, 1024, seed=3)
+    order = WindowOrder([10**13], 1024, seed=3)
     tracemalloc.start()
     began = time.process_time()
     assert order.starts(10**9, 64).max() < 10**13
@@ -91,8 +91,8 @@ def test_time_and_memory_do_not_grow_with_the_data() -> None:
 )
 def test_each_pass_reads_each_window_once(windows: int, first_token: int, seed: int | None, parts: list[int]) -> None:
     """The windows that one read after another gives are those of whole passes, however they are divided."""
-    order = WindowOrder.of_split(first_token + windows * 4 + 3, 4, first_token=first_token, seed=seed)
-    assert order.windows == windows
+    order = WindowOrder([first_token + windows * 4 + 3], 4, first_token=first_token, seed=seed)
+    assert order.windows == [windows]
     starts: list[int] = []
     for count in parts:
         starts += order.starts(len(starts), count).tolist()

@@ -101,7 +101,7 @@ def test_every_token_is_trained_on_once_and_in_order(
         save_file({"tokens": np.arange(2**14, dtype=np.uint16)}, path)
     stages = layouts(ramp, first)
     schedule = BatchSchedule.ramp(stages, 0)
-    order = WindowOrder.of_split(2**14, first.context_length, first_token=start)
+    order = WindowOrder([2**14], first.context_length, first_token=start)
     loader = TokenLoader(TokenFile(path), order, stages[-1][1], schedule)
     inputs, targets, steps = [], [], 4
     for step in range(steps):
@@ -133,7 +133,7 @@ def test_windows_are_read_in_their_order_by_all_ranks_together(
     if not path.exists():
         save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
     length = layout.context_length
-    order = WindowOrder.of_split(windows * length + 1, length, seed=seed)
+    order = WindowOrder([windows * length + 1], length, seed=seed)
     loader = TokenLoader(TokenFile(path), order, layout, first_window=seen)
     read = []
     for step in range(3):
@@ -150,9 +150,7 @@ def test_windows_are_read_in_their_order_by_all_ranks_together(
 
 def test_the_last_microbatch_of_an_evaluation_is_filled_up(tmp_path: Path) -> None:
     save_file({"tokens": np.arange(100, dtype=np.uint16)}, tmp_path / "test.safetensors")
-    loader = TokenLoader(
-        TokenFile(tmp_path / "test.safetensors"), WindowOrder.of_split(100, 5), BatchLayout(1, 1, 4, 5)
-    )
+    loader = TokenLoader(TokenFile(tmp_path / "test.safetensors"), WindowOrder([100], 5), BatchLayout(1, 1, 4, 5))
     assert loader.microbatch(0, windows=6).counted is None
     last = loader.microbatch(1, windows=6)
     assert last.counted == 2

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset
 from harness.model.config import load_model_config
 from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
@@ -19,7 +18,7 @@ from harness.runs.budget import Budget, as_tokens, batch_schedule, stated_tokens
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
 from tests.support.isolation import SHIPPED_RUNS
-from tests.support.launch import DATASET, MODEL, Workshop
+from tests.support.launch import MODEL, Workshop
 from tests.support.planning import experiment_of, number, plan, rows
 
 BATCH = 2 * 2 * 16  # tokens in a global batch on one rank
@@ -90,7 +89,7 @@ def test_a_ramp_counts_its_own_batches(shop: Workshop) -> None:
 def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Workshop) -> None:
     began = Budget(key="target_flops", value=3e6, tokens=5 * BATCH)
     same, other = (experiment(shop, target_flops=flops) for flops in (3e6, 3e7))
-    belongs = vars(same.provenance(Dataset.open(shop.datasets, DATASET)))
+    belongs = vars(same.provenance(same.open_data()))
     meta = CheckpointMeta(global_step=1, tokens_seen=2 * BATCH, budget=began, **belongs)
     assert same.budget(same.layout(1), meta) == began
     assert make_plan(same, 1, meta).tokens() == 3 * BATCH

@@ -46,7 +46,7 @@ def test_every_run_loads(name: str) -> None:
     tokens = experiment.config.min_train_tokens
     assert tokens is not None
     assert tokens == -1 or tokens >= experiment.model.context_length
-    experiment.position(layout, 2**62, None)  # raises UserError if the warm-up is longer than the run
+    experiment.position(layout, [2**62], None)  # raises UserError if the warm-up is longer than the run
 
 
 def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from harness.common.memory import MemoryLimit
-from harness.data.dataset import Dataset
 from harness.distributed.world import World
 from harness.model import precision
 from harness.planning.experiment import Experiment
@@ -27,7 +26,6 @@ from harness.training.batch_size_finder import MicrobatchSearcher
 from harness.training.startup import choose_precision
 from tests.support.configs import SEED_TRAIN
 from tests.support.in_process import InProcess
-from tests.support.launch import DATASET
 
 CPU = torch.device("cpu")
 HERE = "x86_64 CPU"
@@ -134,6 +132,6 @@ def test_a_search_is_done_in_what_the_run_began_in(shop: InProcess, fp32_loss: f
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
     assert experiment.config.precision == "auto"
     search = MicrobatchSearcher(
-        experiment, World(0, 0, 1, 1, CPU), Dataset.open(shop.datasets, DATASET), MemoryLimit(1.0, 2.0**30, "")
+        experiment, World(0, 0, 1, 1, CPU), experiment.open_data(), MemoryLimit(1.0, 2.0**30, "")
     )
     assert search._build_step().precision.name == "fp32"

@@ -47,7 +47,7 @@ for name in names:
     step = OptimizerStep(trained, experiment.config)
     dataset = Dataset.open(Path(datasets), experiment.config.dataset)
     tokens = dataset.split("train")
-    loader = TokenLoader(tokens, experiment.window_order(len(tokens)), experiment.layout(world.size))
+    loader = TokenLoader(tokens, experiment.window_order([len(tokens)]), experiment.layout(world.size))
     for _ in range(2):  # the first time, DDP has one bucket; it then arranges several
         step.forget_gradients()
         exchanged.clear()

@@ -121,7 +121,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     path = tmp_path / "validation.safetensors"
     tokens = np.random.default_rng(0).integers(0, 50, 200).astype(np.uint16)
     save_file({"tokens": tokens}, path)
-    reader = TokenLoader(TokenFile(path), WindowOrder.of_split(200, 8, first_token=3), BatchLayout(1, 1, 2, 8))
+    reader = TokenLoader(TokenFile(path), WindowOrder([200], 8, first_token=3), BatchLayout(1, 1, 2, 8))
     precision, before = Precision("fp32", "cpu"), torch.get_rng_state()
 
     def on_ranks(*, shared: bool, signal: int = 0) -> list[float]:

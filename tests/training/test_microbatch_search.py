@@ -27,7 +27,6 @@ from torch.nn import functional
 import gpt
 from harness.common.errors import UserError
 from harness.common.memory import MemoryLimit
-from harness.data.dataset import Dataset
 from harness.distributed.world import World
 from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
@@ -448,7 +447,7 @@ def searcher(tmp_path: Path, **keys: Any) -> InThisProcess:
     shop = Workshop(tmp_path)
     experiment = loaded(shop, **keys)
     limit = MemoryLimit(1.0, 100 * InThisProcess.holds + 50, "")
-    return InThisProcess(experiment, ALONE, Dataset.open(shop.datasets, experiment.config.dataset), limit)
+    return InThisProcess(experiment, ALONE, experiment.open_data(), limit)
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,16 +65,17 @@ def test_the_number_of_passes_is_told_and_recorded(shop: InProcess) -> None:
     assert said in shop.train_here("told", "--plan").stdout
     printed = shop.train_here("told").stdout
     assert f"epochs: {said}" in printed
-    assert "Epochs: 2.58" in printed
-    assert json.loads((run / "summary.json").read_text())["epochs"] == 2.5806
+    assert "Epochs: 2.58 of local/letters" in printed
+    assert json.loads((run / "summary.json").read_text())["epochs"] == {"local/letters": 2.5806}
     reports = [event for event in metrics(run) if event["event"] == "train"]
-    assert [event["epoch"] for event in reports] == [round(event["tokens_seen"] / 992, 4) for event in reports]
+    for event in reports:
+        assert event["epochs"] == {"local/letters": round(event["tokens_seen"] / 992, 4)}
     shop.add_run("plain", min_train_tokens=256)
     shop.train_here("plain")
     table = json.loads(shop.script("compare_runs.py", "told", "plain", "--json").stdout)
     passes = {run["name"]: run["values"]["epochs"]["value"] for run in table["runs"]}
     assert passes == pytest.approx({"told": 2560 / 992, "plain": 256 / 992})
-    assert "epoch" not in metrics(shop.runs / "plain")[0], "runs without the key have the files of earlier versions"
+    assert "epochs" not in metrics(shop.runs / "plain")[0], "runs without the key have the files of earlier versions"
     assert "epochs" not in json.loads((shop.runs / "plain" / "summary.json").read_text())
 
 
