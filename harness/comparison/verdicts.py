@@ -267,7 +267,10 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
         return [f"over {MOST_SEEDS:,}" if each is None else f"{each:,}" for each in seeds_needed(spread, difference)]
 
     likely, low, high = numbers(DIFFERENCE_TO_DETECT)
-    of = f" (of {' and '.join(chance)})" if chance else ""
+    of = ""
+    if chance:
+        *others, last = chance
+        of = f" (of {', '.join(others)}{' and ' if others else ''}{last})"
     degrees = f"{spread.df:.0f} {'degree' if spread.df == 1 else 'degrees'} of freedom"
     text = (
         f"Seeds alone{of} spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}). Detecting a difference of "

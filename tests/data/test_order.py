@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from harness.data.order import WindowOrder, permute
+from harness.data.order import PERIOD, WindowOrder, interleave, permute
 
 WORD = 2**64
 
@@ -103,3 +103,45 @@ def test_each_pass_reads_each_window_once(windows: int, first_token: int, seed: 
         assert seed is not None or each == every
     if seed is not None and windows > 20 and len(starts) >= 2 * windows:
         assert passes[0] != passes[1]
+
+
+@given(weights=st.lists(st.integers(1, 60), min_size=1, max_size=6))
+def test_turns_are_in_proportion_and_spread_out(weights: list[int]) -> None:
+    """In the whole sequence each item has its share, and in each beginning of it the share to within one turn for each
+    item."""
+    turns = interleave(weights)
+    shares = np.array(weights) / sum(weights)
+    counts = np.bincount(turns, minlength=len(weights))
+    assert np.abs(counts / len(turns) - shares).max() <= 1 / PERIOD * len(weights)
+    seen = (turns[:, None] == np.arange(len(weights))).cumsum(0)
+    expected = np.arange(1, len(turns) + 1)[:, None] * counts / len(turns)
+    assert np.abs(seen - expected).max() < len(weights)
+
+
+@given(
+    splits=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4),
+    seed=st.none() | st.integers(0, 99),
+    parts=st.lists(st.integers(1, 40), max_size=6),
+)
+def test_each_split_of_a_mixture_is_read_in_passes_of_its_own(
+    splits: list[tuple[int, int]], seed: int | None, parts: list[int]
+) -> None:
+    lengths, weights = [windows * 4 + 2 for windows, _ in splits], [weight for _, weight in splits]
+    order = WindowOrder(lengths, 4, seed=seed, weights=weights)
+    starts: list[int] = []
+    for count in parts:
+        starts += order.starts(len(starts), count).tolist()
+    firsts = np.cumsum([0, *lengths])
+    of_splits = np.searchsorted(firsts, starts, side="right") - 1
+    assert order.read(len(starts)).tolist() == np.bincount(of_splits, minlength=len(splits)).tolist()
+    for split, (windows, _) in enumerate(splits):
+        own = (np.array(starts)[of_splits == split] - firsts[split]).tolist()
+        assert order.passes(len(starts))[split] == len(own) / windows
+        for at in range(0, len(own) - windows + 1, windows):
+            assert sorted(own[at : at + windows]) == [4 * each for each in range(windows)]
+        assert seed is not None or own == [4 * (number % windows) for number in range(len(own))]
+    for passes in (1.0, 1.5):
+        most = order.available(passes)
+        limits = [int(passes * windows) for windows, _ in splits]
+        assert all(order.read(most) <= limits)
+        assert any(order.read(most + 1) > limits)

@@ -7,6 +7,7 @@ reach the end of an undisturbed run, bit for bit.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import signal
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.support import file_operations
 from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, for_each, said, set_pace, start, train, wait_for
@@ -172,3 +174,37 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
             future.result()
     train(shop, harmed.name, ranks=2)
     assert_same_end(unharmed, harmed)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a mixture killed in changing worlds", "100 times, on one rank or two, shuffled, in two epochs: the same end"
+)
+def test_a_mixture_killed_in_changing_worlds(shop: Workshop, exhaustive: bool) -> None:
+    """Without dropout, two ranks have the sums of one rank with two accumulation steps, to the bit."""
+    kills, dice = 100 if exhaustive else 4, random.Random(1)
+    names = ("local/prose", "local/verse")
+    steps = STEPS_A_LIFE * kills  # of four windows, 0.7 of them from the first dataset
+    for seed, (name, share) in enumerate(zip(names, (0.7, 0.3), strict=True)):
+        shop.add_dataset(name, tokens=int(4 * steps * share / 1.9) * 16 + 1, seed=seed)
+    settings = SETTINGS | {"min_train_tokens": 64 * steps, "validation_interval": CYCLE, "checkpoint_interval": CYCLE}
+    settings |= {"gradient_accumulation_steps": None, "global_batch_size": 4, "keep_checkpoints": 2}
+    settings |= {"shuffle": True, "epochs": 2, "precision": "fp32"}
+    settings["dataset"] = [{"name": name, "weight": weight} for name, weight in zip(names, (0.7, 0.3), strict=True)]
+    unharmed, harmed = [shop.add_run(name, model={"drop_rate": 0.0}, **settings) for name in ("whole", "changing")]
+    train(shop, unharmed.name, ranks=1)
+    for place in itertools.islice(itertools.cycle(PLACES), kills):
+        ranks = dice.choice((1, 2))
+        killing = f"before({place}, kill_after({dice.uniform(0, PLACES[place])}), rank=0, call=1)"
+        processes = start(shop, harmed.name, ranks=ranks, prelude=SLOWLY + killing)
+        assert wait_for(processes[0], 60) == -signal.SIGKILL, said(processes)
+        for other in processes[1:]:
+            other.terminate()
+            wait_for(other, VANISH_SECONDS)
+        assert_named_are_whole(harmed)
+    train(shop, harmed.name, ranks=2)
+    ends = [load_file(run / "checkpoints" / "latest" / "model.safetensors") for run in (unharmed, harmed)]
+    assert all((ends[0][key] == ends[1][key]).all() for key in ends[0])
+    epochs = [json.loads((run / "summary.json").read_text())["epochs"] for run in (unharmed, harmed)]
+    assert epochs[0] == epochs[1]
+    assert all(1.8 < passes <= 2 for passes in epochs[0].values())

@@ -1,0 +1,132 @@
+"""Training on a mixture of datasets, through the real command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from harness.data.tokenizers import train_bpe
+from tests.support.in_process import InProcess
+from tests.support.launch import metrics
+
+NAMES = ("local/first", "local/second")
+
+
+def mixture(*weights: float) -> list[dict[str, Any]]:
+    return [{"name": name, "weight": weight} for name, weight in zip(NAMES, weights, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+    """Train splits of 62 and 37 windows of 16 tokens, and validation splits of 31 windows."""
+    shop = InProcess(tmp_path_factory.mktemp("mixtures"))
+    for seed, (name, tokens) in enumerate(zip(NAMES, (1000, 600), strict=True)):
+        shop.add_dataset(name, tokens=tokens, seed=seed)
+    return shop
+
+
+@pytest.fixture(scope="module")
+def mixed(shop: InProcess) -> Path:
+    """A run of 40 steps of four windows: 112 from the first dataset, and 48 from the second one."""
+    keys: dict[str, Any] = {"dataset": mixture(0.7, 0.3), "epochs": "repeat", "shuffle": True}
+    run = shop.add_run("mixed", **keys, min_train_tokens=40 * 64)
+    said = "1.81 passes over 992 tokens of local/first and 1.30 passes over 592 tokens of local/second, in random order"
+    assert said in " ".join(shop.train_here("mixed", "--plan").stdout.split())
+    assert said in " ".join(shop.train_here("mixed").stdout.split())
+    return run
+
+
+def test_the_passes_of_each_dataset_are_recorded(shop: InProcess, mixed: Path) -> None:
+    expected = {"local/first": round(112 / 62, 4), "local/second": round(48 / 37, 4)}
+    summary = json.loads((mixed / "summary.json").read_text())
+    assert summary["epochs"] == expected
+    assert [event["epochs"] for event in metrics(mixed) if event["event"] == "train"][-1] == expected
+    assert summary["dataset"]["name"] == "local/first + local/second"
+    assert summary["dataset"]["train"]["tokens"] == 1600
+    table = json.loads(shop.script("compare_runs.py", "mixed", "--json").stdout)
+    assert table["runs"][0]["values"]["epochs"]["value"] == pytest.approx(112 / 62)
+
+
+def test_a_mixture_of_one_is_that_dataset(shop: InProcess) -> None:
+    for name, dataset in (("alone", NAMES[0]), ("one", [{"name": NAMES[0], "weight": 5}])):
+        shop.add_run(name, dataset=dataset, min_train_tokens=256, shuffle=True)
+        shop.train_here(name)
+    alone, one = (load_file(shop.runs / name / "checkpoints/latest/model.safetensors") for name in ("alone", "one"))
+    assert all((alone[key] == one[key]).all() for key in alone)
+
+
+def test_the_validation_loss_is_that_of_each_dataset_by_its_share(shop: InProcess) -> None:
+    """At a learning rate of almost 0, runs on the single datasets have the losses of the mixture's parts."""
+    keys: dict[str, Any] = {"learning_rate": 1e-12, "min_train_tokens": 64, "precision": "fp32"}
+    counts = {NAMES[0]: 14, NAMES[1]: 6}
+    losses = {}
+    for number, (name, count) in enumerate(counts.items()):
+        run = shop.add_run(f"part-{number}", dataset=name, validation_batches=None, validation_sequences=count, **keys)
+        shop.train_here(run.name)
+        losses[name] = json.loads((run / "summary.json").read_text())["final_validation_loss"]
+    run = shop.add_run("whole", dataset=mixture(7, 3), validation_batches=None, validation_sequences=20, **keys)
+    printed = shop.train_here("whole").stdout
+    (event,) = [each for each in metrics(run) if each["event"] == "validation"]
+    assert event["by_source"] == pytest.approx(losses, abs=1e-6)
+    assert event["loss"] == pytest.approx(np.average([*losses.values()], weights=[*counts.values()]), abs=1e-6)
+    assert f"(local/first {losses[NAMES[0]]:.3f}, local/second {losses[NAMES[1]]:.3f})" in printed
+
+
+def test_all_tokens_are_those_until_a_dataset_ends(shop: InProcess) -> None:
+    run = shop.add_run("all", dataset=mixture(1, 1), min_train_tokens=-1)
+    shop.train_here("all")
+    windows = json.loads((run / "summary.json").read_text())["tokens_seen"] // 16
+    assert windows == 2 * 37 // 4 * 4  # of whole steps of four windows
+
+
+def test_changed_weights_and_sources_are_refused_by_name(shop: InProcess, mixed: Path) -> None:
+    given = json.loads((mixed / "train.json").read_text())
+    for dataset, words in (
+        (mixture(0.6, 0.4), "local/first: weight: 0.7 -> 0.6"),
+        (NAMES[0], "made with another dataset"),
+        ([*mixture(0.7, 0.3), {"name": "local/third", "weight": 1}], "local/third"),
+    ):
+        (mixed / "train.json").write_text(json.dumps(given | {"dataset": dataset, "min_train_tokens": 5120}))
+        if "third" in words:
+            shop.add_dataset("local/third", tokens=600, seed=3)
+        assert words in shop.train_here("mixed", expect=2).stderr
+    (mixed / "train.json").write_text(json.dumps(given))
+
+
+def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
+    other = shop.add_dataset("local/other")
+    train_bpe(iter(["a text of some words"] * 9), 270, other / "tokenizer.json")
+    (other / "meta.json").write_text(json.dumps({"tokenizer": "tokenizer.json"}))
+    twice = [{"name": NAMES[0], "weight": 1}] * 2
+    for dataset, words in (
+        ([{"name": NAMES[0], "weight": 1}, {"name": "local/other", "weight": 1}], "made with another tokenizer"),
+        (twice, 'key "dataset": names a dataset twice'),
+        (mixture(0.5, 0), 'key "dataset'),
+        ([], 'key "dataset'),
+        ([{"name": NAMES[0]}], "weight"),
+        ([{"name": "local/firts", "weight": 1}], 'did you mean "local/first"?'),
+    ):
+        shop.add_run("impossible", dataset=dataset, min_train_tokens=256)
+        result = shop.command("ddp_train.py", "impossible", str(shop.datasets), "--runs-dir", str(shop.runs))
+        (line,) = result.error_lines
+        assert result.status == 2
+        assert words in line
+    shop.add_run("short", dataset=mixture(1, 9), min_train_tokens=64 * 20)
+    error = shop.train_here("short", expect=2).stderr
+    assert "the train split of local/first + local/second is too short: in 1 epochs" in error
+
+
+def test_other_commands_take_a_run_on_a_mixture(shop: InProcess, mixed: Path) -> None:
+    result = shop.command("test_loss.py", str(shop.datasets), "mixed", "--runs-dir", str(shop.runs))
+    assert "trained on local/first + local/second; choose one of them with --dataset" in result.stderr
+    shop.script("test_loss.py", str(shop.datasets), "mixed", "--runs-dir", str(shop.runs), "--dataset", NAMES[1])
+    for name, change in (("again", "random_seed=7"), ("faster", "learning_rate=0.01")):
+        shop.script("derive_run.py", "mixed", name, "--set", change, "--runs-dir", str(shop.runs))
+        shop.train_here(name)
+    said = shop.script("compare_runs.py", "mixed", "again", "faster", "--baseline", "mixed").stdout
+    assert "(of the initial weights, the order of the data and dropout)" in " ".join(said.split())
