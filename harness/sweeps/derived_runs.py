@@ -42,6 +42,8 @@ ALTERNATIVES = {
     "gradient_accumulation_steps": ("global_batch_size", "batch_ramp"),
     "batch_ramp": ("gradient_accumulation_steps", "global_batch_size"),
     **{key: tuple(other for other in BUDGETS if other != key) for key in BUDGETS},
+    "validation_sequences": ("validation_batches",),
+    "validation_batches": ("validation_sequences",),
     "warmup_steps": ("warmup_period_percent",),
     "warmup_period_percent": ("warmup_steps",),
 }

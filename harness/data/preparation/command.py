@@ -95,6 +95,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value
+    deciding |= {key: options[key] for key in ("max_documents", "max_tokens") if options[key] is not None}
     if options["split_order"] == "given":
         del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": tokenizer_sha256}
@@ -123,7 +124,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             sent = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
             encoded = encode_batches(in_batches, lambda texts: executor.submit(encode_texts, sent, texts), workers)
             with reading_progress(source.files) as show:
-                _tokenize(encoded, text, pool, rules, work, show)
+                most = StreamSize(options["max_documents"] or sys.maxsize, options["max_tokens"] or sys.maxsize)
+                _tokenize(encoded, text, pool, rules, most, work, show)
     empty = journal.here.empty
     if not journal.here.total.documents:
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
@@ -151,11 +153,17 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFo
 
 
 def _tokenize(
-    batches: Iterator[Encoded], text: TokenStream, pool: TokenStream, rules: SplitRules, work: WorkFolder, show: Show
+    batches: Iterator[Encoded],
+    text: TokenStream,
+    pool: TokenStream,
+    rules: SplitRules,
+    most: StreamSize,
+    work: WorkFolder,
+    show: Show,
 ) -> None:
     """Write the tokens of documents that may go into the validation or test split to `pool` (none if --split-order is
     `given`), and the tokens of all other documents to `text`. Call `show`, which reports the progress, after each
-    batch.
+    batch. The last document is the one with which `most` is reached.
 
     The journal (the work folder's record of what is done) is saved after every COMMIT_TOKENS tokens, at the end, and if
     UserError, RunError or KeyboardInterrupt ends this function. The work can be resumed from the last save.
@@ -170,15 +178,21 @@ def _tokenize(
         work.save(phase)
 
     total, committed, empty = journal.here.total, journal.here.total.tokens, journal.here.empty
+    is_open = False  # True if the last document goes on in the next batch
     try:
         for encoded in batches:
             batch = encoded.batch
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch
             in_pool = rules.in_pool(total.documents, len(numbers))[numbers]
-            text.append(encoded, ~in_pool)
-            pool.append(encoded, in_pool)
+            wanted = _begin_within(most, total, encoded.sizes[:, 0], numbers, is_open=is_open)
+            text.append(encoded, ~in_pool & wanted)
+            pool.append(encoded, in_pool & wanted)
             total = text.size + pool.size
             empty += batch.empty
+            is_open = bool(batch.pieces) and not batch.pieces[-1].ends
+            if not wanted.all():
+                journal.here = Mark(batch.file, batch.documents, empty, text.size, pool.size)
+                break
             if not batch.pieces or batch.pieces[-1].ends:  # work can be resumed only at the end of a document
                 journal.here = Mark(batch.file, batch.documents, empty, text.size, pool.size)
                 if not batch.documents:
@@ -195,6 +209,18 @@ def _tokenize(
     finally:
         text.close()
         pool.close()
+
+
+def _begin_within(
+    most: StreamSize, total: StreamSize, tokens: np.ndarray, numbers: np.ndarray, *, is_open: bool
+) -> np.ndarray:
+    """Return which pieces of a batch belong to documents that begin before `most` is reached: (pieces,) bool. `total`
+    is the size before the batch, `tokens` has the pieces' tokens, and `numbers` the number of each piece's document
+    within the batch. With `is_open`, the first of these documents has begun in an earlier batch."""
+    before = np.cumsum(tokens) - tokens + total.tokens
+    at_start = before[np.searchsorted(numbers, numbers)]  # tokens before the first piece of each piece's document
+    within = (at_start < most.tokens) & (total.documents + numbers < most.documents)
+    return within | ((numbers == 0) & is_open)
 
 
 def _arrange(text: TokenStream, pool: TokenStream, rules: SplitRules, tokenizer: Tokenizer, work: WorkFolder) -> None:
