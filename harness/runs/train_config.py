@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from harness.common.errors import UserError
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
@@ -79,7 +79,11 @@ class TrainConfig(RunFile):
     other_keys: ClassVar[dict[str, dict[str, Any]]] = NOTEBOOK_KEYS
     replaceable_keys: ClassVar[set[str]] = {"microbatch_size"}
 
-    dataset: Text | Annotated[list[Source], Field(min_length=1)] = Field(
+    dataset: Annotated[
+        # The tags are in the location of an error.
+        Annotated[Text, Tag("str")] | Annotated[list[Source], Field(min_length=1), Tag("list")],
+        Discriminator(lambda value: "list" if isinstance(value, list) else "str"),
+    ] = Field(
         description="owner/name on the Hugging Face Hub, or builtin/name; or several with their weights, as in "
         '[{"name": "me/books", "weight": 0.7}, {"name": "me/code", "weight": 0.3}].'
     )

@@ -315,7 +315,7 @@ def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, t
     machine.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     machine.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: True)
     machine.setattr(torch.cuda, "mem_get_info", lambda *index: (2**30, 80 * 2**30))
-    machine.setattr(startup, "fetch_dataset", end)
+    machine.setattr(startup, "fetch_data", end)
     result = shop.attempt()
     assert result.status == 1, result
     notes = [line.removeprefix("note: ") for line in result.stdout.splitlines() if line.startswith("note: ")]
