@@ -338,8 +338,9 @@ class Experiment:
             keys = f"{config.budget_key} or the batch"
             keys = f"start_train_token, {keys}" if config.start_train_token else keys
             where = f'from token {start:,} (train.json: "start_train_token")'
-            if config.epochs is not None or len(split_tokens) > 1:
-                where = f"in {config.epochs or 1} epochs after {done_tokens:,} tokens"
+            if isinstance(config.epochs, float) or len(split_tokens) > 1:
+                passes = config.epochs if isinstance(config.epochs, float) else 1.0
+                where = f"in {passes:g} epochs after {done_tokens:,} tokens"
             raise UserError(
                 f"the train split of {config.data_name} is too short: {where} {error}; lower {keys}, or allow more "
                 'passes over it with "epochs"'

@@ -21,7 +21,7 @@ from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 QUICKSTARTS = ["quickstart", "quickstart-gpt2"]
 FAST = ["8xa100m40-fast", "8xh100m80-fast"]
-SHIPPED = [*QUICKSTARTS, *FAST, "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
+SHIPPED = [*QUICKSTARTS, *FAST, "gpt2-124m", "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
 
 # Exact figures of the notebook's table: microbatch, dollars per hour, global steps, tokens.
 MACHINES: dict[str, tuple[int, float, int, int]] = {
@@ -90,6 +90,18 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     notebook = {"dataset", "microbatch_size", "min_train_tokens", "start_train_token", "price_per_hour"}
     notebook |= {"validation_interval", "validation_batches", "start_val_token"}
     assert train_json(name).keys() == notebook | {"validation_ranks", "async_checkpoint", "keep_checkpoints"}
+
+
+def test_gpt2_on_ten_billion_tokens() -> None:
+    """The run has GPT-2 small's parameters, which are 124,439,808 (Radford et al. 2019), and llm.c's batch and steps,
+    on any number of GPUs that divides 16."""
+    run = RunDirectory.find(SHIPPED_RUNS, "gpt2-124m")
+    experiment = Experiment.load(run, SHIPPED_RUNS)
+    assert experiment.model.parameters == 124_439_808
+    for ranks in (1, 2, 4, 8, 16):
+        layout = experiment.layout(ranks)
+        assert layout.global_tokens == 2**19
+        assert experiment.position(layout, [9_900_000_000], None).total_steps == 19_074
 
 
 @pytest.mark.parametrize("name", [*MACHINES, "original"])
