@@ -169,15 +169,17 @@ class OptimizerStep:
         compiled, and let DDP arrange its buckets. They change the random state, so this method must be called before
         states are restored. Collective.
 
-        After its first exchange, DDP arranges its buckets in the order in which gradients were computed. Without this
-        warm-up, a resumed run would add up the gradients of its first step in another order than a run that never
-        stopped.
+        In the forward pass after its first exchange, DDP arranges new buckets in the order in which gradients were
+        computed. Without this warm-up, a resumed run would add up the gradients of its first step in another order than
+        a run that never stopped. If that step had several microbatches, its gradients would also keep the old buckets
+        in memory beside the new ones and all activations.
 
         Raises UserError on all ranks if `compile` is true in train.json and the model cannot be compiled.
         """
         if is_compiled(self.bare_model):
             self._compile(microbatch, world)
-        self.accumulate([microbatch])
+        for _ in range(2 if self.is_wrapped else 1):
+            self.accumulate([microbatch])
         self.forget_gradients()
         if self.device.type == "cuda":
             # The optimizer's state would otherwise be put into blocks that activations need again in each step: up to a

@@ -4,7 +4,8 @@
 
 The number is that of the ranks, of which this process is rank 0, in torch's fake process group; an object that ranks
 would send to each other is taken from this rank alone. After each command it prints a line of JSON: its exit status,
-and what the device counted in each step. From the second step on, a step that waits for the device raises an error.
+and what the device counted in each step, with the waits since the end of the step before. From the second step on, a
+step that waits for the device raises an error.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from harness.common.device import choose_device
 from harness.distributed.world import World
 from harness.training import step as steps
 from tests.nullcuda import command
+from tests.nullcuda.device import Numbers
 from tests.nullcuda.steps import counted, exchange_nothing
 
 run_step, build_training_step = steps.OptimizerStep.run, steps.build_training_step
@@ -50,7 +52,10 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     is_search = "-f" in arguments  # compiles anew for each size
 
     def run_and_count(self: steps.OptimizerStep, *arguments: Any, **named: Any) -> steps.StepResult:
-        return counted(lambda: run_step(self, *arguments, **named), found, may_wait=not found or is_search)
+        before, last = Numbers.now(), found[-1] if found else {"waits": 0, "event_waits": 0}
+        result = counted(lambda: run_step(self, *arguments, **named), found, may_wait=not found or is_search)
+        found[-1]["waits_before"] = before.waits - last["waits"] + before.event_waits - last["event_waits"]
+        return result
 
     steps.OptimizerStep.run = run_and_count  # type: ignore[method-assign]
     sys.argv = ["ranks", *arguments]

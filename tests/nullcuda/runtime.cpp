@@ -226,6 +226,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
     if (kind == cudaMemcpyDeviceToHost && !is_pinned(to)) device().waits++;  // returns only when the copy is made
+    if (kind == cudaMemcpyHostToDevice && bytes > 65536 && !is_pinned(from)) device().waits++;  // may do so, too
     copy(to, from, bytes, kind);
     return cudaSuccess;
 }

@@ -96,24 +96,28 @@ def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]
 
 
-def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accumulation: int) -> None:
     """The answer of -f, whose gradients are in no buckets, holds for training by DistributedDataParallel with
-    validation, samples and checkpoints. A microbatch that is 5 % larger, and larger by what fits into the reserve, does
-    not fit. After the first step no step waits or keeps more memory.
+    validation, samples and checkpoints, and when the run resumes. Training takes at most half a GiB more than
+    the search allows for. A microbatch that is 5 % larger, and larger by what fits into the reserve, does not fit.
+    After the first step no step waits or keeps more memory, and nothing waits between two steps without work in
+    between.
 
     With these sizes, training runs out of memory if the warm-up leaves its blocks in torch's cache."""
     shop = Workshop(tmp_path)
-    folder = shop.add_dataset(tokens=2_000_000)
+    folder = shop.add_dataset(tokens=2_000_000 * accumulation)
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
     train_bpe(iter(["to train and to test"]), 260, folder / "tokenizer.json")
     (folder / "meta.json").write_text('{"token_dtype": "uint16", "tokenizer": "tokenizer.json"}')
-    settings = {"dataset": DATASET, "compile": False, "validation_batches": 8, "validation_interval": 2}
-    settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1, "min_train_tokens": 1_300_000}
-    settings |= {"checkpoint_interval": 100}
+    settings = {"dataset": DATASET, "compile": False, "validation_sequences": 300, "validation_interval": 2}
+    settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1}
+    settings |= {"min_train_tokens": 1_300_000 * accumulation}
+    settings |= {"checkpoint_interval": 100, "keep_checkpoints": 1, "gradient_accumulation_steps": accumulation}
     smaller = {"n_layers": 2, "value_embeddings": 1}
 
     def change(**train: Any) -> Path:
-        run = shop.add_shipped_run("8xh100m80-fast", **settings, **train)
+        run = shop.add_shipped_run("8xh100m80-fast", **settings | train)
         model = json.loads((run / "model.json").read_text()) | smaller
         (run / "model.json").write_text(json.dumps(model))
         return run
@@ -129,6 +133,15 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path) -> No
     (result,) = (run / "results").glob("microbatch-search-*.json")
     found = json.loads(result.read_text())
     peaks = {each["microbatch_size"]: each["gib"] for each in found["tried"]}
+    change(microbatch_size=found["largest"], train_steps=len(trained["steps"]) + 2, min_train_tokens=None)
+    (resumed,) = on_eight_ranks(shop, run.name)
+    assert not resumed["status"]
+    assert len(resumed["steps"]) == 2
+    shutil.rmtree(run / "checkpoints")  # gigabytes
+    for each in (trained, resumed):
+        assert max(step["peak_reserved"] for step in each["steps"]) <= (found["usable_gib"] + 0.5) * 2**30
+    idle = [step["waits_before"] for step in trained["steps"][2::2]]  # validation follows the even steps
+    assert not any(idle), idle
     reserve = (found["limit_gib"] - found["usable_gib"]) * (found["largest"] - 1) / (peaks[found["largest"]] - peaks[1])
     change(microbatch_size=math.ceil(found["largest"] * 1.05 + reserve))
     on_eight_ranks(shop, f"{run.name} --restart", expect=1)  # out of memory
