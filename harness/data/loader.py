@@ -184,7 +184,8 @@ class TokenLoader:
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)
             starts[counted:] = starts[counted - 1]
-        if (np.diff(starts) == length).all():
+        # A pass from front to back ends within the microbatch if its last window does not follow from its first one.
+        if self.order.is_front_to_back and starts[-1] - starts[0] == (len(starts) - 1) * length:
             return Microbatch.consecutive(self.tokens.read(int(starts[0]), len(starts) * length + 1), length)
         return Microbatch(np.stack([self.tokens.read(int(start), length + 1) for start in starts]), counted)
 

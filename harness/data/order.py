@@ -52,6 +52,8 @@ class WindowOrder:
     def starts(self, first: int, count: int) -> np.ndarray:
         """Return the positions at which windows `first` .. `first + count - 1` of the run begin, as int64 of shape
         (count,). Windows are numbered from 0 through all passes."""
+        if len(self.windows) == 1:
+            return self._starts_in(0, np.arange(first, first + count))
         periods, places = np.divmod(np.arange(first, first + count), len(self._pattern))
         splits = self._pattern[places]
         numbers = periods * self._counts[splits] + self._before[places]  # of the window among those of its split

@@ -36,6 +36,7 @@ ATTENTION = {
 # FlashAttention of other packages than torch, in order of preference, and the major compute capabilities it is made for
 NEWER_FLASH = {"FA3": (9,), "FA4": (9, 10)}
 ATTENTION_FAILED = re.compile(r".*(No available kernel|cuDNN Frontend error|FlashAttention|\bFA[34]\b).*")
+NOT_COMPILED = "the model is not compiled, trains more slowly and takes more memory (-f measures)"
 OTHER_ATTENTION = 'choose another kernel with "attention": "cudnn", "flash" or "efficient"'
 _chosen_attention = ExitStack()  # undoes this process's choice
 
@@ -57,7 +58,7 @@ def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str |
     """Return a note for the user if `setting` is "auto" and the model is not compiled on a GPU because a tool is
     missing. Return None in all other cases."""
     missing = missing_tool(device) if setting == "auto" and device.type == "cuda" else None
-    return f"the model is not compiled, and trains more slowly: compiling needs {missing}" if missing else None
+    return f"{NOT_COMPILED}: compiling needs {missing}" if missing else None
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
 from harness.model.kernels import (
+    NOT_COMPILED,
     explain_failed_attention,
     explain_nondeterminism,
     is_compiled,
@@ -214,7 +215,7 @@ class OptimizerStep:
         if self.config.compile is True:
             raise UserError(CANNOT_BE_COMPILED.format(failures[0]))
         run_eagerly(self.bare_model)
-        say(world, f"note: the model is not compiled, and trains more slowly: compiling failed: {failures[0]}")
+        say(world, f"note: {NOT_COMPILED}: compiling failed: {failures[0]}")
 
 
 def explain_failed_compilation(error: BaseException) -> str | None:
