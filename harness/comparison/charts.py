@@ -112,8 +112,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         if is_on_main:
             reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
             reason += f" takes {LEAST_POINTS}"
-        elif record.state.word == "never trained":
-            reason = "in no chart: never trained"
+        elif record.state.word in ("never trained", "not trained here"):
+            reason = f"in no chart: {record.state.word}"
         elif kind == "validation" and record.train and record.train.get("validation_interval") is None:
             reason = "in no chart: trained without validation, while the charts show validation losses"
         reasons.setdefault(reason, []).append(record.name)

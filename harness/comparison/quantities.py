@@ -110,8 +110,10 @@ class Quantity:
         except OverflowError:
             return Inconclusive("computed from numbers so large that the result is not finite")
         if found is None or isinstance(found, Inconclusive):
-            is_new = record.state.word == "never trained"
-            return Inconclusive("never trained") if is_new else found or Inconclusive(MISSING.get(self.key, UNKNOWN))
+            word = record.state.word
+            if word == "never trained":
+                return Inconclusive(word)
+            return found or Inconclusive(word if word == "not trained here" else MISSING.get(self.key, UNKNOWN))
         if not isinstance(found, int | float):
             return found
         basis = BASES.get(self.key, lambda _: ANY_BASIS)(record)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from harness.common.errors import UserError
 from harness.common.lock import is_held
 from harness.model.config import ModelConfig, load_model_config
+from harness.model.tensor_names import WEIGHTS
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory
@@ -32,7 +33,7 @@ from harness.runs.train_config import BUDGETS, load_train_config
 BELIEVED_SILENCE_SECONDS = 900.0
 
 StateWord = Literal[
-    "finished", "going on", "stopped", "diverged", "failed", "never trained", "not made", "damaged"
+    "finished", "going on", "stopped", "diverged", "failed", "never trained", "not trained here", "not made", "damaged"
 ]  # in the order in which a sweep's status counts them
 # The lines that a sweep writes into a run's sweep.log: when it starts the run, when the run's process has ended, and
 # when the run has failed.
@@ -95,8 +96,12 @@ class RunRecord:
             continued = attempt(lambda: read_progress(run.metrics))
             if continued is not None and continued.tokens_seen > (summary.tokens_seen or 0):
                 summary = None
+        is_reference = not any(path.exists() for path in (run.train_json, run.summary, run.checkpoints))
         if summary is not None and summary.model and summary.train:
             model, train = summary.model, summary.train
+        elif is_reference:
+            shape = attempt(lambda: load_model_config(run.model_json)) if run.model_json.exists() else None
+            model, train = shape.model_dump(mode="json") if shape else {}, {}
         else:
             shape = attempt(lambda: load_model_config(run.model_json))
             settings = attempt(lambda: load_train_config(run.train_json))
@@ -107,6 +112,8 @@ class RunRecord:
             state = State("finished")
         elif problems:
             state = State("damaged", problems[0])
+        elif is_reference:
+            state = State("not trained here")
         else:
             state = _unfinished_state(run, progress, meta, is_outdated=is_outdated)
         benchmarks = attempt(lambda: read_last_benchmarks(run.metrics)) or []
@@ -215,13 +222,14 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     found = {run.path.name: run for name in names for run in RunDirectory.find_all(runs_dir, name)}
     for run in found.values():
         if not _is_run(run.path):
-            raise UserError(f"{run.path}: not a run; it has neither train.json nor summary.json")
+            raise UserError(f"{run.path}: not a run; it has neither train.json, summary.json nor an imported model")
     return list(found.values())
 
 
 def _is_run(path: Path) -> bool:
     is_draft = path.name.startswith(".")
-    return not is_draft and any((path / f"{each}.json").is_file() for each in ("train", "summary", "reported"))
+    names = ("train.json", "summary.json", "reported.json", WEIGHTS)  # a model's weights, if it was imported
+    return not is_draft and any((path / name).is_file() for name in names)
 
 
 def log_tail(run: RunDirectory) -> list[str]:

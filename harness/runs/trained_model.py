@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS_SUFFIX = ".safetensors"
+IMPORTED = "imported"  # the name, in results, of the weights that `convert_hf.py import` has written
 
 
 @dataclass(frozen=True)
@@ -250,12 +251,16 @@ class ModelInRun(NamedTuple):
 
 
 def model_in_run(weights: Path) -> ModelInRun | None:
-    """Return the run and the checkpoint that this weights file belongs to, or None if it is not the weights of a
-    checkpoint in a run's `checkpoints/`. Reads the whole file for its hash. Raises OSError if it cannot be read."""
+    """Return the run and the checkpoint that this weights file belongs to, or None if it is neither the weights of a
+    checkpoint in a run's `checkpoints/` nor those of an imported model, which count as a checkpoint called IMPORTED.
+    Reads the whole file for its hash. Raises OSError if it cannot be read."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
     run, folder = found
+    if folder == run.path:
+        own = MeasuredWeights(checkpoint=IMPORTED, sha256=sha256(weights), is_best=True, is_latest=True)
+        return ModelInRun(run, own)
     facts: dict[str, Any] = {"checkpoint": folder.name, "sha256": sha256(weights)}
     with suppress(UserError):  # if there is no meta.json of a checkpoint, only the hash is recorded
         meta = read_meta(folder)
@@ -272,14 +277,17 @@ class _PlaceInRun(NamedTuple):
 
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
     """Return the run, and the checkpoint's folder, that contain this weights file, or None if it is not in a run's
-    `checkpoints/`. The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a
-    link."""
+    `checkpoints/`. For an imported model, which has no train.json, both are the run's folder. The path may lead through
+    links: `best`, a link to the run's folder, or a `checkpoints` that is a link."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)
         is_there = run.checkpoints == checkpoints and folder.parent == Path(os.path.realpath(checkpoints))
         if is_there and run.model_json.is_file():
             return _PlaceInRun(run, folder)
+        imported = RunDirectory(path.parent)
+        if path.name == WEIGHTS and imported.model_json.is_file() and not imported.train_json.exists():
+            return _PlaceInRun(imported, imported.path)
     return None
 
 
@@ -287,6 +295,8 @@ def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun
     """Return the checkpoint of this name and its run, or None if the run has no such checkpoint or its weights no
     longer have the SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
+    if checkpoint == IMPORTED:
+        weights = run.path / WEIGHTS
     found = model_in_run(weights) if weights.is_file() else None
     return found if found is not None and found.weights.sha256 == digest else None
 

@@ -94,6 +94,6 @@ def test_the_sweep_changes_one_thing_in_each_run(tmp_path: Path) -> None:
         **json.loads((base / "train.json").read_text()),
     }
     assert len(settings) == 8
-    for name, run in settings.items():
-        changed = {key for key in run if run[key] != baseline.get(key)}
+    for name, own in settings.items():
+        changed = {key for key in own if own[key] != baseline.get(key)}
         assert len(changed) == 1 or name == "cosine", (name, changed)
