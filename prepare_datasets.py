@@ -63,6 +63,12 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     help="Shuffle all training documents with this seed. By default, if there are more than 16,384, most keep their "
     "order.",
 )
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="DATASET:SPLIT",
+    help="Leave out documents that stand in this split of a dataset; can be given several times.",
+)
 @click.option("--max-documents", type=click.IntRange(1), metavar="N", help="Stop after N documents with text.")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Stop at the end of the document with token N.")
 @click.option("--description", default="", help="Description of the dataset, for meta.json and the dataset card.")

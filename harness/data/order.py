@@ -132,13 +132,13 @@ def _feistel(numbers: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     high, low = numbers >> low_bits, numbers & ((np.uint64(1) << low_bits) - np.uint64(1))
     for index, key in enumerate(keys):
         if index % 2:
-            high = high ^ (_hash(low + key) >> (np.uint64(64) - high_bits))
+            high = high ^ (hash64(low + key) >> (np.uint64(64) - high_bits))
         else:
-            low = low ^ (_hash(high + key) >> (np.uint64(64) - low_bits))
+            low = low ^ (hash64(high + key) >> (np.uint64(64) - low_bits))
     return (high << low_bits) | low
 
 
-def _hash(values: np.ndarray) -> np.ndarray:
+def hash64(values: np.ndarray) -> np.ndarray:
     """Return 64-bit hashes of uint64 values: the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014, figure 17)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

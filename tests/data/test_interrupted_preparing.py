@@ -66,7 +66,7 @@ atexit.register(lambda: print("operations:", done, file=sys.stderr))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [[], ["--max-tokens", 9000]], ids=str)
+@pytest.mark.parametrize("limit", [[], ["--max-tokens", 9000], ["--exclude", "me/bench:train"]], ids=str)
 def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(
     preparer: Preparer, tmp_path: Path, limit: list[object]
 ) -> None:
@@ -82,6 +82,9 @@ def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(
         "5",
         *limit,
     ]
+    if "--exclude" in limit:
+        write_json_lines(tmp_path / "bench.jsonl", DOCUMENTS[300:400])
+        small.prepare("bench.jsonl", "bench", "--tokenizer", preparer.path / "tokenizer.json")
     target = tmp_path / "datasets" / "me" / "x"
     straight = small.result(*arguments, prelude=HURRIED_TO_ITS_END.format(last=0))
     assert straight.status == 0, straight.stderr

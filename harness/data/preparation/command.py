@@ -21,9 +21,10 @@ from tqdm import tqdm
 from harness.common.errors import RunError, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
-from harness.common.messages import abbreviated, is_hub_name
+from harness.common.messages import abbreviated, document_count, is_hub_name
 from harness.data.preparation.encode import Encoded, batches, encode_batches, encode_texts, encoder_processes
 from harness.data.preparation.new_tokenizer import check_tokenizer, sample_texts, write_tokenizer
+from harness.data.preparation.overlap import HeldOutText, find_held_out
 from harness.data.preparation.splits import (
     Split,
     SplitRules,
@@ -91,11 +92,17 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     shares = options["validation_fraction"], options["test_fraction"]
     rules = SplitRules(*shares, options["split_order"], options["shuffle_seed"])
     source = _find_source(inputs, options, work)
+    held_out = find_held_out(options["exclude"], work.target.absolute().parent.parent)
     tokenizer_sha256 = check_tokenizer(options["tokenizer"])
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value
     deciding |= {key: options[key] for key in ("max_documents", "max_tokens") if options[key] is not None}
+    if held_out:
+        deciding["exclude"] = [
+            [name, dataset.split(split).fingerprint()]
+            for name, (dataset, split) in zip(options["exclude"], held_out, strict=True)
+        ]
     if options["split_order"] == "given":
         del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": tokenizer_sha256}
@@ -123,6 +130,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             in_batches = batches(pieces, journal.here.file, journal.here.documents)
             sent = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
             encoded = encode_batches(in_batches, lambda texts: executor.submit(encode_texts, sent, texts), workers)
+            if held_out:
+                encoded = HeldOutText(held_out, tokenizer).without(encoded)
             with reading_progress(source.files) as show:
                 most = StreamSize(options["max_documents"] or sys.maxsize, options["max_tokens"] or sys.maxsize)
                 _tokenize(encoded, text, pool, rules, most, work, show)
@@ -133,6 +142,9 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         print("--document-separator divides no file: each is one document", file=sys.stderr, flush=True)
     _arrange(text, pool, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
+    if held_out:
+        made_from["excluded_documents"] = left_out = journal.here.left_out
+        print(f"{document_count(left_out)} left out, because {abbreviated(options['exclude'])} has them", flush=True)
     return journal.splits, tokenizer, made_from
 
 
@@ -178,6 +190,7 @@ def _tokenize(
         work.save(phase)
 
     total, committed, empty = journal.here.total, journal.here.total.tokens, journal.here.empty
+    left_out = journal.here.left_out
     is_open = False  # True if the last document goes on in the next batch
     try:
         for encoded in batches:
@@ -189,12 +202,13 @@ def _tokenize(
             pool.append(encoded, in_pool & wanted)
             total = text.size + pool.size
             empty += batch.empty
-            is_open = bool(batch.pieces) and not batch.pieces[-1].ends
+            left_out += encoded.left_out
+            is_open = len(encoded.ends) > 0 and not encoded.ends[-1]
             if not wanted.all():
-                journal.here = Mark(batch.file, batch.documents, empty, text.size, pool.size)
+                journal.here = Mark(batch.file, batch.documents, empty, left_out, text.size, pool.size)
                 break
             if not batch.pieces or batch.pieces[-1].ends:  # work can be resumed only at the end of a document
-                journal.here = Mark(batch.file, batch.documents, empty, text.size, pool.size)
+                journal.here = Mark(batch.file, batch.documents, empty, left_out, text.size, pool.size)
                 if not batch.documents:
                     journal.file_start = journal.here
                 if total.tokens - committed >= COMMIT_TOKENS:

@@ -131,6 +131,7 @@ class Encoded:
     tokens: np.ndarray  # (tokens,) of the dataset's dtype
     sizes: np.ndarray  # (pieces, 2) int64: tokens with end-of-text, UTF-8 bytes of text
     ends: np.ndarray  # (pieces,) bool: the document ends with the piece
+    left_out: int = 0  # number of documents of the batch that are not here, because they stand in a held-out split
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:

@@ -67,6 +67,7 @@ class Mark:
     file: int = 0  # number of the file that is read next
     documents: int = 0  # documents of `file` that have been read, including those without text
     empty: int = 0  # documents without text so far, in all files
+    left_out: int = 0  # documents so far that stand in a held-out split
     size: StreamSize = field(default_factory=StreamSize)  # of the stream with the documents that are not in the pool
     pool: StreamSize = field(default_factory=StreamSize)  # of the pool: documents that may be held out
 

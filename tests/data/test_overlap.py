@@ -1,0 +1,116 @@
+"""prepare_datasets.py --exclude: documents of a held-out split are left out, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.data.preparation import overlap
+from harness.data.preparation.overlap import WINDOW, window_hashes
+from tests.support.preparing import IN_ORDER, Preparer, held_documents, splits_of, with_texts, write_json_lines
+
+DICE = np.random.default_rng(0)
+WORDS = ["".join(DICE.choice([*"abcdefghijklmnopqrstuvwxyz"], 6)) for _ in range(3000)]
+
+
+def prose(count: int) -> list[str]:
+    """Return documents of 3 to 120 words. Those of a small vocabulary would have common windows by chance."""
+    return [" ".join(DICE.choice(WORDS, DICE.integers(3, 120))) for _ in range(count)]
+
+
+HELD_OUT, OWN = prose(60), prose(400)
+# Cuts documents to short pieces, and batches at less than a document's length.
+CUT = """
+import harness.data.preparation.encode as encode
+encode.BATCH_CHARACTERS, encode.LONGEST_PIECE, encode.CUT_SEARCH = 300, 40, 20
+"""
+
+
+@pytest.fixture(scope="module")
+def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
+    """Datasets "bench", whose test split holds HELD_OUT, and "other", the same with another tokenizer."""
+    preparer = with_texts(tmp_path_factory.mktemp("overlap"))
+    write_json_lines(preparer.path / "bench.jsonl", HELD_OUT)
+    split = [*IN_ORDER, "--test-fraction", 0.98, "--validation-fraction", 0.01]
+    preparer.prepare("bench.jsonl", "bench", "--tokenizer", preparer.path / "tokenizer.json", *split)
+    preparer.prepare("bench.jsonl", "other", "--train-tokenizer", 400, *split)
+    return preparer
+
+
+def planted() -> list[str]:
+    """Return copies of held-out documents, of which the words or most of the windows are the same."""
+    whole = [text for text in HELD_OUT[2:40] if len(text.split()) > 30]
+    spaced = [re.sub(r" ", "  ", text).upper() for text in HELD_OUT[2:10]]
+    punctuated = [f"«{text}»!" for text in HELD_OUT[10:20]]
+    longer = [f"{text} and {OWN[at][:20]}" for at, text in enumerate(whole)]
+    return [*HELD_OUT[2:40], *spaced, *punctuated, *longer]
+
+
+def parts() -> list[str]:
+    """Return documents a third of which is held-out text. They stay."""
+    long = [text for text in HELD_OUT[2:50] if len(text.split()) > 60]
+    return [f"{text[: len(text) // 3]} {OWN[at]} {OWN[at + 1]}" for at, text in enumerate(long) if len(OWN[at]) > 200]
+
+
+@pytest.mark.parametrize("prelude", ["", CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("dataset", ["bench", "other"])
+def test_planted_documents_are_left_out_and_no_others(
+    preparer: Preparer, tmp_path: Path, dataset: str, prelude: str
+) -> None:
+    """The dataset is that of the text without them, to the byte."""
+    mine, dice = Preparer(tmp_path), np.random.default_rng(0)
+    given = ["--tokenizer", preparer.path / "tokenizer.json"]
+    kept = [*OWN, *parts()]
+    bad = planted() if not prelude else HELD_OUT[2:40]
+    assert len(parts()) > 5
+    mixed = [(text, True) for text in kept] + [(text, False) for text in bad]
+    order = [mixed[at] for at in dice.permutation(len(mixed))]
+    write_json_lines(tmp_path / "all.jsonl", [text for text, _ in order])
+    write_json_lines(tmp_path / "clean.jsonl", [text for text, is_kept in order if is_kept])
+    name = f"{preparer.path}/datasets/me/{dataset}:test"
+    out = mine.prepare("all.jsonl", "all", *given, "--exclude", name, prelude=prelude)
+    clean = mine.prepare("clean.jsonl", "clean", *given)
+    if prelude:  # a document of several batches is judged by its beginning, so that more may be left out, but not less
+        assert not set(held_documents(out)) & set(bad)
+        assert len(set(kept) - set(held_documents(out))) <= len(parts())
+        return
+    assert sorted(held_documents(out)) == sorted(held_documents(clean))
+    for split, tokens in splits_of(clean).items():
+        assert (splits_of(out)[split] == tokens).all()
+    assert json.loads((out / "meta.json").read_text())["source"]["excluded_documents"] == len(bad)
+
+
+def test_a_long_held_out_text_is_sampled(preparer: Preparer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more windows than are kept, one in several is, of both texts."""
+    monkeypatch.setattr(overlap, "MOST_WINDOWS", 500)
+    mine = Preparer(tmp_path)
+    write_json_lines(tmp_path / "all.jsonl", [*OWN, *(f"{text} more" for text in HELD_OUT[2:40])])
+    given = ["--tokenizer", preparer.path / "tokenizer.json", "--exclude", f"{preparer.path}/datasets/me/bench:test"]
+    found = held_documents(mine.prepare("all.jsonl", "all", *given))
+    assert set(OWN) <= set(found)
+    assert len(found) - len(OWN) < 10, "short ones, of which no window is sampled"
+
+
+def test_windows() -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    hashes = window_hashes(tokens)
+    assert len(hashes) == len(set(hashes.tolist())) == 100 - WINDOW + 1
+    assert (window_hashes(tokens[30:].astype(np.uint32)) == hashes[30:]).all()
+    assert len(window_hashes(tokens[: WINDOW - 1])) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("me/bench", "must be DATASET:SPLIT"),
+        ("me/nothing:test", "datasets/me/nothing: no such folder"),
+        ("me/bench:tset", "tset.safetensors: no such file"),
+    ],
+)
+def test_what_is_not_there_is_one_line(preparer: Preparer, name: str, words: str) -> None:
+    assert words in preparer.run("texts", "datasets/me/out", "--train-tokenizer", "300", "--exclude", name, status=2)
+    assert not (preparer.path / "datasets" / "me" / "out").exists()
