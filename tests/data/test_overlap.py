@@ -85,7 +85,7 @@ def test_planted_documents_are_left_out_and_no_others(
 
 
 def test_a_long_held_out_text_is_sampled(preparer: Preparer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more windows than are kept, one in several is, of both texts."""
+    """If there are more windows than are kept, one in several is compared, of both texts."""
     monkeypatch.setattr(overlap, "MOST_WINDOWS", 500)
     mine = Preparer(tmp_path)
     write_json_lines(tmp_path / "all.jsonl", [*OWN, *(f"{text} more" for text in HELD_OUT[2:40])])
