@@ -104,6 +104,13 @@ def test_gpt2_on_ten_billion_tokens() -> None:
         assert experiment.position(layout, [9_900_000_000], None).total_steps == 19_074
 
 
+def test_gpt2s_sizes() -> None:
+    """The models of transformers called gpt2, gpt2-medium, gpt2-large and gpt2-xl have so many parameters."""
+    runs = load_sweep(ROOT / "sweeps" / "gpt2-sizes.json", SHIPPED_RUNS).runs
+    sizes = [run.model_config.parameters for run in runs]
+    assert sizes == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
+
+
 @pytest.mark.parametrize("name", [*MACHINES, "original"])
 def test_the_model_is_gpt2_small(name: str) -> None:
     assert read_json_object(SHIPPED_RUNS / name / "model.json") == SEED_MODEL
