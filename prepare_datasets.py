@@ -28,6 +28,8 @@ GO_WITH = {  # option: the other options that can be combined with it
     "from_bin": {"token_dtype", "tokenizer", "description", "overwrite", "restart", "push_to_hub", "public"},
 }
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
+SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
+END_OF_TEXT = "<|endoftext|>"  # as in harness/data/tokenizers.py, which takes a while to import
 FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those documents rather than the whole text
 
 
@@ -46,7 +48,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
 @click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
 @click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
-@click.option("--train-tokenizer", type=click.IntRange(257, 2**20), metavar="SIZE", help="Train a byte-level BPE.")
+@click.option(
+    "--train-tokenizer", type=click.IntRange(SMALLEST_VOCABULARY, 2**20), metavar="SIZE", help="Train a byte-level BPE."
+)
+@click.option(
+    "--special-token",
+    multiple=True,
+    metavar="NAME",
+    help="With --train-tokenizer: a further special token, such as <|user|>; can be given several times.",
+)
 @click.option("--validation-fraction", type=FRACTION, default=0.01, show_default=True, help="Share of the text.")
 @click.option("--test-fraction", type=FRACTION, default=0.0, show_default=True, help="Share of the text.")
 @click.option(
@@ -149,6 +159,16 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
         raise UserError("--tokenizer and --train-tokenizer: give at most one of them")
+    special = options["special_token"]
+    if special and not options["train_tokenizer"]:
+        raise UserError("--special-token belongs with --train-tokenizer")
+    if "" in special or len({END_OF_TEXT, *special}) <= len(special):
+        raise UserError(f"--special-token: give each name once, and not {END_OF_TEXT}, which there is always")
+    if special and options["train_tokenizer"] < SMALLEST_VOCABULARY + len(special):
+        least = SMALLEST_VOCABULARY + len(special)
+        raise UserError(
+            f"--train-tokenizer {options['train_tokenizer']}: must be at least {least} with --special-token"
+        )
     if options["validation_fraction"] + options["test_fraction"] >= 1:
         raise UserError(
             "--validation-fraction and --test-fraction leave nothing for training; their sum must be below 1"

@@ -262,12 +262,13 @@ def character_of_byte() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE with exactly `vocab_size` tokens, of which token 0 is end-of-text, and save it as `path`.
+def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens: Sequence[str] = ()) -> None:
+    """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as `path`. Token 0 is end-of-text, and the
+    next ones are `special_tokens`, which no text is encoded as.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
-    `vocab_size` is at least 257: every byte, and end-of-text. Raises UserError if training on the texts yields fewer
-    tokens, or OSError if the file cannot be written.
+    `vocab_size` is at least 257 (every byte, and end-of-text) and the number of `special_tokens`. Raises UserError if
+    training on the texts yields fewer tokens, or OSError if the file cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -277,7 +278,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -44,6 +44,25 @@ def in_bytes(documents: list[str]) -> int:
     return sum(len(text.encode()) for text in documents)
 
 
+def test_further_special_tokens(preparer: Preparer, tmp_path: Path) -> None:
+    """They have the ids after end-of-text, and their names inside a text are ordinary text."""
+    mine = Preparer(tmp_path)
+    write_json_lines(tmp_path / "a.jsonl", documents := [*DOCUMENTS[:300], "said <|user|> to <|bot|>"])
+    given = ["--train-tokenizer", "300", "--special-token", "<|user|>", "--special-token", "<|bot|>"]
+    made = mine.prepare("a.jsonl", "a", *given)
+    tokenizer = tokenizer_of(made)
+    assert sorted(held_documents(made)) == sorted(documents)
+    assert (tokenizer.vocab_size, tokenizer.token_byte_lengths()[:3].tolist()) == (300, [0, 0, 0])
+    assert [tokenizer.decode([token]) for token in (1, 2)] == ["<|user|>", "<|bot|>"]
+    assert all(((tokens < 1) | (tokens > 2)).all() for tokens in splits_of(made).values())
+    for arguments, words in (
+        (["--special-token", "<|user|>"], "--special-token belongs with --train-tokenizer"),
+        ([*given, "--special-token", "<|bot|>"], "give each name once"),
+        (["--train-tokenizer", "258", *given[2:]], "must be at least 259"),
+    ):
+        assert words in mine.run("a.jsonl", "datasets/me/b", *arguments, status=2)
+
+
 # Beginnings of a text: the first document after which --max-tokens is reached is the last one.
 LIMITS = """
 import harness.data.preparation.encode as encode

@@ -98,6 +98,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"  # earlier versions wrote this value
     deciding |= {key: options[key] for key in ("max_documents", "max_tokens") if options[key] is not None}
+    if options["special_token"]:
+        deciding["special_token"] = list(options["special_token"])
     if held_out:
         deciding["exclude"] = [
             [name, dataset.split(split).fingerprint()]
@@ -113,7 +115,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         texts = sample_texts(source, form, rules)
         if not texts:
             raise UserError(f"{source.name}: no documents with text to train a tokenizer on")
-        train_bpe(iter(texts), options["train_tokenizer"], path)
+        train_bpe(iter(texts), options["train_tokenizer"], path, options["special_token"])
 
     place = write_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if options["train_tokenizer"] else None)
     size = sum(file.size for file in source.files)
