@@ -187,7 +187,12 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
 
     if ".." in output_dir.parts:  # resolve the path, so that its last two parts are owner/name
         output_dir = Path(os.path.realpath(output_dir))
-    splits, vocab_size = make_dataset(inputs, output_dir, options)
+    held_out = None
+    if options["exclude"]:
+        from harness.data.overlap import HeldOutSplits
+
+        held_out = HeldOutSplits(options["exclude"], output_dir.absolute().parent.parent)
+    splits, vocab_size = make_dataset(inputs, output_dir, options, held_out)
     for split in splits:
         tokens, documents = counted(split.tokens, "token"), document_count(split.documents)
         yield f"{split.name}: {tokens}, {documents}, {counted(split.bytes, 'byte')} of text"

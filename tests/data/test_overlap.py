@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.data.preparation import overlap
-from harness.data.preparation.overlap import WINDOW, window_hashes
+from harness.data import overlap
+from harness.data.overlap import WINDOW, window_hashes
 from tests.support.preparing import IN_ORDER, Preparer, held_documents, splits_of, with_texts, write_json_lines
 
 DICE = np.random.default_rng(0)

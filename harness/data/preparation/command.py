@@ -9,11 +9,11 @@ import io
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -24,7 +24,6 @@ from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, document_count, is_hub_name
 from harness.data.preparation.encode import Encoded, batches, encode_batches, encode_texts, encoder_processes
 from harness.data.preparation.new_tokenizer import check_tokenizer, sample_texts, write_tokenizer
-from harness.data.preparation.overlap import HeldOutText, find_held_out
 from harness.data.preparation.splits import (
     Split,
     SplitRules,
@@ -56,20 +55,33 @@ Made = tuple[list[Split], Tokenizer, dict[str, Any]]
 Show = Callable[[Encoded, StreamSize], None]
 
 
-def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]) -> tuple[list[Split], int]:
+class HeldOut(Protocol):
+    """Held-out text whose documents are left out (harness/data/overlap.py, on which this package must not depend)."""
+
+    described: list[list[str]]
+
+    def left_out_of(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]: ...
+
+
+def make_dataset(
+    inputs: Sequence[str], target: Path, options: Mapping[str, Any], held_out: HeldOut | None = None
+) -> tuple[list[Split], int]:
     """Make the dataset folder `target` from the files, folders, globs or Hub dataset that `inputs` names, or resume its
     interrupted preparation. Return the splits and the vocabulary size.
 
-    `options` are the options of prepare_datasets.py by name. Raises UserError if an option or the input is wrong.
-    Raises RunError or KeyboardInterrupt if running the same command again can resume the work.
+    `options` are the options of prepare_datasets.py by name; `held_out` is the text of --exclude. Raises UserError if
+    an option or the input is wrong. Raises RunError or KeyboardInterrupt if running the same command again can resume
+    the work.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before `work.open` creates folders
     work.open()
     try:
         check_target(target, overwrite=options["overwrite"])
-        make = _from_shards if options["from_bin"] else _from_text
-        splits, tokenizer, source = make(inputs, work, options)
+        made = (
+            _from_shards(inputs, work, options) if options["from_bin"] else _from_text(inputs, work, options, held_out)
+        )
+        splits, tokenizer, source = made
         named = "files named " if any(map(glob.has_magic, inputs)) else ""
         description = options["description"] or f"Tokens of {named}{short_name(inputs)}."
         write_dataset_meta(work.dataset, splits, tokenizer, description, source)
@@ -83,7 +95,7 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
         raise RunError(f"{where}: {error.strerror or error}; correct that and run the same command again") from None
 
 
-def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
+def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any], held_out: HeldOut | None) -> Made:
     """Tokenize text, and write the files of the splits and of the tokenizer to `work.dataset`."""
     separator = options["document_separator"] or ""
     for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"), ("\0", "\\")):
@@ -92,7 +104,6 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     shares = options["validation_fraction"], options["test_fraction"]
     rules = SplitRules(*shares, options["split_order"], options["shuffle_seed"])
     source = _find_source(inputs, options, work)
-    held_out = find_held_out(options["exclude"], work.target.absolute().parent.parent)
     tokenizer_sha256 = check_tokenizer(options["tokenizer"])
     deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
     if options["replace_invalid"]:
@@ -101,10 +112,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if options["special_token"]:
         deciding["special_token"] = list(options["special_token"])
     if held_out:
-        deciding["exclude"] = [
-            [name, dataset.split(split).fingerprint()]
-            for name, (dataset, split) in zip(options["exclude"], held_out, strict=True)
-        ]
+        deciding["exclude"] = held_out.described
     if options["split_order"] == "given":
         del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": tokenizer_sha256}
@@ -133,7 +141,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             sent = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
             encoded = encode_batches(in_batches, lambda texts: executor.submit(encode_texts, sent, texts), workers)
             if held_out:
-                encoded = HeldOutText(held_out, tokenizer).without(encoded)
+                encoded = held_out.left_out_of(encoded, tokenizer)
             with reading_progress(source.files) as show:
                 most = StreamSize(options["max_documents"] or sys.maxsize, options["max_tokens"] or sys.maxsize)
                 _tokenize(encoded, text, pool, rules, most, work, show)

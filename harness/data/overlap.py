@@ -118,15 +118,23 @@ def documents_of(dataset: Dataset, split: str, eot_token: int) -> Iterator[np.nd
         yield rest
 
 
-def find_held_out(names: Sequence[str], datasets_dir: Path) -> list[tuple[Dataset, str]]:
-    """Return the datasets and splits that --exclude names as DATASET:SPLIT; DATASET is a folder, or the name of a
-    dataset in `datasets_dir`. Raises UserError if there is none."""
-    found = []
-    for name in names:
-        place, separator, split = name.rpartition(":")
-        if not separator or not place:
-            raise UserError(f"--exclude {name}: must be DATASET:SPLIT, such as me/books:test")
-        dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
-        dataset.split(split)
-        found.append((dataset, split))
-    return found
+class HeldOutSplits:
+    """Splits of datasets whose documents prepare_datasets.py leaves out. `described` has their names and fingerprints,
+    as meta.json records them."""
+
+    def __init__(self, names: Sequence[str], datasets_dir: Path) -> None:
+        """Open the splits that `names` has as DATASET:SPLIT; DATASET is a folder, or the name of a dataset in
+        `datasets_dir`. Raises UserError if there is none."""
+        self.splits: list[tuple[Dataset, str]] = []
+        self.described: list[list[str]] = []
+        for name in names:
+            place, separator, split = name.rpartition(":")
+            if not separator or not place:
+                raise UserError(f"--exclude {name}: must be DATASET:SPLIT, such as me/books:test")
+            dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
+            self.splits.append((dataset, split))
+            self.described.append([name, dataset.split(split).fingerprint()])
+
+    def left_out_of(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:
+        """Yield the batches, encoded by `tokenizer`, without the documents that stand in the splits."""
+        yield from HeldOutText(self.splits, tokenizer).without(batches)
