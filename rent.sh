@@ -47,6 +47,8 @@ run="${words[0]}" datasets="${words[1]:-datasets}"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 runs="${RUNS_DIR:-runs}" here="${RUNS_DIR:-runs}/$run"
 [ -f "$here/train.json" ] || fail "$here: no such run; a run is a folder with model.json and train.json"
+case "$processes" in *[!0-9]* | 0*) fail "--processes $processes: must be a whole number from 1 on" ;; esac
+case "$skipped" in *,train,*) [ -z "$on_end" ] || fail "--on-end: runs after training, which is skipped; leave it out" ;; esac
 for part in ${skipped//,/ }; do
     case "$part" in setup | check | plan | train | test) ;; *) fail "--skip $part: no such part (see --help)" ;; esac
 done

@@ -228,6 +228,8 @@ def check_url(url: str) -> str:
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
         raise UserError(f"mirror {shown}: must be hf://buckets/OWNER/NAME, with or without a folder after it")
+    if scheme == "file" and parts and not rest.startswith("/"):
+        raise UserError(f"mirror {shown}: must be an absolute path, as in file:///mnt/disk/runs")
     if not parts or ".." in parts or any(each in rest for each in "*[]#") or "::" in rest:
         raise UserError(f"mirror {shown}: must be a plain address, as in s3://BUCKET/FOLDER")
     return scheme

@@ -65,6 +65,9 @@ def test_wrong_input_is_one_line(shop: Workshop) -> None:
     assert "--fot: no such option" in refused(shop, "r", "--fot")
     assert "--mirror: needs a value" in refused(shop, "r", "--mirror")
     assert "--skip fit: no such part" in refused(shop, "r", "--skip", "plan,fit")
+    for number in ("x", "0", "2x"):
+        assert f"--processes {number}: must be a whole number" in refused(shop, "r", "--processes", number)
+    assert "--on-end: runs after training" in refused(shop, "r", "--skip", "setup,train", "--on-end", "true")
     assert not (shop.path / "calls").exists()
 
 

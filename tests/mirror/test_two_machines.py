@@ -157,6 +157,7 @@ def test_another_experiment_is_refused(first: InProcess) -> None:
         ("gs://bucket", "uv run --extra gcs"),
         ("file:///proc/nowhere", "cannot be written"),
         ("file:///a/../b", "must be a plain address"),
+        ("file://tmp/store", "must be an absolute path, as in file:///mnt/disk/runs"),
     ],
 )
 def test_a_wrong_url_is_one_line_before_anything_is_trained(shop: InProcess, url: str, said: str) -> None:
