@@ -90,15 +90,16 @@ def test_a_step_never_waits_and_keeps_no_more_memory(group: str, case: str) -> N
     assert_no_waits(measured(group)[case], ranks, launches)
 
 
-def assert_no_waits(found: list[dict[str, Any]], ranks: int, launches: int) -> None:
-    """Assert what test_a_step_never_waits_and_keeps_no_more_memory promises of a case's steps."""
+def assert_no_waits(found: list[dict[str, Any]], ranks: int, launches: int, *, tolerance: float = 0.01) -> None:
+    """Assert what test_a_step_never_waits_and_keeps_no_more_memory promises of a case's steps. `tolerance` is that of
+    the number of launches, which is exact without compilation."""
     for each in found[1:]:
         assert (each["waits"], each["to_host"], each["compiled"], each["breaks"]) == (0, 0, 0, 0)
         assert each["event_waits"] <= (8 if ranks > 1 else 0)
         assert each["allocated"] == found[0]["allocated"]
     assert found[3]["allocations"] == 0, "the optimizer's state and the sums of two microbatches were allocated earlier"
     assert found[0]["peak_allocated"] <= 1.01 * found[2]["peak_allocated"], "the first step needs no more than others"
-    assert found[1]["launches"] == found[3]["launches"] == pytest.approx(launches, rel=0.01)
+    assert found[1]["launches"] == found[3]["launches"] == pytest.approx(launches, rel=tolerance)
     assert found[3]["to_device"] == 2, "the tokens and the learning rate"
     assert found[3].get("programs") == found[0].get("programs"), "the second validation compiles nothing"
 
