@@ -68,7 +68,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     click.echo(f"{folder}: {parent.name} {with_what}")
     for key, values in run.differs.items():
         click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
-    for dataset in run.train_config.weights if "dataset" in changes else ():
+    for dataset in run.train_config.dataset_weights if "dataset" in changes else ():
         if not is_present(datasets_dir, dataset, []):
             absent = f", so {new} is not adapted to it; training will look for it on the Hugging Face Hub"
             click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')

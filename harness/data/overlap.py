@@ -29,7 +29,7 @@ READ_TOKENS = 2**22
 LOW_BITS = np.uint64(2**26 - 1)  # looking a hash up by them is much faster than a binary search
 
 
-class HeldOutText:
+class HeldOutHashes:
     """Text of held-out splits, as hashes: of each document, and of windows of tokens."""
 
     def __init__(self, splits: Sequence[tuple[Dataset, str]], tokenizer: Tokenizer) -> None:
@@ -137,4 +137,4 @@ class HeldOutSplits:
 
     def left_out_of(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:
         """Yield the batches, encoded by `tokenizer`, without the documents that stand in the splits."""
-        yield from HeldOutText(self.splits, tokenizer).without(batches)
+        yield from HeldOutHashes(self.splits, tokenizer).without(batches)

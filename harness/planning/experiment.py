@@ -173,7 +173,7 @@ class Experiment:
         """Read model.json and train.json of the run. Raises UserError for anything wrong in them."""
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
-        for name in config.weights:
+        for name in config.dataset_weights:
             dataset_folder(datasets_dir, name)  # raises UserError for an invalid name
         experiment = cls(run, config, model, datasets_dir)
         experiment.check_together()
@@ -217,16 +217,16 @@ class Experiment:
     def check_dataset(self, *, ask_hub: bool) -> None:
         """Raise UserError if a dataset is not on this machine and cannot be downloaded or made (see
         `check_obtainable`)."""
-        for name in self.config.weights:
+        for name in self.config.dataset_weights:
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
     def has_data(self) -> bool:
         """Return True if all datasets are on this machine. Raises UserError as `is_present` does."""
-        return are_present(self.datasets_dir, self.config.weights, self.splits)
+        return are_present(self.datasets_dir, self.config.dataset_weights, self.splits)
 
     def open_data(self) -> TrainingData:
         """Open the datasets. Raises UserError as `TrainingData.open` does."""
-        return TrainingData.open(self.datasets_dir, self.config.weights)
+        return TrainingData.open(self.datasets_dir, self.config.dataset_weights)
 
     @property
     def initial_weights(self) -> Path | None:
@@ -291,7 +291,7 @@ class Experiment:
             self.model.context_length,
             first_token=config.start_train_token,
             seed=config.seed_of("data") if config.shuffle else None,
-            weights=[*config.weights.values()],
+            weights=[*config.dataset_weights.values()],
         )
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
@@ -376,6 +376,6 @@ class Experiment:
 
     def validation_order(self, data: TrainingData) -> WindowOrder:
         """Return the order of the windows of the validation splits, whose first ones are validated on."""
-        start, weights = self.config.start_val_token, [*self.config.weights.values()]
+        start, weights = self.config.start_val_token, [*self.config.dataset_weights.values()]
         assert start is not None
         return WindowOrder(data.lengths("validation"), self.model.context_length, first_token=start, weights=weights)

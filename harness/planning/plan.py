@@ -105,13 +105,13 @@ class Plan:
         """Return a text on how often and in what order the train split is read, or None if it is read at most once
         and from front to back, or if the dataset is not on this machine."""
         config, order, length = self.config, self.order, self.layout.context_length
-        is_plain = not config.shuffle and config.epochs is None and len(config.weights) == 1
+        is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:
             return None
         passes = order.passes((self.position.tokens_seen + self.tokens()) // length)
         texts = [
             f"{count:,.2f} passes over {windows * length:,} tokens{f' of {name}' if len(passes) > 1 else ''}"
-            for count, windows, name in zip(passes, order.windows, config.weights, strict=True)
+            for count, windows, name in zip(passes, order.windows, config.dataset_weights, strict=True)
         ]
         how = "from front to back" if order.seed is None else f"in random order (seed {order.seed})"
         return f"{' and '.join(texts)}, {how}"
@@ -211,13 +211,13 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         order = experiment.window_order(split_tokens)
         remark = None if meta else _unused_vocabulary(model, data)
     else:
-        missing = next(name for name in config.weights if not is_present(folder, name, experiment.splits))
+        missing = next(name for name in config.dataset_weights if not is_present(folder, name, experiment.splits))
         hint = did_you_mean(folder, missing) or ", so the plan is not checked against its tokens"
         remark = f"{missing} is not in {folder}{hint}"
         if not folder.is_dir():
             remark = f"there is no folder {folder} (DATASETS_DIR); training makes it and puts {config.data_name} there"
         if config.min_train_tokens != -1:
-            position = experiment.position(layout, [COUNTABLE] * len(config.weights), meta, budget)
+            position = experiment.position(layout, [COUNTABLE] * len(config.dataset_weights), meta, budget)
     plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, order=order)
     if meta is not None:
         plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(meta.costs.values()))

@@ -336,7 +336,7 @@ class TrainConfig(RunFile):
         _check_schedule(self)
         _check_optimizer_and_precision(self)
         _check_intervals(self)
-        if isinstance(self.dataset, list) and len(self.weights) < len(self.dataset):
+        if isinstance(self.dataset, list) and len(self.dataset_weights) < len(self.dataset):
             raise ValueError('key "dataset": names a dataset twice; add up its weights')
         if self.data_seed is not None and not self.shuffle:
             raise ValueError('key "data_seed": belongs with "shuffle": true; remove it, or shuffle')
@@ -347,7 +347,7 @@ class TrainConfig(RunFile):
         return self
 
     @property
-    def weights(self) -> dict[str, float]:
+    def dataset_weights(self) -> dict[str, float]:
         """The weights of the datasets, by their names."""
         if isinstance(self.dataset, str):
             return {self.dataset: 1.0}
@@ -356,7 +356,7 @@ class TrainConfig(RunFile):
     @property
     def data_name(self) -> str:
         """The names of the datasets, for messages."""
-        return " + ".join(self.weights)
+        return " + ".join(self.dataset_weights)
 
     def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
         """Return the seed of the initial weights, of the order of the windows or of dropout: `random_seed`, unless

@@ -133,7 +133,7 @@ class DerivedRun:
             budget = experiment.budget(layout, None)
             unknown = (None, -1) if train_tokens is None else (None,)
             if budget is not None or self.train_config.min_train_tokens not in unknown:
-                enough = [COUNTABLE] * len(self.train_config.weights)
+                enough = [COUNTABLE] * len(self.train_config.dataset_weights)
                 return experiment.position(layout, train_tokens or enough, None, budget).total_steps
         return 0
 
@@ -193,7 +193,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     if weights is not None and "initial_weights" not in changes and not os.path.isabs(weights):
         train["initial_weights"] = os.path.normpath(os.path.join("..", base.directory.path.name, weights))
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
-    for dataset in configs[1].weights:
+    for dataset in configs[1].dataset_weights:
         check_dataset_name(dataset)
     before = base.settings
     differs = {
@@ -213,7 +213,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     Raises UserError like `derive`, and also if the dataset is too short.
     """
     run = derive(base, name, changes)
-    weights = run.train_config.weights
+    weights = run.train_config.dataset_weights
     if "dataset" not in changes or not are_present(datasets_dir, weights, ["train"]) or len(weights) > 1:
         return run
     data = TrainingData.open(datasets_dir, weights)

@@ -202,7 +202,7 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
 def fetch_data(world: World, experiment: Experiment) -> TrainingData:
     """Return the experiment's data on every rank. If a dataset is missing, the first process of each node downloads it.
     Collective. Raises UserError if it cannot be downloaded."""
-    for name in experiment.config.weights:
+    for name in experiment.config.dataset_weights:
         world.on_each_node(partial(ensure_dataset, experiment.datasets_dir, name, experiment.splits))
     return experiment.open_data()
 
