@@ -29,7 +29,6 @@ GO_WITH = {  # option: the other options that can be combined with it
 }
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
-END_OF_TEXT = "<|endoftext|>"  # as in harness/data/tokenizers.py, which takes a while to import
 FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those documents rather than the whole text
 
 
@@ -159,20 +158,25 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
         raise UserError("--tokenizer and --train-tokenizer: give at most one of them")
-    special = options["special_token"]
-    if special and not options["train_tokenizer"]:
-        raise UserError("--special-token belongs with --train-tokenizer")
-    if "" in special or len({END_OF_TEXT, *special}) <= len(special):
-        raise UserError(f"--special-token: give each name once, and not {END_OF_TEXT}, which there is always")
-    if special and options["train_tokenizer"] < SMALLEST_VOCABULARY + len(special):
-        least = SMALLEST_VOCABULARY + len(special)
-        raise UserError(
-            f"--train-tokenizer {options['train_tokenizer']}: must be at least {least} with --special-token"
-        )
+    if options["special_token"]:
+        check_special_tokens(options["special_token"], options["train_tokenizer"])
     if options["validation_fraction"] + options["test_fraction"] >= 1:
         raise UserError(
             "--validation-fraction and --test-fraction leave nothing for training; their sum must be below 1"
         )
+
+
+def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
+    """Raise UserError if these cannot be special tokens of a new tokenizer with `vocab_size` tokens (None: no new
+    tokenizer is trained)."""
+    from harness.data.tokenizers import END_OF_TEXT
+
+    if vocab_size is None:
+        raise UserError("--special-token belongs with --train-tokenizer")
+    if "" in names or len({END_OF_TEXT, *names}) <= len(names):
+        raise UserError(f"--special-token: give each name once, and not {END_OF_TEXT}, which there is always")
+    if vocab_size < (least := SMALLEST_VOCABULARY + len(names)):
+        raise UserError(f"--train-tokenizer {vocab_size}: must be at least {least} with --special-token")
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:

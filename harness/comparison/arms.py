@@ -72,7 +72,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
             by_seed.setdefault(json.dumps(seeds_of(record)), record.name)
         counted = [record for record in members if record.name in by_seed.values()]
         arms.append(tuple(record.name for record in counted))
-        varied |= {what for what in SEEDS.values() if len({json.dumps(seeds_of(each)[what]) for each in counted}) > 1}
+        varied |= {key for key in SEEDS if len({json.dumps(seeds_of(each)[key]) for each in counted}) > 1}
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
         first_runs.setdefault(shared, []).append(counted[0])
@@ -90,19 +90,19 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         ]
         names = ", ".join(record.name for record in firsts)
         notes.append(f"{names} differ in {' and '.join(differing)}: not counted as replicates")
-    chance = tuple(what for what in SEEDS.values() if what in varied)
+    chance = tuple(what for key, what in SEEDS.items() if key in varied)
     return Arms(_named(arms, {record.name for record in records}, baseline), notes, chance)
 
 
 def seeds_of(record: RunRecord) -> dict[str, Any]:
-    """Return the seeds with which a run has drawn random numbers, by the values of SEEDS: None for initial weights that
+    """Return the seeds with which a run has drawn random numbers, by the keys of SEEDS: None for initial weights that
     were given, for data that were not shuffled, and for a model without dropout."""
     train, rate = record.train, record.model.get("drop_rate")
     drops = any(rate.values()) if isinstance(rate, dict) else rate
     uses = {"init_seed": not train.get("initial_weights"), "data_seed": train.get("shuffle"), "dropout_seed": drops}
     common = train.get(SEED, TrainConfig.model_fields[SEED].default)
     own = {key: common if train.get(key) is None else train[key] for key in SEEDS}
-    return {what: own[key] if uses[key] else None for key, what in SEEDS.items()}
+    return {key: seed if uses[key] else None for key, seed in own.items()}
 
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:

@@ -29,17 +29,14 @@ class JoinedTokens:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return the tokens from `start` on, at most `count`. They end where the file ends that has the first one."""
-        index, within = self._place(start)
-        return self.files[index].read(within, count)
+        index = bisect_right(self.ends, start)
+        return self.files[index].read(start - (self.ends[index - 1] if index else 0), count)
 
     def read_ahead(self, starts: np.ndarray, count: int) -> None:
-        for index, within in map(self._place, starts.tolist()):
-            self.files[index].read_ahead(np.array([within]), count)
-
-    def _place(self, position: int) -> tuple[int, int]:
-        """Return the index of the file that has this position, and the position within the file."""
-        index = bisect_right(self.ends, position)
-        return index, position - (self.ends[index - 1] if index else 0)
+        indexes = np.searchsorted(self.ends, starts, side="right")
+        for index in np.unique(indexes).tolist():
+            begin = self.ends[index - 1] if index else 0
+            self.files[index].read_ahead(starts[indexes == index] - begin, count)
 
 
 @dataclass(frozen=True)

@@ -188,10 +188,11 @@ class Uploads:
 
     def _send_checkpoint(self, path: Path, there: dict[str, int]) -> None:
         self.sending, began, sent = path.name, time.monotonic(), 0
-        if f"checkpoints/{path.name}/{META}" in there:  # not whole until the last file is sent
-            self.mirror.delete(f"checkpoints/{path.name}/{META}")
         try:
-            for file in sorted(path.iterdir()):
+            files = sorted(path.iterdir())
+            if f"checkpoints/{path.name}/{META}" in there:  # not whole until the last file is sent
+                self.mirror.delete(f"checkpoints/{path.name}/{META}")
+            for file in files:
                 remote = f"checkpoints/{path.name}/{file.name}"
                 is_there = self._versions.get(remote) == version(file) and there.get(remote) == file.stat().st_size
                 if file.name != META and not is_there:
