@@ -155,6 +155,7 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
         *TRAINED,
         *([Quantity("epochs", "epochs", "", ",.2f", _epochs)] if repeats else []),
         Quantity("test_loss", "test loss", NATS, ".3f", _finite_test_losses, "test_loss", LESS),
+        *([TRAINED_ON] if any(record.results.of(LossResult) for record in records) else []),
         Quantity("bits_per_byte", "bits per byte", "", ".3f", bits, "", LESS),
         score,
         *benchmarks.values(),
@@ -349,6 +350,20 @@ def _finite_test_losses(record: RunRecord) -> Values:
     return [each for each in measured if math.isfinite(each.value)] or Inconclusive(DIVERGED)
 
 
+def _trained_on(record: RunRecord) -> Values:
+    """Return for each test loss how much of the split's 13-grams stands in the run's training data, in percent."""
+
+    def read(result: LossResult) -> tuple[float | None, str] | None:
+        found = result.trained_on
+        return None if found is None or not found.ngrams else (100 * found.share, "")
+
+    def basis(result: LossResult) -> Basis:
+        return Basis(("trained on", loss_basis(result).identity), "")
+
+    found = _measurements(record, LossResult, basis, read)
+    return Inconclusive("not known") if isinstance(found, Inconclusive) and record.results.of(LossResult) else found
+
+
 def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
     found = _measurements(
         record, LossResult, lambda result: bases[loss_basis(result)], lambda result: (result.bits_per_byte, "")
@@ -460,6 +475,7 @@ _training_seconds, _training_dollars = (partial(_spent, what, "validation") for 
 VALIDATION_LOSS = Quantity(
     "validation_loss", "validation loss", NATS, ".3f", _validation_loss, "final_validation_loss", LESS
 )
+TRAINED_ON = Quantity("test_text_trained_on", "test text in the training data", "%", ".1f", _trained_on)
 TRAINED = (
     Quantity("parameters", "parameters", "", COUNT, _parameters),
     Quantity("active_parameters", "active parameters", "", COUNT, _active_parameters),

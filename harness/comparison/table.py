@@ -45,6 +45,7 @@ HEADINGS = {
     "state": "state",
     "test_loss": "test loss",
     "validation_loss": "val loss",
+    "test_text_trained_on": "test text trained on %",
     "dollars": "cost $",
     "hours": "hours",
     "tokens_per_second": "tokens per second",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,17 +278,41 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
     """Return the largest token id in the file. If the file has not changed since an earlier scan, return the saved
     result of that scan. Otherwise scan the file and save the result."""
-    memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
-    key = [status.st_size, status.st_mtime_ns]
+
+    def parse(known: dict[str, Any]) -> int:
+        largest = known["largest_token"]
+        if not isinstance(largest, int) or not -1 <= largest <= np.iinfo(tokens.dtype).max:
+            raise ValueError(largest)
+        return largest
+
+    return remembered(
+        dataset,
+        tokens.path.stem,
+        [status.st_size, status.st_mtime_ns],
+        lambda: {"largest_token": tokens.largest_token()},
+        parse,
+    )
+
+
+def remembered(
+    dataset: Dataset,
+    name: str,
+    files: object,
+    scan: Callable[[], dict[str, Any]],
+    parse: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Return what `parse` makes of the result of `scan`. The result is saved by `name` in DATASETS_DIR/.scans, and read
+    from there if `files`, which identifies the scanned files, is the same. `parse` raises an error for a result that is
+    not of this program."""
+    memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a foreign file
         known = json.loads(memory.read_text())
-        largest = known["largest_token"]
-        if known["file"] == key and isinstance(largest, int) and -1 <= largest <= np.iinfo(tokens.dtype).max:
-            return largest
-    largest = tokens.largest_token()
+        if known["file"] == files:
+            return parse(known)
+    found = scan()
     with suppress(OSError):  # if DATASETS_DIR is read-only, the next run scans again
         memory.parent.mkdir(exist_ok=True)
         with atomic_file(memory) as draft:
-            draft.write_text(json.dumps({"file": key, "largest_token": largest}))
-    return largest
+            draft.write_text(json.dumps({"file": files, **found}))
+    return parse(found)

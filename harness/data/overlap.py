@@ -1,8 +1,7 @@
 """Leave out documents that stand in a held-out split, so that no model is tested on text that it was trained on.
 
-A document is left out if its normalised text is that of a held-out document, or if most of its windows of 13 tokens are
-in the held-out split. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165, appendix C) look for
-common sequences of 13 words, since shorter ones are also common by chance.
+A document is left out if its normalised text is that of a held-out document, or if most of its 13-grams are in the
+held-out split.
 """
 
 from __future__ import annotations
@@ -17,40 +16,29 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset
-from harness.data.order import hash64
+from harness.data.ngrams import COPIED_SHARE, NGRAM, NgramIndex, documents_of, ngram_hashes, sampled_below
 from harness.data.preparation.encode import Encoded
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 
-WINDOW = 13  # tokens
-LEFT_OUT_SHARE = 0.5  # of a document's windows
-MOST_WINDOWS = 2**24  # that are kept of the held-out text, 8 bytes each; of a longer text, one in several by its hash
-FACTOR = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial that a window's tokens are the coefficients of
-READ_TOKENS = 2**22
-LOW_BITS = np.uint64(2**26 - 1)  # looking a hash up by them is much faster than a binary search
-
 
 class HeldOutHashes:
-    """Text of held-out splits, as hashes: of each document, and of windows of tokens."""
+    """Text of held-out splits, as hashes: of each document, and of 13-grams of tokens."""
 
     def __init__(self, splits: Sequence[tuple[Dataset, str]], tokenizer: Tokenizer) -> None:
-        """Read the splits. Their windows are in tokens of `tokenizer`. Raises UserError if a split cannot be read."""
-        self.one_in = np.uint64(1 + sum(len(dataset.split(split)) for dataset, split in splits) // MOST_WINDOWS)
+        """Read the splits, as 13-grams of `tokenizer`. Raises UserError if a split cannot be read."""
+        self.below = sampled_below(sum(len(dataset.split(split)) for dataset, split in splits))
         self.texts: set[bytes] = set()
-        windows = [np.empty(0, np.uint64)]
+        hashes = [np.empty(0, np.uint64)]
         for dataset, split in splits:
             theirs = load_tokenizer(dataset.tokenizer)
             is_same = theirs.has_tokens_of(tokenizer)
-            for tokens in documents_of(dataset, split, theirs.eot_token):
+            for tokens in documents_of(dataset.split(split), theirs.eot_token):
                 text = theirs.decode(tokens.tolist())
                 self.texts.add(digest(text))
                 own = tokens if is_same else tokenizer.encode_to_numpy(text)
-                windows.append(self._chosen(window_hashes(own)))
-        self.windows = np.unique(np.concatenate(windows))
-        self.low_bits = np.zeros(int(LOW_BITS) + 1, bool)  # by the low bits of a hash: may it be in `windows`?
-        self.low_bits[self.windows & LOW_BITS] = True
-
-    def _chosen(self, hashes: np.ndarray) -> np.ndarray:
-        return hashes[hashes % self.one_in == 0]
+                own_hashes = ngram_hashes(own)
+                hashes.append(own_hashes[own_hashes < self.below])
+        self.ngrams = NgramIndex(np.concatenate(hashes))
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the batches without the documents that stand in the held-out text. A document that goes on in a later
@@ -79,43 +67,19 @@ class HeldOutHashes:
         for piece, number in zip(encoded.batch.pieces, numbers.tolist(), strict=True):
             texts[number].append(piece.text)
         is_known = np.array([digest("".join(text)) in self.texts for text in texts])
-        hashes = window_hashes(encoded.tokens)
+        hashes = ngram_hashes(encoded.tokens)
         documents = np.repeat(numbers, encoded.sizes[:, 0])
         owners = documents[: len(hashes)]
-        is_chosen = (owners == documents[WINDOW - 1 :]) & (hashes % self.one_in == 0)
+        is_chosen = (owners == documents[NGRAM - 1 :]) & (hashes < self.below)
         hashes, owners = hashes[is_chosen], owners[is_chosen]
-        may_be_there = np.flatnonzero(self.low_bits[hashes & LOW_BITS])
-        found = np.searchsorted(self.windows, hashes[may_be_there])
-        found[found == len(self.windows)] = 0
-        is_there = self.windows[found] == hashes[may_be_there]
-        there, of = (np.bincount(each, minlength=count) for each in (owners[may_be_there[is_there]], owners))
-        known: np.ndarray = is_known | (there > LEFT_OUT_SHARE * of)
+        there, of = (np.bincount(each, minlength=count) for each in (owners[self.ngrams.find(hashes)[0]], owners))
+        known: np.ndarray = is_known | (there > COPIED_SHARE * of)
         return known
 
 
 def digest(text: str) -> bytes:
     """Return a hash of a text's words, in lower case and without punctuation."""
     return hashlib.blake2b(" ".join(re.findall(r"\w+", text.lower())).encode(), digest_size=16).digest()
-
-
-def window_hashes(tokens: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each window of WINDOW consecutive tokens: (tokens - WINDOW + 1,) uint64, or none."""
-    count = max(0, len(tokens) - WINDOW + 1)
-    hashes = np.zeros(count, np.uint64)
-    for at in range(WINDOW):
-        hashes = hashes * FACTOR + tokens[at : at + count].astype(np.uint64) + np.uint64(1)
-    return hash64(hashes)
-
-
-def documents_of(dataset: Dataset, split: str, eot_token: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document of a split, without the end-of-text token."""
-    file, rest = dataset.split(split), np.empty(0, np.uint32)
-    for at in range(0, len(file), READ_TOKENS):
-        tokens = np.concatenate([rest, file.read(at, READ_TOKENS).astype(np.uint32)])
-        *documents, rest = np.split(tokens, np.flatnonzero(tokens == eot_token) + 1)
-        yield from (document[:-1] for document in documents)
-    if len(rest):
-        yield rest
 
 
 class HeldOutSplits:

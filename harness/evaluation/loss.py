@@ -22,11 +22,15 @@ from harness.common.device import device_name
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
 from harness.common.json_files import finite
+from harness.common.messages import abbreviated
+from harness.common.statistics import Inconclusive
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
+from harness.data.ngrams import Overlap
 from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_gpt2_offline, load_tokenizer
+from harness.evaluation.trained_on import training_overlap
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
@@ -95,14 +99,16 @@ class TestLoss:
     loss: float  # nats per token
     bits_per_byte: float | None
     is_exact: bool  # True: the predicted tokens' bytes were counted. False: the split's mean bytes per token were used
+    trained_on: Overlap | Inconclusive  # how much of the split the model was trained on, or why this is not known
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Held-out text for testing the model in the file `weights`: the first `batches` microbatches that `loader` reads
-    from a split of a dataset."""
+    """Held-out text for testing a model: the first `batches` microbatches that `loader` reads from a split of a
+    dataset."""
 
-    weights: Path
+    model: TrainedModel
+    datasets_dir: Path
     dataset: Dataset
     split: str
     loader: TokenLoader
@@ -166,12 +172,12 @@ class HeldOutText:
                 f"{len(tokens):,}; see --start-token, --batches, --batch-size"
             )
         order = WindowOrder([len(tokens)], length, first_token=start)
-        return cls(weights, opened, split, TokenLoader(tokens, order, layout), batches)
+        return cls(model, datasets_dir, opened, split, TokenLoader(tokens, order, layout), batches)
 
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
-        """Measure and return the loss of `model` (loaded from `self.weights`), with a progress bar on a terminal. If
-        the weights are those of a run's checkpoint, the loss is also written to the run's results; if writing fails, a
-        warning is printed. Raises UserError if the model's device does not support the precision."""
+        """Measure and return the loss of `model` (loaded from the weights of `self.model`), with a progress bar on a
+        terminal. If the weights are those of a run's checkpoint, the loss is also written to the run's results; if
+        writing fails, a warning is printed. Raises UserError if the model's device does not support the precision."""
         device = next(model.parameters()).device
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
@@ -199,8 +205,9 @@ class HeldOutText:
             windows=self.batches * layout.microbatch_size,
             context_length=layout.context_length,
         )
+        trained_on = training_overlap(self.model, self.dataset, self.split, self.datasets_dir)
         with warned_if_not_kept():
-            if (measured := model_in_run(self.weights)) is not None:
+            if (measured := model_in_run(self.model.weights)) is not None:
                 result = LossResult(
                     weights=measured.weights,
                     date=now(),
@@ -211,9 +218,10 @@ class HeldOutText:
                     loss=finite(loss),
                     bits_per_byte=finite(bits),
                     bits_are_exact=counted is not None,
+                    trained_on=None if isinstance(trained_on, Inconclusive) else trained_on,
                 )
                 write_loss(measured.run, result, losses)
-        return TestLoss(text, description, precision.name, loss, bits, counted is not None)
+        return TestLoss(text, description, precision.name, loss, bits, counted is not None, trained_on)
 
     def _counted_bytes_per_token(self) -> float | None:
         """Return the mean number of UTF-8 bytes of the predicted tokens, counted with the dataset's tokenizer.
@@ -264,7 +272,7 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
         if test.bits_per_byte is not None:
             about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
             lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
-        for line in [*lines, f"Measured on {test.description}"]:
+        for line in [*lines, f"Measured on {test.description}", _trained_on(test)]:
             yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
         return
     groups: dict[object, list[tuple[TrainedModel, TestLoss]]] = {}
@@ -303,7 +311,17 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
         )
     test = group[0][1]
     notes = [f"Measured on {test.description}"]
+    labels: dict[str, list[str]] = {}
+    for model, each in group:
+        labels.setdefault(_trained_on(each), []).append(printable(model.label))
+    notes += [note if len(labels) == 1 else f"{abbreviated(names)}: {note}" for note, names in labels.items()]
     if any(test.bits_per_byte is not None and not test.is_exact for _, test in group):
         notes.append(f"~ {BY_MEAN}")
     for note in notes:
         yield from textwrap.wrap(note, COLUMNS, subsequent_indent="  ")
+
+
+def _trained_on(test: TestLoss) -> str:
+    found = test.trained_on
+    how_much = f"not known, because {found.reason}" if isinstance(found, Inconclusive) else str(found)
+    return f"Of this split, also in the training data: {how_much}"

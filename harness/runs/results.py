@@ -24,6 +24,7 @@ from safetensors.numpy import save
 from harness.common.errors import RunError, UserError
 from harness.common.files import atomic_file, check_name
 from harness.common.json_files import RecordedCount, read_json_object
+from harness.data.ngrams import Overlap
 from harness.runs.directory import RunDirectory
 
 NAME_CHARACTERS = 12  # number of characters of the hash in a file's name
@@ -122,6 +123,7 @@ class LossResult(Result):
     # False: bits_per_byte was computed with the mean bytes per token of the whole split, not with the bytes of the
     # predicted tokens
     bits_are_exact: bool = True
+    trained_on: Overlap | None = None  # how much of the split stands in the training text; None if not known
 
     @model_validator(mode="after")
     def _check_bits_per_byte(self) -> LossResult:

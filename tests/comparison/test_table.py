@@ -12,6 +12,7 @@ from harness.common.errors import UserError
 from harness.comparison.fits import fits
 from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable, number_text, table_lines
+from harness.data.ngrams import Overlap
 from harness.runs.directory import RunDirectory
 from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
@@ -292,3 +293,19 @@ def test_long_names_that_would_look_the_same_stay_whole(tmp_path: Path) -> None:
     runs = [RunFolder(tmp_path, name).finish() for name in names]
     text = "\n".join(table_lines(table_of(*runs)))
     assert all(name in text for name in names)
+
+
+def test_how_much_of_the_test_text_was_trained_on(tmp_path: Path) -> None:
+    """It is a column beside the losses, in percent of the 13-grams. A result of an earlier version does not have
+    it."""
+    some = Overlap(documents=40, copied_documents=3, ngrams=1000, copied_ngrams=152)
+    finished = [RunFolder(tmp_path, name).finish() for name in ("a", "b", "c")]
+    finished[0].test_loss(3.5, trained_on=some)
+    finished[1].test_loss(3.6)
+    table = table_of(*finished)
+    shares = [row_of(table, name)["test_text_trained_on"] for name in ("a", "b", "c")]
+    assert shares == [pytest.approx(15.2), None, None]
+    [shown] = [line.split() for line in table_lines(table) if line.startswith("a ")]
+    assert shown[1:4] == ["3.500", "2.600", "15.2"]
+    reasons = [cell.remark for cell in column(table, "test_text_trained_on").cells]
+    assert reasons[1:] == ["not known", "no result of test_loss.py"]

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from harness.data import overlap
-from harness.data.overlap import WINDOW, window_hashes
+from harness.data import ngrams
+from harness.data.dataset import TokenFile
+from harness.data.ngrams import NGRAM, find_overlap, ngram_hashes, sampled_below
 from tests.support.preparing import IN_ORDER, Preparer, held_documents, splits_of, with_texts, write_json_lines
 
 DICE = np.random.default_rng(0)
@@ -86,7 +88,7 @@ def test_planted_documents_are_left_out_and_no_others(
 
 def test_a_long_held_out_text_is_sampled(preparer: Preparer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there are more windows than are kept, one in several is compared, of both texts."""
-    monkeypatch.setattr(overlap, "MOST_WINDOWS", 500)
+    monkeypatch.setattr(ngrams, "MOST_NGRAMS", 500)
     mine = Preparer(tmp_path)
     write_json_lines(tmp_path / "all.jsonl", [*OWN, *(f"{text} more" for text in HELD_OUT[2:40])])
     given = ["--tokenizer", preparer.path / "tokenizer.json", "--exclude", f"{preparer.path}/datasets/me/bench:test"]
@@ -95,12 +97,49 @@ def test_a_long_held_out_text_is_sampled(preparer: Preparer, tmp_path: Path, mon
     assert len(found) - len(OWN) < 10, "short ones, of which no window is sampled"
 
 
-def test_windows() -> None:
+def test_hashes_of_13_grams() -> None:
     tokens = np.arange(100, dtype=np.uint16)
-    hashes = window_hashes(tokens)
-    assert len(hashes) == len(set(hashes.tolist())) == 100 - WINDOW + 1
-    assert (window_hashes(tokens[30:].astype(np.uint32)) == hashes[30:]).all()
-    assert len(window_hashes(tokens[: WINDOW - 1])) == 0
+    hashes = ngram_hashes(tokens)
+    assert len(hashes) == len(set(hashes.tolist())) == 100 - NGRAM + 1
+    assert (ngram_hashes(tokens[30:].astype(np.uint32)) == hashes[30:]).all()
+    assert len(ngram_hashes(tokens[: NGRAM - 1])) == 0
+
+
+@pytest.mark.parametrize("one_in", [1, 3])
+def test_how_much_of_a_split_is_in_another_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_in: int) -> None:
+    """The counts are those of sets of 13-grams, whatever the sizes of the pieces in which the files are read."""
+    dice = np.random.default_rng(1)
+
+    def text(documents: int) -> list[np.ndarray]:
+        return [dice.integers(1, 60_000, dice.integers(0, 90)).astype(np.uint16) for _ in range(documents)]
+
+    own, other = text(80), text(300)
+    for at, document in enumerate(own[:40]):
+        other[3 * at] = np.concatenate([other[3 * at], document[: len(document) * at // 40], other[1]])
+    files = []
+    for name, documents in (("held_out", own), ("first", other[:100]), ("second", other[100:])):
+        tokens = np.concatenate([each for document in documents for each in (document, np.zeros(1, np.uint16))])
+        save_file({"tokens": tokens}, tmp_path / f"{name}.safetensors")
+        files.append(TokenFile(tmp_path / f"{name}.safetensors"))
+
+    def ngrams_of(document: np.ndarray) -> list[tuple[int, ...]]:
+        whole = [tuple(document[at : at + 13].tolist()) for at in range(len(document) - 12)]
+        is_chosen = ngram_hashes(document) < sampled_below(len(files[0]))
+        return [ngram for ngram, chosen in zip(whole, is_chosen, strict=True) if chosen]
+
+    monkeypatch.setattr(ngrams, "MOST_NGRAMS", len(files[0]) // one_in)
+    there = {ngram for document in other for ngram in ngrams_of(document)}
+    found = [(sum(ngram in there for ngram in each), len(each)) for each in map(ngrams_of, own) if each]
+    copied = sum(2 * here > of for here, of in found)
+    assert 5 < copied < 30
+    for read_tokens in (2**20, 50):
+        monkeypatch.setattr(ngrams, "READ_TOKENS", read_tokens)
+        assert find_overlap(files[0], files[1:], 0).model_dump() == {
+            "documents": len(found),
+            "copied_documents": copied,
+            "ngrams": sum(of for _, of in found),
+            "copied_ngrams": sum(here for here, _ in found),
+        }
 
 
 @pytest.mark.parametrize(

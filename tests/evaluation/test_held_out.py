@@ -93,7 +93,9 @@ def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop) -> None:
         assert (done.status, done.stderr) == (0, "")
         size = f"{batches} batch{'es' * (batches > 1)} of {MEASURED_BATCH} x 16"
         place = f"{DATASET}, {split} split, tokens {start} to {end} of 500 ({size}), in fp32"
-        assert unwrapped(done) == f"Loss on the {split} split: {losses.mean():.3f} Measured on {place}"
+        shown, _, trained_on = unwrapped(done).partition(" Of this split, also in the training data: ")
+        assert shown == f"Loss on the {split} split: {losses.mean():.3f} Measured on {place}"
+        assert trained_on == "0 of 1 document, 0.0% of the 13-grams"
         [result] = [each for each in losses_in(run) if (each.text.split, each.text.start_token) == (split, start)]
         windows = read_window_losses(RunDirectory(run), result)
         np.testing.assert_allclose(windows, losses, rtol=1e-5)
@@ -210,6 +212,35 @@ def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str
         assert said.startswith("Measured on")
 
 
+def test_how_much_of_the_text_was_trained_on(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by reading the train split, remembered, and kept with the loss; without the train split that the
+    model was trained on, it is not known."""
+    folder = shop.datasets / DATASET
+    train = load_file(folder / "train.safetensors")["tokens"]
+    middle = load_file(folder / "test.safetensors")["tokens"][:100]
+    save_file({"tokens": np.concatenate([middle, train[700:800], middle])}, folder / "test.safetensors")
+    ngrams = {tuple(train[at : at + 13]) for at in range(len(train) - 12)}
+    tested = load_file(folder / "test.safetensors")["tokens"]
+    copied = sum(tuple(tested[at : at + 13]) in ngrams for at in range(len(tested) - 12))
+    words = f"Of this split, also in the training data: 0 of 1 document, {copied / 288:.1%} of the 13-grams"
+    assert copied == 88
+    for _ in range(2):
+        assert words in unwrapped(measure(shop, "r"))
+        monkeypatch.setattr("harness.evaluation.trained_on.find_overlap", None)  # read once, then remembered
+    [result] = losses_in(shop.runs / "r")
+    assert result.trained_on is not None
+    assert (result.trained_on.ngrams, result.trained_on.copied_ngrams) == (288, 88)
+
+    unknown = "Of this split, also in the training data: not known, because"
+    save_file({"tokens": train[::-1].copy()}, folder / "train.safetensors")
+    reversed_split = unwrapped(measure(shop, "r"))
+    assert unknown in reversed_split
+    assert "another train split than the model was trained on" in reversed_split
+    folder.rename(shop.datasets / "local" / "renamed")
+    assert re.search(f"{unknown} .*: no such folder", unwrapped(measure(shop, "r", "--dataset", "local/renamed")))
+    assert {result.trained_on for result in losses_in(shop.runs / "r")} == {None}
+
+
 def test_a_dataset_of_another_tokenizer_is_refused(shop: Workshop) -> None:
     """A dataset is refused if its tokenizer is not the model's, because the same ids stand for other text. This holds
     even if both vocabularies have the same size. A tokenizer file with other formatting is the same tokenizer."""
@@ -256,6 +287,8 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
     assert (done.status, done.stderr) == (0, "")
     assert not done.stdout.endswith("\n\n"), "no empty line at the end"
     table, _, place = done.stdout.partition("Measured on ")
+    place, *trained_on = place.split("Of this split, also in the training data: ")
+    assert len(trained_on) == 1, "all of them were trained on the same data"
     head, *rows = table.splitlines()
     assert head.split() == ["model", "loss", "bits/byte", "global", "batch", "parameters"]
     best = (run / "checkpoints" / "best").resolve().name

@@ -1,0 +1,159 @@
+"""Hashes of the 13-grams of a text: sequences of 13 consecutive tokens, by which two texts are found to have parts in
+common. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165, appendix C) use 13 words, since shorter
+sequences are also common by chance.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from tqdm import tqdm
+
+from harness.common.json_files import Count
+from harness.common.libraries import usable_cores
+from harness.common.messages import counted
+from harness.data.dataset import TokenFile
+from harness.data.order import hash64
+
+NGRAM = 13  # tokens
+COPIED_SHARE = 0.5  # a document is a copy if more of its 13-grams stand in the other text
+MOST_NGRAMS = 2**23  # of a text that are looked for; of a longer text, those with the smallest hashes
+MOST_LOOKUP_BITS = 26
+READ_TOKENS = 2**20
+BLOCK_TOKENS = 2**16  # that are hashed at once, so that they stay in the processor's cache
+
+
+def _powers(factor: int) -> np.ndarray:
+    powers = np.full(BLOCK_TOKENS + NGRAM, factor, np.uint64)
+    powers[0] = 1
+    return powers.cumprod()
+
+
+FACTOR = 0x9E3779B97F4A7C15
+POWERS, INVERSE_POWERS = _powers(FACTOR), _powers(pow(FACTOR, -1, 2**64))  # modulo 2**64
+
+
+def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
+    """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens.
+
+    The hash is that of a polynomial with the 13 tokens as coefficients, computed as the difference of two sums over all
+    tokens before (Karp and Rabin, "Efficient randomized pattern-matching algorithms", 1987).
+    """
+    hashes = np.empty(max(0, len(tokens) - NGRAM + 1), np.uint64)
+    for at in range(0, len(hashes), BLOCK_TOKENS):
+        terms = tokens[at : at + BLOCK_TOKENS + NGRAM - 1].astype(np.uint64)
+        terms += np.uint64(1)
+        terms *= INVERSE_POWERS[: len(terms)]
+        sums = terms.cumsum()
+        polynomials = sums[NGRAM - 1 :].copy()
+        polynomials[1:] -= sums[:-NGRAM]
+        polynomials *= POWERS[: len(polynomials)]
+        hashes[at : at + BLOCK_TOKENS] = hash64(polynomials)
+    return hashes
+
+
+def sampled_below(tokens: int) -> np.uint64:
+    """Return the number that about MOST_NGRAMS hashes are below, if a text has this many tokens."""
+    return np.uint64((2**64 - 1) * MOST_NGRAMS // max(tokens, MOST_NGRAMS))
+
+
+class NgramIndex:
+    """Sorted hashes of 13-grams, with a table that tells of most other hashes without a search that they are none."""
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        self.hashes = np.unique(hashes)
+        bits = min(MOST_LOOKUP_BITS, len(self.hashes).bit_length() + 5)
+        self._low_bits = np.uint64(2**bits - 1)
+        self._may_be_here = np.zeros(2**bits, bool)  # by the low bits of a hash
+        self._may_be_here[self.hashes & self._low_bits] = True
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indexes of those `hashes` that are here, and their positions in `self.hashes`."""
+        low_bits = (hashes & self._low_bits).view(np.int64)  # `take` is several times as fast with these
+        likely = np.flatnonzero(self._may_be_here.take(low_bits))
+        places = np.searchsorted(self.hashes, hashes[likely])
+        places[places == len(self.hashes)] = 0
+        is_here = self.hashes[places] == hashes[likely]
+        return likely[is_here], places[is_here]
+
+
+def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document of a split, without the end-of-text token."""
+    rest = np.empty(0, np.uint32)
+    for at in range(0, len(file), READ_TOKENS):
+        tokens = np.concatenate([rest, file.read(at, READ_TOKENS).astype(np.uint32)])
+        *documents, rest = np.split(tokens, np.flatnonzero(tokens == eot_token) + 1)
+        yield from (document[:-1] for document in documents)
+    if len(rest):
+        yield rest
+
+
+class Overlap(BaseModel):
+    """Numbers of documents and 13-grams of a held-out split, and how many of them stand in the training text, too."""
+
+    model_config = ConfigDict(frozen=True)
+
+    documents: Count = Field(ge=0)
+    copied_documents: Count = Field(ge=0)
+    ngrams: Count = Field(ge=0)
+    copied_ngrams: Count = Field(ge=0)
+
+    @property
+    def share(self) -> float:
+        """The share of the 13-grams that stand in the training text; NaN if there are none."""
+        return self.copied_ngrams / self.ngrams if self.ngrams else math.nan
+
+    def __str__(self) -> str:
+        documents = counted(self.documents, "document")
+        return f"{self.copied_documents:,} of {documents}, {self.share:.1%} of the 13-grams"
+
+
+def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: int) -> Overlap:
+    """Read the whole training text once, and return how much of a held-out split stands in it. Both have the same
+    tokenizer. Documents of fewer than 13 tokens are not counted. On a terminal, a bar shows the progress."""
+    below = sampled_below(len(held_out))
+    every, owners = _ngrams_by_document(held_out, eot_token, below)
+    index = NgramIndex(every)
+    is_copied = np.zeros(len(index.hashes), bool)
+
+    def read(part: tuple[TokenFile, int]) -> None:
+        file, start = part
+        hashes = ngram_hashes(file.read(start, READ_TOKENS + NGRAM - 1))
+        is_copied[index.find(hashes[hashes < below])[1]] = True
+
+    parts = [(file, start) for file in training for start in range(0, len(file), READ_TOKENS)]
+    bar = tqdm(parts, "comparing with the training text", disable=not sys.stderr.isatty() or len(parts) < 100)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        for _ in threads.map(read, bar):
+            pass
+    copied = is_copied[np.searchsorted(index.hashes, every)]
+    of = np.bincount(owners)
+    there = np.bincount(owners[copied], minlength=len(of))
+    return Overlap(
+        documents=int((of > 0).sum()),
+        copied_documents=int((there > COPIED_SHARE * of).sum()),
+        ngrams=len(every),
+        copied_ngrams=int(copied.sum()),
+    )
+
+
+def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes below a limit of the 13-grams within documents, as uint64, and the number of each one's
+    document, as int32."""
+    ended = 0
+    hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int32)]
+    for start in range(0, len(file), READ_TOKENS):
+        tokens = file.read(start, READ_TOKENS + NGRAM - 1)
+        own, is_end = ngram_hashes(tokens), tokens == eot_token
+        numbers = ended + is_end.cumsum(dtype=np.int32)  # documents that have ended with a token or before it
+        firsts, lasts = numbers[: len(own)], numbers[NGRAM - 1 :]
+        is_chosen = (firsts == lasts) & ~is_end[: len(own)] & (own < below)
+        hashes.append(own[is_chosen])
+        owners.append(firsts[is_chosen])
+        ended += int(is_end[:READ_TOKENS].sum())
+    return np.concatenate(hashes), np.concatenate(owners)

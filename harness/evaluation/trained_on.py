@@ -1,0 +1,59 @@
+"""How much of a held-out split a model was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.common.errors import UserError
+from harness.common.statistics import Inconclusive
+from harness.data.dataset import Dataset, TokenFile, remembered
+from harness.data.ngrams import Overlap, find_overlap
+from harness.data.tokenizers import load_tokenizer
+from harness.runs.trained_model import TrainedModel
+
+NAME_CHARACTERS = 12
+GPT2_EOT_TOKEN = 50256  # known without GPT-2's vocabulary, which may not be on this machine
+
+
+def training_overlap(model: TrainedModel, held_out: Dataset, split: str, datasets_dir: Path) -> Overlap | Inconclusive:
+    """Return how much of a split stands in the train splits that a model was trained on, or the reason why this is not
+    known. The first call reads these train splits; the result is saved in DATASETS_DIR/.scans."""
+    try:
+        training = _train_splits(model, datasets_dir)
+    except UserError as error:
+        return Inconclusive(str(error))
+    if not training:
+        return Inconclusive("the model does not say which dataset it was trained on")
+    files = [file.fingerprint() for file in (held_out.split(split), *training)]
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:NAME_CHARACTERS]
+    tokenizer = held_out.tokenizer
+    eot_token = load_tokenizer(tokenizer).eot_token if isinstance(tokenizer, Path) else GPT2_EOT_TOKEN
+
+    def scan() -> dict[str, Any]:
+        return find_overlap(held_out.split(split), training, eot_token).model_dump()
+
+    found: Overlap = remembered(held_out, f"{split}--in-training-{digest}", files, scan, Overlap.model_validate)
+    return found
+
+
+def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
+    """Return the train splits of the model's datasets. Raises UserError if one of them is not on this machine, or is
+    another one than the model was trained on."""
+    recorded = _dict(model.meta, "dataset")
+    found = []
+    for name in model.dataset.split(" + ") if model.dataset else []:
+        file = Dataset.open(datasets_dir, name).split("train")
+        source = _dict(_dict(recorded, "sources"), name) or recorded
+        digest = _dict(source, "train").get("sha256")
+        if digest not in (None, file.fingerprint()):
+            raise UserError(f"{file.path}: another train split than the model was trained on")
+        found.append(file)
+    return found
+
+
+def _dict(values: dict[str, Any], key: str) -> dict[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
