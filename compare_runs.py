@@ -64,7 +64,7 @@ def main(
     if machines and as_json:
         raise UserError("--machines and --json: give one of them")
     if machines and not runs:
-        raise UserError("--machines: name the runs to estimate; speeds of all other runs in --runs-dir are used anyway")
+        raise UserError("--machines: name the runs to estimate; speeds are taken from all runs in --runs-dir")
     if reference and not (html or chart):
         raise UserError("--reference belongs with --html or --chart")
     if chart is not None and chart.suffix.lower() != ".png":

@@ -227,7 +227,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     and what later steps have written is moved to runs/RUN/aside.
 
     \b
-    On all GPUs of a machine, or of several with torchrun on each:
+    On all GPUs of a machine (for several machines: docs/CLUSTER.md):
         uv run ddp_train.py 8xa100m40 datasets --processes 8
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """

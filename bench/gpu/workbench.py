@@ -111,8 +111,8 @@ class Workbench:
         return model, train
 
     def add_run(self, name: str, model: Row, train: Row, *, fast: bool = False) -> None:
-        """Write the directory of a short run that is otherwise like the shipped one. `model` and `train` hold keys of
-        model.json and train.json that are added or override others."""
+        """Write the directory of a short run with the settings of the shipped one. `model` and `train` are keys of
+        model.json and train.json that replace the shipped ones."""
         shipped_model, shipped_train = self.shipped(fast=fast)
         steps = {"train_steps": STEPS[self.tiny], "warmup_steps": 0}
         write_run(self.runs / name, shipped_model | model, shipped_train | SHORT | steps | train)

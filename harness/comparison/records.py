@@ -163,8 +163,8 @@ class RunRecord:
 
     @property
     def global_batch(self) -> int | None:
-        """Number of sequences per optimizer step over all ranks: as recorded, or else train.json's global_batch_size.
-        None if neither is known."""
+        """Number of sequences per optimizer step over all ranks: the last one that was recorded, or else train.json's
+        global_batch_size. None if neither is known."""
         parts = [self.recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         if None not in parts:
             return int(parts[0] * parts[1] * parts[2])

@@ -65,8 +65,8 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
 
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
-    """Return a line of the chart, [(global step, value), ...], for each benchmark task with an accuracy (see
-    ACCURACIES), by the line's label."""
+    """Return the points (global step, accuracy) of each benchmark task, by the label of the task's line in the chart.
+    Tasks without one of ACCURACIES are left out."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:

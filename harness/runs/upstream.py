@@ -37,8 +37,8 @@ PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Upstream is
-    the training program of Giles Thomas's lab notebook.
+    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Its
+    warmup_period_percent, which without a schedule has no effect, is then left out.
 
     `has_experts` is true if the model is a mixture of experts. Upstream does not balance experts. So if the model has
     experts and `raw` has any key that only upstream uses, the result has moe_router_loss_scale 0, unless `raw` itself

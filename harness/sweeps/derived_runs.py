@@ -173,7 +173,8 @@ def load_base(runs_dir: Path, name: str) -> DerivedRun:
 
 def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
     """Return a run called `name` with the settings of `base`, updated by `changes`. A change to None removes a key, so
-    that its default applies. Writes nothing.
+    that its default applies. A changed key also removes those that exclude it (ALTERNATIVES), and `on_end` is not
+    inherited. Writes nothing.
 
     Raises UserError if `name`, a key or a value is invalid; for a value, the message names the file that would be
     wrong.

@@ -289,8 +289,8 @@ class SweepRunner:
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the
-        operating system cannot start the process, print the reason, and leave the devices to the next run. `planned` is
-        None if training would refuse the run."""
+        operating system cannot start the process, print the reason, and free the group again. `planned` is the
+        run's plan, or None if there is none, because training would refuse the run."""
         self.waiting.remove(run)
         name, variables = group = self.free_groups.pop(0)
         try:

@@ -1,4 +1,5 @@
-"""Losses of the steps between two reports, accumulated on the device and reported for all ranks together."""
+"""Mean training loss of the steps since the last report, over all ranks. It is summed up on the device, so that no
+step waits for it."""
 
 from __future__ import annotations
 

@@ -187,8 +187,7 @@ def encode_texts(tokenizer: Tokenizer | str | Path, texts: list[tuple[str, bool]
         raise
     except BaseException as error:  # a panic of a Rust library is not an Exception
         raise RunError(
-            f"tokenizing failed: {type(error).__name__}: {error}; correct the text or the tokenizer and run the same "
-            "command again"
+            f"tokenizing failed: {type(error).__name__}: {error}; correct the cause and run the same command again"
         ) from None
 
 
