@@ -116,7 +116,7 @@ class Checkpointer:
         not equal on all ranks, or if the files cannot be written.
         """
         if planned:  # otherwise the sums stay, so that the next planned checkpoint records what it would without a stop
-            state.begin_checkpoint()
+            state.close_loss_period()
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
         elif planned and self.prepared.position.is_due(state.global_step, self.config.validation_interval):
@@ -154,7 +154,7 @@ class Checkpointer:
         if self.config.keep_checkpoints is not None:
             kept = {path.name} | self.protected | {str(self.prepared.uploads.sending)}
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, kept)
-        self.prepared.uploads.notice()
+        self.prepared.uploads.send_now()
 
     def check_weights(self, state: TrainState) -> None:
         """Raise RunError on every rank if the checksums of the weights are not equal on all ranks. They must be equal,

@@ -28,7 +28,7 @@ from harness.common.errors import (
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, SPEED, Command, TrainOptions
 from harness.common.processes import PARENT, exit_when_launcher_dies
-from harness.distributed.signals import StopSignal
+from harness.distributed.signals import StopRequest
 from harness.distributed.watchdog import Place
 
 # A run has diverged if its loss has been too high in so much of the run, and in so many reports at least.
@@ -44,7 +44,7 @@ class Trainer:
     """Training loop and all its parts. Every method is called on every rank; `reporter` and `checkpointer` write only
     on rank 0."""
 
-    def __init__(self, prepared: PreparedRun, world: World, stop: StopSignal) -> None:
+    def __init__(self, prepared: PreparedRun, world: World, stop: StopRequest) -> None:
         """Build the parts of training. The model has new weights, which are equal on all ranks; `Checkpointer.restore`
         then loads those to train from. `stop` holds the signal that asks this process to stop. Collective.
 
@@ -103,7 +103,7 @@ class Trainer:
                 self.after_step(state.global_step, interrupted_evaluation=evaluation)
             steps = range(position.first_step, position.total_steps)
             # Raises RunStopped before the next step if there is a reason to, and the error of a background save.
-            for step in self.stop.steps_until_signal(self.world, steps, between=self.checkpointer.writer.check):
+            for step in self.stop.steps_until_stop(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
                     self.own_time.begin()
                     steps_from_start = step - position.first_step  # the loader starts where this process does
@@ -310,7 +310,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     from harness.training.startup import prepare
 
     clock = Clock(experiment.config.price_per_hour, began)
-    stop, run = StopSignal(), experiment.run
+    stop, run = StopRequest(), experiment.run
     # Until Trainer.train calls `stop.listen`, a signal ends this process at once; there is nothing to save yet.
     world = World.join(is_stopping=stop.is_set)
     prepared = prepare(experiment, world, clock, checkpoint, options)
@@ -333,7 +333,7 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
             except Exception:  # after RunStopped, every save has ended, and this does not wait
                 with suppress(Exception):  # an error of a background save must not replace this one
                     trainer.checkpointer.writer.wait(SPEAKER_PATIENCE_SECONDS)
-                prepared.uploads.leave()
+                prepared.uploads.name_missing()
                 raise
             trainer.reporter.summary(trainer.state)
     world.on_rank0(prepared.uploads.finish)

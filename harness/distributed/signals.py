@@ -1,7 +1,7 @@
 """Orderly end of a run when a signal asks for it, when the launcher of its ranks has been killed, or when the run has
 reached a ceiling of time or cost.
 
-`StopSignal` holds the signal that one rank has received. The ranks exchange their reasons to stop between two steps,
+`StopRequest` holds the signal that one rank has received. The ranks exchange their reasons to stop between two steps,
 and `RunStopped` is then raised on all of them at the same place.
 """
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 LONG_STEP_SECONDS = 2
 
 
-class StopSignal:
-    """The signal that asked this process to stop, or 0 if there was none, and the time by `time.monotonic` at which it
-    has to stop without one (`ceiling_at`).
+class StopRequest:
+    """Request to stop, by a signal or by a ceiling: `signal` is the signal's number, or 0 if there was none, and
+    `ceiling_at` the time, by `time.monotonic`, at which max_hours or max_dollars is reached.
 
     The signal handler only stores its number, because a collective in the handler could run in the middle of another
     one.
@@ -61,7 +61,7 @@ class StopSignal:
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
-    def steps_until_signal(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
+    def steps_until_stop(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
         """Yield the steps, calling `between()` before each. Collective.
 
         Raises RunStopped before the same step on all ranks if any rank has a reason to stop. The ranks exchange their
@@ -93,7 +93,7 @@ class StopSignal:
             raise RunStopped(reason, interrupted_evaluation)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The training loop reads self.signal. EXIT is for `one_line_errors`, which has no StopSignal.
+        # The training loop reads self.signal. EXIT is for `one_line_errors`, which has no StopRequest.
         self.signal = EXIT.stop_signal = number
 
 
@@ -110,7 +110,7 @@ class SharedWork:
 
     world: World
     shared: bool
-    stop: StopSignal
+    stop: StopRequest
     place: Place
 
     def share(self, count: int, work: Callable[[Iterator[int]], list[T] | Exception]) -> list[T]:

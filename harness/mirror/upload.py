@@ -72,7 +72,7 @@ class Uploads:
         if self._mirror is not None:
             self._thread.start()
 
-    def notice(self) -> None:
+    def send_now(self) -> None:
         """Send what has changed now, not only when the next REFRESH_SECONDS are over."""
         self._woken.set()
 
@@ -83,7 +83,7 @@ class Uploads:
         if self._mirror is None:
             return
         self._closing = True
-        self.notice()
+        self.send_now()
         bar: tqdm | None = None
         last, since = self._sent_bytes, time.monotonic()
         with asked_to_leave() as asked:
@@ -98,9 +98,9 @@ class Uploads:
                     break
         if bar is not None:
             bar.close()
-        self.leave()
+        self.name_missing()
 
-    def leave(self) -> None:
+    def name_missing(self) -> None:
         """Name on standard error what is not in the mirror, if the thread has not sent everything."""
         missing = [] if self._mirror is None else self.missing()
         if missing and not (self._ended.is_set() and not self.lost):

@@ -51,14 +51,14 @@ class Progress(BaseModel):
 
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: Count = 0
-    # Mean loss of the last report. Before a checkpoint that is due by train.json's interval, `begin_checkpoint`
+    # Mean loss of the last report. Before a checkpoint that is due by train.json's interval, `close_loss_period`
     # replaces it by the mean over all reports since the previous such checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None
     best_step: Count | None = None
     skipped_steps: Count = 0  # steps without an update, because a gradient was not finite
-    loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `begin_checkpoint`; null if not finite
+    loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
     loss_count: Count = 0  # number of these microbatches
     foreign_tokens: Count = 0  # part of tokens_seen that another program trained; their seconds are not recorded
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
@@ -148,7 +148,7 @@ class TrainState(Progress):
         is_near_best = self.val_loss is not None and self.val_loss <= best + DIVERGED_BY / 2
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_best
 
-    def begin_checkpoint(self) -> None:
+    def close_loss_period(self) -> None:
         """Set `train_loss` to the mean loss over the reports since the previous call, or None if there were none.
         Called before each checkpoint that is due by train.json's interval."""
         self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None

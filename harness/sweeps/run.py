@@ -258,7 +258,7 @@ class SweepRunner:
         A run that a process on another machine may be training counts as one that can be started, because that process
         cannot be seen. The run's own process then takes the lock, or fails with an error that names the owner.
         """
-        fetched = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}
+        downloading = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}
         for run in self.waiting:
             if is_held(run.directory.path / ".lock"):  # None, which is neither held nor free, if on another machine
                 if run.name not in self._said_waiting:
@@ -267,7 +267,7 @@ class SweepRunner:
                 continue
             experiment = run.experiment(self.planner.datasets_dir)
             with suppress(UserError):  # a faulty folder; the run's process will fail with this error and print it
-                if not fetched.isdisjoint(experiment.config.dataset_weights) and not experiment.has_data():
+                if not downloading.isdisjoint(experiment.config.dataset_weights) and not experiment.has_data():
                     continue
             return run
         return None

@@ -84,18 +84,18 @@ class AdamW(torch.optim.AdamW):
             group["lr"] = group["peak_learning_rate"] * rate_factor
             group["weight_decay"] = group["full_weight_decay"] * decay_factor
 
-    def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
-        """Update this rank's shards with their gradients, divided by `divisor` unless it is None. If `skipped` is 1,
-        change neither weights nor state; if it is 0, update them. Both are fp32 scalars on the device.
+    def update(self, skipped: Tensor, clip_divisor: Tensor | None) -> None:
+        """Update this rank's shards with their gradients, divided by `clip_divisor` unless it is None. If `skipped` is
+        1, change neither weights nor state; if it is 0, update them. Both are fp32 scalars on the device.
 
-        The fused kernel reads `divisor` from the attribute `grad_scale`, and `skipped` from `found_inf`, as in
+        The fused kernel reads `clip_divisor` from the attribute `grad_scale`, and `skipped` from `found_inf`, as in
         torch.amp.GradScaler.step.
         """
         if self.partition.size > 1:
             for shard, tensor in self._own.items():
                 gradient = self.parameters[shard.name].grad
                 tensor.grad = None if gradient is None else shard.of(gradient)
-        self.grad_scale, self.found_inf = divisor, skipped
+        self.grad_scale, self.found_inf = clip_divisor, skipped
         self.step()
         del self.grad_scale, self.found_inf
         self._has_state = True

@@ -14,7 +14,7 @@ from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
 from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_tokenizer
-from harness.distributed.signals import Interrupted, SharedWork, StopSignal
+from harness.distributed.signals import Interrupted, SharedWork, StopRequest
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import REASON_CHARACTERS, Benchmarks, Score, load, prepare, run, scores
@@ -31,7 +31,7 @@ class Evaluations:
     """Evaluates the model after a step. Every method is called on every rank and returns the same result on all
     ranks."""
 
-    def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopSignal) -> None:
+    def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopRequest) -> None:
         """Load train.json's benchmarks, if it names any. Collective. Raises UserError if a benchmark cannot be loaded,
         or if the tokenizer has token ids outside the model's vocabulary."""
         self.world = world

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.memory import is_out_of_memory
 from harness.distributed.rendezvous import leaving_with_peers
-from harness.distributed.signals import StopSignal
+from harness.distributed.signals import StopRequest
 from harness.model.kernels import explain_failed_attention, explain_nondeterminism
 
 
 @contextmanager
-def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
+def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
     """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
     `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
     to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""

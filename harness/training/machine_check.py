@@ -34,7 +34,7 @@ from harness.common.messages import GIB, REASON_CHARACTERS, aligned, paragraph
 from harness.common.program import program_versions
 from harness.data.loader import Microbatch
 from harness.distributed.rendezvous import leaving_with_peers
-from harness.distributed.signals import StopSignal
+from harness.distributed.signals import StopRequest
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World, say
 from harness.model.precision import DTYPES, Precision
@@ -270,7 +270,7 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     precision = Precision.for_training(config.precision, world.device).name
     step_config = config.model_copy(update={"precision": precision})
     check_memory(experiment.model)
-    with explained_failures(config.microbatch_size, StopSignal()):
+    with explained_failures(config.microbatch_size, StopRequest()):
         step = build_training_step(experiment, step_config, world, partition=StatePartition.for_world(world))
         cache = CompileCache.of(experiment, step_config, world)
         cache.load()

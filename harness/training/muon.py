@@ -153,8 +153,8 @@ class Muon:
         self._adamw.set_factors(rate_factor, decay_factor)
 
     @torch.no_grad()
-    def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
-        self._adamw.update(skipped, divisor)
+    def update(self, skipped: Tensor, clip_divisor: Tensor | None) -> None:
+        self._adamw.update(skipped, clip_divisor)
         steps = self._make_state() if self._steps is None else self._steps
         kept = (1 - skipped).to(next(iter(self._muons.values())).dtype)  # 0 leaves matrices and momentum unchanged
         # The momentum rises linearly from MUON_FIRST_MOMENTUM, if there is a warm-up.
@@ -173,7 +173,7 @@ class Muon:
             for each, gradient in gradients.items():
                 flat = each.shard().of(gradient)
                 # torch.where instead of a product, because inf · 0 is NaN.
-                flat = torch.where(is_kept, flat if divisor is None else flat / divisor, 0)
+                flat = torch.where(is_kept, flat if clip_divisor is None else flat / clip_divisor, 0)
                 average = self._momenta[each].lerp_(flat, new_share)
                 nesterov.append(each.wide(flat.lerp_(average, momentum)))
             updates_GxMxN = orthogonalise(torch.stack(nesterov), self._dtype or nesterov[0].dtype)

@@ -117,7 +117,7 @@ class OptimizerStep:
         state is sharded.
         """
         losses_A, expert_tokens = self.accumulate(microbatches)
-        optimizer, max_norm, divisor = self.optimizer, self.config.clipping_max_norm, None
+        optimizer, max_norm, clip_divisor = self.optimizer, self.config.clipping_max_norm, None
         parameters = optimizer.parameters.values()
         if self._unscaler is not None:
             self.scaler.unscale_(self._unscaler)
@@ -126,11 +126,13 @@ class OptimizerStep:
         if max_norm is not None and self.scaler.is_enabled():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         elif max_norm is not None:  # the optimizer clips in its own pass; 1e-6 as in clip_grad_norm_
-            divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
+            clip_divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
         optimizer.set_factors(rate_factor, decay_factor)
         self.learning_rate = self.config.learning_rate * rate_factor
-        optimizer.update(skipped, divisor)
-        optimizer.partition.exchange(optimizer.shards, optimizer.parameters)  # nothing, unless the state is sharded
+        optimizer.update(skipped, clip_divisor)
+        optimizer.partition.broadcast_shards(
+            optimizer.shards, optimizer.parameters
+        )  # nothing, unless the state is sharded
         self.scaler.update()
         self.forget_gradients()
         return StepResult(losses_A, norm.float(), skipped, expert_tokens)

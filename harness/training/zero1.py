@@ -107,7 +107,7 @@ class StatePartition:
         return owners
 
     @torch.no_grad()
-    def exchange(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
+    def broadcast_shards(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
         """Overwrite every shard of `parameters` on all ranks by its owner's values. Does nothing if `size` is 1. On a
         GPU, the copies may still be running when this method returns. Collective."""
         if self.size == 1:

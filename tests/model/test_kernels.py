@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.common.errors import UserError
-from harness.distributed.signals import StopSignal
+from harness.distributed.signals import StopRequest
 from harness.model import kernels
 from harness.training.failures import explained_failures
 from tests.support.isolation import FOLDER, ROOT
@@ -99,7 +99,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     values, indices = torch.zeros(4), torch.tensor([0, 1])
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(UserError) as refused, explained_failures(1, StopSignal()):
+        with pytest.raises(UserError) as refused, explained_failures(1, StopRequest()):
             values.put_(indices, torch.ones(2))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -119,7 +119,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     ],
 )
 def test_a_failed_attention_kernel_is_one_line(text: str) -> None:
-    with pytest.raises(UserError) as refused, explained_failures(1, StopSignal()):
+    with pytest.raises(UserError) as refused, explained_failures(1, StopRequest()):
         raise RuntimeError(text)
     line = str(refused.value)
     assert line.startswith('train.json: key "attention": the attention kernel failed (')

@@ -296,7 +296,7 @@ def record_handler(folder: str) -> None:
     """Record how often this rank's signal handler runs, and which functions it calls."""
     known: dict[str, Any] = {"runs": 0, "called": []}
     profiled = False
-    place = "harness.distributed.signals:StopSignal._note"
+    place = "harness.distributed.signals:StopRequest._note"
 
     def noting(original: Callable[..., Any], *arguments: Any) -> None:
         nonlocal profiled

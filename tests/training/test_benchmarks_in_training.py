@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import RunStopped
 from harness.data.tokenizers import load_tokenizer, train_bpe
-from harness.distributed.signals import SharedWork, StopSignal
+from harness.distributed.signals import SharedWork, StopRequest
 from harness.distributed.watchdog import Place, Watchdog
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
@@ -228,7 +228,7 @@ def on_ranks(size: int, work: Callable[[SharedWork], Any], stopping: Sequence[in
 
     def play(rank: int) -> None:
         world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), Watchdog())
-        stop = StopSignal()
+        stop = StopRequest()
         stop.signal = signal.SIGTERM if rank in stopping else 0
         try:
             found[rank] = work(SharedWork(world, True, stop, Place(0, "benchmarks")))

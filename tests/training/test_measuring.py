@@ -19,7 +19,7 @@ from harness.common.errors import RunStopped
 from harness.data.dataset import TokenFile
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.order import WindowOrder
-from harness.distributed.signals import SharedWork, StopSignal
+from harness.distributed.signals import SharedWork, StopRequest
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
@@ -125,7 +125,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     precision, before = Precision("fp32", "cpu"), torch.get_rng_state()
 
     def on_ranks(*, shared: bool, signal: int = 0) -> list[float]:
-        stop = StopSignal()
+        stop = StopRequest()
         stop.signal = signal
         work = SharedWork(ALONE, shared, stop, Place(0, "validation"))
         return work.share(4, lambda indexes: microbatch_losses(model, map(reader.microbatch, indexes), precision))
