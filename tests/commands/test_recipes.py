@@ -62,7 +62,7 @@ def parquet(documents: list[str]) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(("name", "target"), zip(FILES, ("fineweb-edu", "fineweb", "climbmix"), strict=True))
+@pytest.mark.parametrize(("name", "target"), [*zip(FILES, ("fineweb-edu", "fineweb", "climbmix"), strict=True)])
 def test_the_files_that_a_recipe_names_are_read(shop: InProcess, name: str, target: str) -> None:
     _, count = FILES[name]
     expected = [text for at in range(count) for text in DOCUMENTS[at::4]]
