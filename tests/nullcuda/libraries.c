@@ -7,13 +7,13 @@ void null_count(void);
 
 #define SUCCEEDS(name) int name() { return 0; }
 SUCCEEDS(cudaDeviceEnablePeerAccess) SUCCEEDS(cudaDeviceGetDefaultMemPool) SUCCEEDS(cudaDeviceGetGraphMemAttribute)
-SUCCEEDS(cudaDeviceSetGraphMemAttribute) SUCCEEDS(cudaEventDestroy) SUCCEEDS(cudaEventQuery) SUCCEEDS(cudaEventRecord)
+SUCCEEDS(cudaDeviceSetGraphMemAttribute) SUCCEEDS(cudaEventDestroy) SUCCEEDS(cudaEventRecord)
 SUCCEEDS(cudaEventRecordWithFlags) SUCCEEDS(cudaFuncSetAttribute) SUCCEEDS(cudaGetLastError)
 SUCCEEDS(cudaHostUnregister) SUCCEEDS(cudaIpcCloseMemHandle) SUCCEEDS(cudaIpcGetMemHandle)
 SUCCEEDS(cudaIpcOpenMemHandle) SUCCEEDS(cudaKernelSetAttributeForDevice) SUCCEEDS(cudaMemPoolGetAttribute)
 SUCCEEDS(cudaMemPoolSetAccess) SUCCEEDS(cudaMemPoolSetAttribute) SUCCEEDS(cudaMemPoolTrimTo)
 SUCCEEDS(cudaPeekAtLastError) SUCCEEDS(cudaProfilerStart) SUCCEEDS(cudaProfilerStop) SUCCEEDS(cudaStreamAddCallback)
-SUCCEEDS(cudaStreamDestroy) SUCCEEDS(cudaStreamQuery) SUCCEEDS(cudaStreamWaitEvent) SUCCEEDS(cublasDestroy_v2)
+SUCCEEDS(cudaStreamDestroy) SUCCEEDS(cudaStreamWaitEvent) SUCCEEDS(cublasDestroy_v2)
 SUCCEEDS(cublasSetStream_v2) SUCCEEDS(cublasSetWorkspace_v2) SUCCEEDS(cublasSetMathMode)
 SUCCEEDS(cublasSetPointerMode_v2) SUCCEEDS(cublasSetSmCountTarget) SUCCEEDS(cublasLtMatmulDescDestroy)
 SUCCEEDS(cublasLtMatrixLayoutDestroy) SUCCEEDS(cublasLtMatmulPreferenceDestroy)

@@ -1,6 +1,7 @@
 // CUDA's runtime for a device that computes nothing. Memory is counted, and refused as on a card of NULLCUDA_GIB; it is
 // reserved address space, so that what nobody touches takes no memory of this machine. Copies to and from the host are
-// made. Kernels and waits are counted.
+// made; one to pinned memory only when something waits for it, until when its target is NaN. Kernels and waits are
+// counted.
 
 #include <cuda_runtime_api.h>
 
@@ -11,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <sys/mman.h>
+#include <vector>
 
 namespace {
 
@@ -24,8 +26,14 @@ int capability() { return int(number("NULLCUDA_SM", 90)); }
 size_t total() { return size_t(number("NULLCUDA_GIB", 79.1) * GIB); }
 size_t context() { return GIB / 2; }  // what CUDA itself takes of a card
 
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+};
 struct Device {
     std::mutex lock;
+    std::vector<Copy> enqueued;  // copies to pinned memory
     std::map<char*, size_t> blocks, pinned;  // allocations on the device and of pinned memory: bytes
     size_t used = 0;
     long launches = 0, allocations = 0, to_host = 0, to_device = 0;
@@ -58,6 +66,26 @@ void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     }
     if (kind == cudaMemcpyDeviceToDevice && bytes > 65536) return;  // no kernel reads it
     memcpy(to, from, bytes);
+}
+
+// Make the copies that are enqueued, whatever stream they are in.
+void finish_copies() {
+    Device& d = device();
+    std::lock_guard<std::mutex> guard(d.lock);
+    for (const Copy& each : d.enqueued) memcpy(each.to, each.from, each.bytes);
+    d.enqueued.clear();
+}
+
+cudaError_t wait(std::atomic<long>& count) {
+    count++;
+    finish_copies();
+    return cudaSuccess;
+}
+
+cudaError_t query() {
+    Device& d = device();
+    std::lock_guard<std::mutex> guard(d.lock);
+    return d.enqueued.empty() ? cudaSuccess : cudaErrorNotReady;
 }
 
 thread_local int current = 0;
@@ -174,6 +202,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
+    finish_copies();
     Device& d = device();
     std::lock_guard<std::mutex> guard(d.lock);
     auto block = d.blocks.find((char*)memory);
@@ -195,6 +224,7 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 cudaError_t cudaMallocHost(void** memory, size_t bytes) { return cudaHostAlloc(memory, bytes, 0); }
 cudaError_t cudaFreeHost(void* memory) {
+    finish_copies();
     Device& d = device();
     std::lock_guard<std::mutex> guard(d.lock);
     auto block = d.pinned.find((char*)memory);
@@ -220,12 +250,20 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
     return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-    device().waits++;
+    wait(device().waits);
     copy(to, from, bytes, kind);
     return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
-    if (kind == cudaMemcpyDeviceToHost && !is_pinned(to)) device().waits++;  // returns only when the copy is made
+    if (kind == cudaMemcpyDeviceToHost && is_pinned(to)) {
+        memset(to, 0xff, bytes);
+        Device& d = device();
+        std::lock_guard<std::mutex> guard(d.lock);
+        d.to_host++;
+        d.enqueued.push_back({to, from, bytes});
+        return cudaSuccess;
+    }
+    if (kind == cudaMemcpyDeviceToHost) wait(device().waits);  // returns only when the copy is made
     if (kind == cudaMemcpyHostToDevice && bytes > 65536 && !is_pinned(from)) device().waits++;  // may do so, too
     copy(to, from, bytes, kind);
     return cudaSuccess;
@@ -243,13 +281,15 @@ cudaError_t cudaGetSymbolAddress(void** address, const void*) {
     return cudaSuccess;
 }
 
-// Streams and events. All work is over as soon as it is enqueued, so that a query always succeeds.
+// Streams and events. All work but a copy to pinned memory is over as soon as it is enqueued.
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)malloc(64); return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { device().waits++; return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { device().waits++; return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait(device().waits); }
+cudaError_t cudaDeviceSynchronize() { return wait(device().waits); }
+cudaError_t cudaStreamQuery(cudaStream_t) { return query(); }
+cudaError_t cudaEventQuery(cudaEvent_t) { return query(); }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
@@ -263,7 +303,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t)malloc(64); return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { device().event_waits++; return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait(device().event_waits); }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
     *milliseconds = 5;
     return cudaSuccess;

@@ -45,7 +45,9 @@ from harness.training.zero1 import StatePartition
 from tests.nullcuda.device import Numbers, reset
 
 DEVICE = torch.device("cuda", 0)
+broadcasts: list[int] = []  # bytes of each message between ranks since the last step
 T = TypeVar("T")
+broadcast = dist.broadcast
 
 
 def requested() -> tuple[dict[str, Any], Experiment, World]:
@@ -65,6 +67,7 @@ def prepare(request: dict[str, Any]) -> tuple[Experiment, World]:
     if ranks > 1 and not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     World.gather = lambda self, value: [value] * self.size  # type: ignore[method-assign]
+    dist.broadcast = count_broadcast
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN asks the hardware itself
     return Experiment(RunDirectory(folder), *configs, folder), World(0, 0, ranks, ranks, DEVICE)
 
@@ -74,10 +77,15 @@ def build(experiment: Experiment, world: World) -> OptimizerStep:
     config = experiment.config
     if config.deterministic:
         compute_deterministically()
-    step = build_training_step(experiment, config, world, partition=StatePartition(world.rank, world.size))
+    step = build_training_step(experiment, config, world, partition=StatePartition.for_world(world))
     if world.size > 1:
         step.model.register_comm_hook(None, exchange_nothing)  # type: ignore[operator]
     return step
+
+
+def count_broadcast(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    broadcasts.append(tensor.nbytes)
+    return broadcast(tensor, *arguments, **named)
 
 
 def exchange_nothing(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations by identity
@@ -116,6 +124,7 @@ def counted(work: Callable[[], T], found: list[dict[str, Any]], *, may_wait: boo
     an operation that waits for the device raises an error."""
     torch.cuda.reset_peak_memory_stats()
     reset()
+    broadcasts.clear()
     graphs = counters["stats"]["unique_graphs"]
     torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
     try:
@@ -125,6 +134,7 @@ def counted(work: Callable[[], T], found: list[dict[str, Any]], *, may_wait: boo
     found.append(
         {
             **asdict(Numbers.now()),
+            "broadcasts": len(broadcasts),
             "allocated": torch.cuda.memory_allocated(),
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from harness.data.tokenizers import train_bpe
 from tests.nullcuda.device import environment, why_not
@@ -38,6 +40,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 def test_a_run_is_stopped_and_resumed(shop: Workshop) -> None:
+    """Checkpoints are copied to the host and written while training continues."""
     run = shop.add_run("r", **SETTINGS, min_train_tokens=64_000, report_interval=1)
     process = start(shop)
     assert process.stdout is not None
@@ -50,6 +53,8 @@ def test_a_run_is_stopped_and_resumed(shop: Workshop) -> None:
     assert "Traceback" not in stderr
     steps = [event["global_step"] for event in metrics(run) if event["event"] == "train"]
     assert steps[-1] >= 7
+    for weights in (run / "checkpoints").glob("*/model.safetensors"):
+        assert not any(np.isnan(each).any() for each in load_file(weights).values()), "written before it was copied"
     shop.add_run("r", **SETTINGS, min_train_tokens=64 * (steps[-1] + 4), report_interval=1)
     stdout, stderr = start(shop).communicate(timeout=120)
     assert "continuing from" in stdout, stderr

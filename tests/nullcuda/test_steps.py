@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,31 +19,45 @@ EAGER = {"compile": False}
 TWO_LAYERS: dict[str, Any] = {"n_layers": 2}
 TWO_FAST_LAYERS: dict[str, Any] = {"n_layers": 2, "value_embeddings": 1}
 EXPERTS: dict[str, Any] = {"n_layers": 2, "moe": {"num_experts": 4, "num_active_experts": 2}}
-# Run, ranks, changes of model.json and train.json, launches of a step. The widths are those of the shipped runs.
-Case = tuple[str, int, dict[str, Any], dict[str, Any], int]
+
+
+class Case(NamedTuple):
+    """A shipped run with its own widths, and the measurements of a step with one microbatch."""
+
+    run: str
+    ranks: int
+    model: dict[str, Any]  # changes of model.json and train.json
+    train: dict[str, Any]
+    launches: int
+    peak_gib: float | None = None
+    broadcasts: int = 0  # messages of a sharded optimizer
+
+
 # By compute capability times 10. Each group is measured by one process, in this order; what is deterministic stays so.
 GROUPS: dict[str, tuple[int, dict[str, Case]]] = {
-    "quick": (90, {"gpt-2": ("8xh100m80", 8, TWO_LAYERS, EAGER, 825)}),
+    "quick": (90, {"gpt-2": Case("8xh100m80", 8, TWO_LAYERS, EAGER, 825, 4.075)}),
     "A100": (
         80,
         {
-            "the fast model, with ZeRO-1 and Muon": ("8xa100m40-fast", 8, TWO_FAST_LAYERS, EAGER, 2179),
-            "in fp16": ("8xa100m40", 8, TWO_LAYERS, EAGER | {"precision": "fp16"}, 509),
+            "the fast model, with ZeRO-1 and Muon": Case("8xa100m40-fast", 8, TWO_FAST_LAYERS, EAGER, 2171, 11.732, 24),
+            "in fp16": Case("8xa100m40", 8, TWO_LAYERS, EAGER | {"precision": "fp16"}, 509, 3.144),
         },
     ),
     "H100": (
         90,
         {
-            "the fast model, Muon on one GPU": ("8xh100m80-fast", 1, TWO_FAST_LAYERS, EAGER, 2320),
-            "activation checkpointing": ("8xh100m80", 1, TWO_LAYERS, EAGER | {"activation_checkpointing": True}, 865),
-            "deterministic": ("8xh100m80", 8, TWO_LAYERS, EAGER | {"deterministic": True}, 1623),
+            "the fast model, Muon on one GPU": Case("8xh100m80-fast", 1, TWO_FAST_LAYERS, EAGER, 2312, 12.475),
+            "activation checkpointing": Case(
+                "8xh100m80", 1, TWO_LAYERS, EAGER | {"activation_checkpointing": True}, 865, 2.374
+            ),
+            "deterministic": Case("8xh100m80", 8, TWO_LAYERS, EAGER | {"deterministic": True}, 1623, 4.075),
         },
     ),
     "B200": (
         100,
         {
-            "gpt-2": ("8xb200m160", 8, TWO_LAYERS, EAGER, 1761),
-            "experts": ("8xh100m80", 8, EXPERTS, EAGER, 1017),
+            "gpt-2": Case("8xb200m160", 8, TWO_LAYERS, EAGER, 1761, 6.532),
+            "experts": Case("8xh100m80", 8, EXPERTS, EAGER, 1017, 5.583),
         },
     ),
 }
@@ -64,8 +78,8 @@ def measured(group: str) -> dict[str, list[dict[str, Any]]]:
     """Return the lines of each case of a group. Those of "sharded" are two steps and two copies of a sharded state."""
     sm, cases = GROUPS[group]
     requests = {
-        name: {"run": run, "ranks": ranks, "model": model, "train": train}
-        for name, (run, ranks, model, train, _) in cases.items()
+        name: {key: value for key, value in case._asdict().items() if key in ("run", "ranks", "model", "train")}
+        for name, case in cases.items()
     }
     if group == "A100":
         sharded = TWO_FAST_LAYERS | {"bigram_embedding": 4096}
@@ -86,21 +100,23 @@ def measured(group: str) -> dict[str, list[dict[str, Any]]]:
 def test_a_step_never_waits_and_keeps_no_more_memory(group: str, case: str) -> None:
     """After the first step, no step waits for the device, compiles anything, or keeps more memory than the one before,
     whatever its number of microbatches. DDP's own timers wait for eight events in each of its first steps."""
-    _, ranks, _, _, launches = GROUPS[group][1][case]
-    assert_no_waits(measured(group)[case], ranks, launches)
+    assert_no_waits(measured(group)[case], GROUPS[group][1][case])
 
 
-def assert_no_waits(found: list[dict[str, Any]], ranks: int, launches: int, *, tolerance: float = 0.01) -> None:
+def assert_no_waits(found: list[dict[str, Any]], case: Case, *, tolerance: float = 0.01) -> None:
     """Assert what test_a_step_never_waits_and_keeps_no_more_memory promises of a case's steps. `tolerance` is that of
     the number of launches, which is exact without compilation."""
     for each in found[1:]:
         assert (each["waits"], each["to_host"], each["compiled"], each["breaks"]) == (0, 0, 0, 0)
-        assert each["event_waits"] <= (8 if ranks > 1 else 0)
+        assert each["event_waits"] <= (8 if case.ranks > 1 else 0)
         assert each["allocated"] == found[0]["allocated"]
     assert found[3]["allocations"] == 0, "the optimizer's state and the sums of two microbatches were allocated earlier"
     assert found[0]["peak_allocated"] <= 1.01 * found[2]["peak_allocated"], "the first step needs no more than others"
-    assert found[1]["launches"] == found[3]["launches"] == pytest.approx(launches, rel=tolerance)
+    assert found[1]["launches"] == found[3]["launches"] == pytest.approx(case.launches, rel=tolerance)
     assert found[3]["to_device"] == 2, "the tokens and the learning rate"
+    assert {each["broadcasts"] for each in found} == {case.broadcasts}
+    if case.peak_gib is not None:
+        assert found[3]["peak_allocated"] / 2**30 == pytest.approx(case.peak_gib, rel=0.01)
     assert found[3].get("programs") == found[0].get("programs"), "the second validation compiles nothing"
 
 
