@@ -20,8 +20,7 @@ from pathlib import Path
 
 import click
 import torch
-from torch._dynamo.utils import counters  # private: torch has no public count of what it has compiled
-from torch.compiler._cache import CacheArtifactManager
+from torch.compiler._cache import CacheArtifactManager, CacheInfo  # private: nothing public clears what torch recorded
 
 import gpt
 from harness.common.files import atomic_file, sha256, user_cache
@@ -50,7 +49,7 @@ class CompileCache:
         self.folder, self.key, self.name = folder, key, f"{key}-{device_index}"
         self.writes, self.is_main = writes, writes and device_index == 0
         self.parts = 0  # files that were read or written
-        self.compiled = -1  # number of graphs that this process had compiled when the last of them was read or written
+        self.known: set[tuple[str, str]] = set()  # kinds and keys of the results in these files
 
     @classmethod
     def of(cls, experiment: Experiment, config: TrainConfig, world: World) -> CompileCache:
@@ -81,21 +80,20 @@ class CompileCache:
                 signature, packed = content[:SIGNATURE_BYTES], content[SIGNATURE_BYTES:]
                 if not hmac.compare_digest(signature, self._sign(packed)):
                     return
-                torch.compiler.load_cache_artifacts(zlib.decompress(packed))
-                self.parts, self.compiled = self.parts + 1, _compiled_graphs()
+                self.known |= _names(torch.compiler.load_cache_artifacts(zlib.decompress(packed)))
+                self.parts += 1
 
     def save(self) -> None:
-        """If torch has compiled something since the last file, write it to the next one, and remove files of old keys.
-        If it cannot be written, warn once, on rank 0."""
-        compiled = _compiled_graphs()
-        if not self.writes or compiled == self.compiled or self.parts == MOST_PARTS:
+        """If torch has compiled something since the last file, or taken it from its own cache, write it to the next
+        one, and remove files of old keys. If it cannot be written, warn once, on rank 0."""
+        if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
-        self.compiled = compiled
         artifacts = torch.compiler.save_cache_artifacts()
-        if artifacts is None:
-            return
         # Without this the next call would return these, too, and load_cache_artifacts would read only the new ones.
         CacheArtifactManager.clear()
+        if artifacts is None or _names(artifacts[1]) <= self.known:
+            return
+        self.known |= _names(artifacts[1])
         try:
             packed = zlib.compress(artifacts[0], 1)
             self.folder.mkdir(exist_ok=True)
@@ -129,9 +127,9 @@ class CompileCache:
                 path.unlink()
 
 
-def _compiled_graphs() -> int:
-    """Return the number of graphs that torch has compiled in this process, without those taken from a cache."""
-    return counters["inductor"]["fxgraph_cache_miss"]
+def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
+    """Return kind and key of each result of compilation."""
+    return {(kind, key) for kind, keys in (found.artifacts if found else {}).items() for key in keys}
 
 
 def _secret() -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def train(shop: Workshop, caches: Path) -> tuple[dict[str, Any], str]:
 @pytest.mark.timeout(600)  # it compiles for half a minute of processor time
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """The second start has the code of training and of validation from the run's folder, with "deterministic", too. The
-    third one is on another machine, and has them from the run's mirror."""
+    third one has lost that folder, and takes them from torch's own cache. The fourth one is on another machine, and has
+    them from the run's mirror, as the third has left them."""
     shop, elsewhere = Workshop(tmp_path / "here"), Workshop(tmp_path / "elsewhere")
     settings = TRAIN | {"mirror": (tmp_path / "store").as_uri()}
     for each in (shop, elsewhere):
@@ -60,8 +62,15 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     assert "continuing from" in stdout
     assert "  attention: flash\n" in stdout
     assert second == {"kernels": 0, "misses": [0, 0], "graphs": first["graphs"]}
+    files = {path.name for path in (run / "compile-cache").iterdir()}
+    assert len(files) == 2, "for training and for validation; the second start has added none"
     assert json.loads((run / "summary.json").read_text())["attention"] == "flash"
-    elsewhere.add_run("r", model=MODEL, **settings, min_train_tokens=512)
-    third, stdout = train(elsewhere, tmp_path / "third")
-    assert "is from the mirror" in stdout
+    shutil.rmtree(run / "compile-cache")
+    shop.add_run("r", model=MODEL, **settings, min_train_tokens=512)
+    third, _ = train(shop, tmp_path / "second")
     assert third == second
+    assert {path.name for path in (run / "compile-cache").iterdir()} == files
+    elsewhere.add_run("r", model=MODEL, **settings, min_train_tokens=1024)
+    fourth, stdout = train(elsewhere, tmp_path / "fourth")
+    assert "is from the mirror" in stdout
+    assert fourth == second
