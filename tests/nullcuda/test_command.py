@@ -90,11 +90,11 @@ def test_the_benchmarks_only_rank_runs_on_a_machine_with_one_gpu(shop: Workshop)
 
 
 def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict[str, Any]]:
-    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 10 GiB. Returns what
+    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 8.4 GiB. Returns what
     tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
     words = " then ".join(f"{each} {shop.datasets} --runs-dir {shop.runs}" for each in commands).split()
     command = [sys.executable, "-m", "tests.nullcuda.ranks", "8", *words]
-    done = subprocess.run(command, env=environment(gib=10), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment(gib=8.4), cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "no sample" not in done.stdout
@@ -119,7 +119,7 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accum
     settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1}
     settings |= {"min_train_tokens": 1_300_000 * accumulation}
     settings |= {"checkpoint_interval": 100, "keep_checkpoints": 1, "gradient_accumulation_steps": accumulation}
-    smaller = {"n_layers": 2, "value_embeddings": 1}
+    smaller = {"n_layers": 2, "value_embeddings": 1, "bigram_embedding": 4096}
 
     def change(**train: Any) -> Path:
         run = shop.add_shipped_run("8xh100m80-fast", **settings | train)
