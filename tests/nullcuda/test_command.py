@@ -89,20 +89,22 @@ def test_the_benchmarks_only_rank_runs_on_a_machine_with_one_gpu(shop: Workshop)
     assert "Max microbatch size was" in done.stdout
 
 
-def on_eight_ranks(shop: Workshop, *commands: str, expect: int = 0) -> list[dict[str, Any]]:
-    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of 8.4 GiB. Returns what
+def on_eight_ranks(shop: Workshop, *commands: str, gib: float, expect: int = 0) -> list[dict[str, Any]]:
+    """Run ddp_train.py as rank 0 of eight with each of these commands in turn, on a device of `gib` GiB. Returns what
     tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
     words = " then ".join(f"{each} {shop.datasets} --runs-dir {shop.runs}" for each in commands).split()
     command = [sys.executable, "-m", "tests.nullcuda.ranks", "8", *words]
-    done = subprocess.run(command, env=environment(gib=8.4), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment(gib=gib), cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "no sample" not in done.stdout
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accumulation: int) -> None:
+@pytest.mark.parametrize(("accumulation", "bigrams", "gib"), [(1, 131072, 10), (2, 4096, 8.4)])
+def test_the_microbatch_that_f_finds_trains_on_eight_ranks(
+    tmp_path: Path, accumulation: int, bigrams: int, gib: float
+) -> None:
     """The answer of -f, whose gradients are in no buckets, holds for training by DistributedDataParallel with
     validation, samples and checkpoints, and when the run resumes. Training takes at most half a GiB more than
     the search allows for. A microbatch that is 5 % larger, and larger by what fits into the reserve, does not fit.
@@ -119,7 +121,7 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accum
     settings |= {"sample_interval": 2, "sample_prompt": "to", "warmup_steps": 1}
     settings |= {"min_train_tokens": 1_300_000 * accumulation}
     settings |= {"checkpoint_interval": 100, "keep_checkpoints": 1, "gradient_accumulation_steps": accumulation}
-    smaller = {"n_layers": 2, "value_embeddings": 1, "bigram_embedding": 4096}
+    smaller = {"n_layers": 2, "value_embeddings": 1, "bigram_embedding": bigrams}
 
     def change(**train: Any) -> Path:
         run = shop.add_shipped_run("8xh100m80-fast", **settings | train)
@@ -128,7 +130,7 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accum
         return run
 
     run = change()
-    search, trained = on_eight_ranks(shop, f"{run.name} -f --write", run.name)
+    search, trained = on_eight_ranks(shop, f"{run.name} -f --write", run.name, gib=gib)
     assert not search["status"]
     assert not trained["status"]
     later = trained["steps"][1:]
@@ -139,7 +141,7 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accum
     found = json.loads(result.read_text())
     peaks = {each["microbatch_size"]: each["gib"] for each in found["tried"]}
     change(microbatch_size=found["largest"], train_steps=len(trained["steps"]) + 2, min_train_tokens=None)
-    (resumed,) = on_eight_ranks(shop, run.name)
+    (resumed,) = on_eight_ranks(shop, run.name, gib=gib)
     assert not resumed["status"]
     assert len(resumed["steps"]) == 2
     shutil.rmtree(run / "checkpoints")  # gigabytes
@@ -149,4 +151,4 @@ def test_the_microbatch_that_f_finds_trains_on_eight_ranks(tmp_path: Path, accum
     assert not any(idle), idle
     reserve = (found["limit_gib"] - found["usable_gib"]) * (found["largest"] - 1) / (peaks[found["largest"]] - peaks[1])
     change(microbatch_size=math.ceil(found["largest"] * 1.05 + reserve))
-    on_eight_ranks(shop, f"{run.name} --restart", expect=1)  # out of memory
+    on_eight_ranks(shop, f"{run.name} --restart", gib=gib, expect=1)  # out of memory
