@@ -85,11 +85,12 @@ class Uploads:
         self._closing = True
         self.send_now()
         bar: tqdm | None = None
+        is_told = False
         last, since = self._sent_bytes, time.monotonic()
         with asked_to_leave() as asked:
             while not self._ended.wait(0.1) and not asked:
-                if bar is None and time.monotonic() - since > 1.0:
-                    bar = self._bar()
+                if not is_told and time.monotonic() - since > 1.0:
+                    is_told, bar = True, self._bar()
                 if self._sent_bytes != last:
                     if bar is not None:
                         bar.update(self._sent_bytes - last)
@@ -295,6 +296,7 @@ class Uploads:
             tqdm.write(text, file=sys.stderr)  # does not break a progress bar
 
     def _bar(self) -> tqdm | None:
+        """Return a bar for what is still to be sent. Where standard error is no terminal, print a line instead."""
         waiting = [path for path in self._wanted() if path.name not in self._whole]
         left = sum(file.stat().st_size for path in waiting for file in path.iterdir())
         if not sys.stderr.isatty():

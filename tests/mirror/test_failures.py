@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,8 @@ def test_a_signal_leaves_a_mirror_that_does_not_answer(tmp_path: Path, number: i
     (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT)
     error = process.base.with_suffix(".err")  # type: ignore[union-attr]
     wait_until(lambda: "waiting for the mirror" in error.read_text(), process)
+    time.sleep(0.5)
+    assert error.read_text().count("waiting for the mirror") == 1
     process.send_signal(number)
     assert wait_for(process, 20) == 0
     newest = (run / "checkpoints" / "latest").resolve().name
