@@ -7,15 +7,19 @@ usage() {
     cat <<'END'
 Usage: ./rent.sh [OPTION]... RUN [DATASETS_DIR]
 
-Set up this machine, check it, print the plan of RUN, train RUN, measure its loss on the test split, and publish it.
-DATASETS_DIR [default: datasets] is relative to this script's folder.
+Set up this machine, check it, print the plan of RUN, train RUN, measure its
+loss on the test split, and publish it. DATASETS_DIR [default: datasets] is
+relative to this script's folder.
 
   --processes N         ranks, one for each GPU  [default: all GPUs, or 1]
-  --mirror URL          keep a copy of the run at URL, and continue from it on a new machine
-  --fit                 first find the largest microbatch that fits, and put it into train.json
+  --mirror URL          keep a copy of the run at URL, and continue from it on a
+                        new machine  [default: train.json's]
+  --fit                 first find the largest microbatch that fits, and put it
+                        into train.json
   --publish OWNER/NAME  upload the model to the Hugging Face Hub
-  --on-end COMMAND      shell command that ends the rental: runs when all else has ended or failed, once
-                        training has begun (in place of train.json's "on_end", which does not wait for the test)
+  --on-end COMMAND      shell command that ends the rental: runs once when all
+                        else has ended or failed, if training has begun
+                        (train.json's "on_end" does not wait for the test)
   --skip PART,...       leave out setup, check, plan, train or test
 END
 }
@@ -30,7 +34,7 @@ while [ "$#" -gt 0 ]; do
         --skip | --processes | --mirror | --publish | --on-end)
             [ "$#" -gt 1 ] || fail "$1: needs a value (see ./rent.sh --help)"
             case "$1" in
-                --skip) skipped=",$2," ;;
+                --skip) skipped+=",$2," ;;
                 --processes) processes="$2" ;;
                 --mirror) mirror="$2" ;;
                 --publish) publish="$2" ;;
@@ -47,6 +51,7 @@ run="${words[0]}" datasets="${words[1]:-datasets}"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 runs="${RUNS_DIR:-runs}" here="${RUNS_DIR:-runs}/$run"
 [ -f "$here/train.json" ] || fail "$here: no such run; a run is a folder with model.json and train.json"
+[ -n "$mirror" ] || mirror="$(sed -n 's/.*"mirror": *"\([^"]*\)".*/\1/p' "$here/train.json")"
 case "$processes" in *[!0-9]* | 0*) fail "--processes $processes: must be a whole number from 1 on" ;; esac
 case "$skipped" in *,train,*) [ -z "$on_end" ] || fail "--on-end: runs after training, which is skipped; leave it out" ;; esac
 for part in ${skipped//,/ }; do

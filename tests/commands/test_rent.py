@@ -140,12 +140,13 @@ def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
 @pytest.mark.slow
 def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
     """The first machine is killed while it trains. On the second, train.json has another microbatch, as if -f had not
-    been run there yet."""
+    been run there yet. The mirror stands in train.json."""
     store, ended = shop.path / "store", shop.path / "ended"
-    command = ["r", str(shop.datasets), "--processes", "2", "--mirror", store.as_uri(), "--skip", "check"]
+    command = ["r", str(shop.datasets), "--processes", "2", "--skip", "check"]
     command += ["--on-end", f"echo over >> {ended}"]
     files = shutil.copytree(shop.runs / "r", shop.path / "files")
     shop.add_run("straight", **json.loads((files / "train.json").read_text()))
+    shop.add_run("r", **json.loads((files / "train.json").read_text()) | {"mirror": store.as_uri()})
     first = rent(shop, *command)
     wait_until(lambda: list(store.glob("r/checkpoints/*/meta.json")), first)
     os.killpg(first.pid, signal.SIGKILL)
@@ -154,7 +155,8 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
 
     shutil.rmtree(shop.runs / "r")
     shutil.copytree(files, shop.runs / "r")
-    shop.add_run("r", **json.loads((files / "train.json").read_text()) | {"microbatch_size": 1})
+    again = {"mirror": store.as_uri(), "microbatch_size": 1}
+    shop.add_run("r", **json.loads((files / "train.json").read_text()) | again)
     second = rent(shop, *command, "--fit")
     stdout, stderr = second.communicate(timeout=200)
     assert second.returncode == 0, stderr
