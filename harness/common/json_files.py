@@ -28,7 +28,7 @@ Count = Annotated[int, Field(lt=2**63)]
 RecordedCount = Annotated[int, Field(ge=0, lt=2**62)]
 
 SCHEMA_KEY = "$schema"
-UNION_BRANCHES = {"list", "str", "bool", "int", "float", "dict"}
+UNION_BRANCHES = ("list", "str", "bool", "int", "float", "dict", "constrained-float", "constrained-int")
 
 
 class RunFile(BaseModel):
