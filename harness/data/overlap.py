@@ -92,8 +92,8 @@ class HeldOutSplits:
         self.splits: list[tuple[Dataset, str]] = []
         self.described: list[list[str]] = []
         for name in names:
-            place, separator, split = name.rpartition(":")
-            if not separator or not place:
+            place, _, split = name.rpartition(":")
+            if not place or not split:
                 raise UserError(f"--exclude {name}: must be DATASET:SPLIT, such as me/books:test")
             dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
             self.splits.append((dataset, split))

@@ -146,6 +146,7 @@ def test_how_much_of_a_split_is_in_another_text(tmp_path: Path, monkeypatch: pyt
     ("name", "words"),
     [
         ("me/bench", "must be DATASET:SPLIT"),
+        ("me/bench:", "must be DATASET:SPLIT"),
         ("me/nothing:test", "datasets/me/nothing: no such folder"),
         ("me/bench:tset", "tset.safetensors: no such file"),
     ],
