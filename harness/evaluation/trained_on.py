@@ -1,4 +1,4 @@
-"""How much of a held-out split a model was trained on."""
+"""Share of a held-out split that a model was trained on."""
 
 from __future__ import annotations
 
