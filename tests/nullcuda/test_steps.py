@@ -40,6 +40,8 @@ GROUPS: dict[str, tuple[int, dict[str, Case]]] = {
         80,
         {
             "the fast model, with ZeRO-1 and Muon": Case("8xa100m40-fast", 8, TWO_FAST_LAYERS, EAGER, 2171, 11.732, 24),
+            "gpt-2 on 80 GB": Case("8xa100m80", 8, TWO_LAYERS, EAGER, 900, 4.158),
+            "with tied weights": Case("gpt2-124m", 8, TWO_LAYERS, EAGER, 1026, 3.713),
             "in fp16": Case("8xa100m40", 8, TWO_LAYERS, EAGER | {"precision": "fp16"}, 509, 3.144),
         },
     ),
