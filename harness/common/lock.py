@@ -46,9 +46,13 @@ class Owner:
         return self.process.is_neighbour_of(ProcessName.own())
 
 
+_held: dict[Path, int] = {}  # descriptors of the locks of this process, by the lock files
+
+
 @dataclass
 class RunLock:
-    """Lock on a folder that this process holds until it ends. `path` is the lock file in the folder."""
+    """Lock on a folder that this process holds until it ends or calls `release`. `path` is the lock file in the
+    folder."""
 
     path: Path
     descriptor: int
@@ -90,6 +94,7 @@ class RunLock:
         is_restart = bool(owner and owner.is_here() and owner.began and owner.torchrun == launcher_name() != "")
         lock = cls(path, descriptor, is_restart)
         lock._write(began=is_restart)
+        _held[path] = descriptor
         return lock
 
     def note_begun(self) -> None:
@@ -105,6 +110,12 @@ class RunLock:
             os.ftruncate(self.descriptor, size)
         except OSError as error:
             raise _not_written(self.path, error) from None
+
+
+def release(path: Path) -> None:
+    """Give up the lock `path` if this process holds it, so that another process can take it before this one ends."""
+    if (descriptor := _held.pop(path, None)) is not None:
+        os.close(descriptor)
 
 
 def last_owner(path: Path) -> Owner | None:

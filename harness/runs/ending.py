@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.common.errors import CEILING, DIVERGED, EXIT, STATUSES, STOPPING_SIGNALS, UserError
-from harness.common.lock import is_held, last_owner
+from harness.common.lock import is_held, last_owner, release
 from harness.common.messages import quoted
 from harness.common.processes import has_ended, launcher_name, started_by_torchrun
 from harness.runs.directory import RunDirectory
@@ -69,6 +69,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     pipe.flush()
 
     def end(status: int) -> None:
+        release(run.path / ".lock")  # for the last upload
         with suppress(OSError):  # the watcher was killed
             pipe.write(str(status).encode())
             pipe.close()

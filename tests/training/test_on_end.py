@@ -108,6 +108,20 @@ def test_it_runs_after_the_last_upload(shop: Workshop, tmp_path: Path, is_lost: 
     assert sent == (set() if is_lost else {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")})
 
 
+def test_what_a_failed_run_has_not_sent_is_sent(shop: Workshop, tmp_path: Path) -> None:
+    """Its process waits for the command, and no longer holds the run's lock."""
+    script = f'cd "$DDP_PRETRAIN_DIRECTORY"; ls "{tmp_path}/unsent/checkpoints"/*/meta.json > seen; mv seen ended'
+    settings = {"min_train_tokens": 1280, "checkpoint_interval": 2, "mirror": tmp_path.as_uri()}
+    run = shop.add_run("unsent", **settings, on_end=["sh", "-c", script])
+    hangs = 'before("harness.mirror.store:Mirror.send", pause(1000))'
+    error = "from harness.common.errors import RunError\ndef stop(): raise RunError('no memory')\n"
+    prelude = f"{FAULTS}{error}{hangs}; before(STEP, stop, step=5)"
+    done = shop.train("unsent", ranks=1, prelude=prelude, expect=1)
+    assert "not everything was sent" not in done.stderr
+    sent = {Path(line).parent.name for line in endings(run)}
+    assert sent == {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")}
+
+
 def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
     run = shop.add_run("wrong", **SHORT | {"on_end": ["false"]})
     done = shop.train("wrong")
