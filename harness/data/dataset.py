@@ -199,14 +199,15 @@ def _is_file(folder: Path, name: str) -> bool:
         return False
 
 
-def check_dataset_name(name: str) -> tuple[str, str]:
-    """Return the owner and the short name of a dataset. Raises UserError if `name` is not a valid owner/name."""
+def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
+    """Return the owner and the short name of a dataset. `given_as` begins the message of an error. Raises UserError if
+    `name` is not a valid owner/name."""
     parts = name.split("/")
     if len(parts) != 2:
-        raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
+        raise UserError(f"{given_as} {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
     if max(map(len, parts)) > LONGEST_HUB_NAME:
-        raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_HUB_NAME} characters")
-    owner, short = (check_name(part, f"dataset {quoted(name)}") for part in parts)
+        raise UserError(f"{given_as} {quoted(name)}: longer than {LONGEST_HUB_NAME} characters")
+    owner, short = (check_name(part, f"{given_as} {quoted(name)}") for part in parts)
     return owner, short
 
 

@@ -92,9 +92,10 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
     checkpoint whose files do not have the hashes in its meta.json is left out with a warning, and an older one is
     taken. A download that was interrupted resumes. Local files that are replaced are moved to a folder below `aside/`.
-    Raises RunError if the mirror cannot be read.
+    Raises RunError if the mirror cannot be read, and UserError if all checkpoints there are damaged and there is none
+    here.
     """
-    files, brought = retried(mirror, mirror.files), None
+    files, brought, is_damaged = retried(mirror, mirror.files), None, False
     for name in names_in(files):
         if step_of(name) <= _local_step(run):
             break
@@ -104,8 +105,17 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
             if _bring_checkpoint(run, mirror, files, name, meta):
                 brought = name
                 break
+            is_damaged = True
+        elif f"checkpoints/{name}/{META}" in files:  # it was whole once
+            is_damaged = True
+            warn_of_damage(mirror, name, f"{META} cannot be read, or a file that it lists is missing")
     for path in run.checkpoints.glob(f"{FETCHING_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
+    if is_damaged and brought is None and _local_step(run) < 0:
+        raise UserError(
+            f"mirror {mirror.name}: no checkpoint there is whole; --restart trains anew and leaves them there, "
+            "--mirror none trains without a mirror, and mirror.py fetch --without-weights brings the metrics"
+        )
     return brought
 
 
@@ -135,6 +145,15 @@ def _bring_checkpoint(
     if best is not None and (run.checkpoints / best).is_dir():
         point(run.checkpoints, BEST, run.checkpoints / best)
     return True
+
+
+def warn_of_damage(mirror: Mirror, name: str, reason: str) -> None:
+    """Print a warning that a checkpoint in a mirror is not used."""
+    print(
+        f"warning: mirror {mirror.name}: checkpoint {name} is damaged ({reason})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _local_step(run: RunDirectory) -> int:
@@ -167,12 +186,7 @@ def fetch_checkpoint(
                     break
                 final.unlink()  # damaged on the way, perhaps
             else:
-                print(
-                    f"warning: mirror {mirror.name}: {name}/{each} is damaged (its SHA-256 is not the one in "
-                    "meta.json); an older checkpoint is tried",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn_of_damage(mirror, name, f"the SHA-256 of {each} is not the one in {META}")
                 shutil.rmtree(draft)
                 return None
     (draft / META).write_bytes(retried(mirror, lambda: mirror.read(f"checkpoints/{name}/{META}")) or b"")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.errors import UserError
-from harness.data.dataset import dataset_folder
+from harness.data.dataset import check_dataset_name, dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.data.order import WindowOrder
@@ -218,6 +218,7 @@ class Experiment:
         """Raise UserError if a dataset is not on this machine and cannot be downloaded or made (see
         `check_obtainable`)."""
         for name in self.config.dataset_weights:
+            check_dataset_name(name, f'{self.run.train_json}: key "dataset":')
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
     def has_data(self) -> bool:
@@ -340,7 +341,7 @@ class Experiment:
             where = f'from token {start:,} (train.json: "start_train_token")'
             if isinstance(config.epochs, float) or len(split_tokens) > 1:
                 passes = config.epochs if isinstance(config.epochs, float) else 1.0
-                where = f"in {passes:g} epochs after {done_tokens:,} tokens"
+                where = f"in {passes:g} epochs" + (f" after {done_tokens:,} tokens" if done_tokens else "")
             raise UserError(
                 f"the train split of {config.data_name} is too short: {where} {error}; lower {keys}, or allow more "
                 'passes over it with "epochs"'

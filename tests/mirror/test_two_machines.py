@@ -86,10 +86,22 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(first: InProcess) -> Non
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     third = add_machine(first.path.parent, "third")
     result = third.train_here()
-    assert f"{newest}/model.safetensors is damaged" in result.stderr
+    assert f"{newest} is damaged" in result.stderr
     assert f"{names(first.runs / 'r')[-1]} is from the mirror" in result.stdout
     assert (weights.parent / "meta-aside.json").exists(), "no machine continues from it any more"
     assert metrics(third.runs / "r")[-1]["global_step"] == STEPS - 1
+
+
+@pytest.mark.parametrize("file", ["meta.json", "model.safetensors"])
+def test_with_nothing_but_damaged_checkpoints_no_new_run_begins(first: InProcess, file: str) -> None:
+    for name in names(remote(first)):
+        (remote(first) / "checkpoints" / name / file).write_bytes(b"[]")
+    second = add_machine(first.path.parent, "second")
+    line = second.train_here(expect=2).stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "--restart" in line
+    second.train_here("r", "--restart")
+    assert metrics(second.runs / "r")[-1]["global_step"] == STEPS - 1
 
 
 def test_an_interrupted_download_resumes(first: InProcess) -> None:

@@ -22,6 +22,8 @@ def check_tokenizer(name: str | None) -> str | None:
     """Check `name`, the value of --tokenizer. If `name` is the path of a tokenizer file, return the file's SHA-256. If
     `name` is an encoding of tiktoken, or None, return None. Raises UserError if `name` is anything else, or if the
     tokenizer file cannot be used."""
+    if name is not None and Path(name, "tokenizer.json").is_file():
+        raise UserError(f"--tokenizer {name}: a folder; give its file {Path(name, 'tokenizer.json')}")
     if name is not None and Path(name).is_file():
         load_tokenizer(Path(name))
         return sha256(Path(name))
