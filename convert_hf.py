@@ -115,16 +115,16 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
     from gpt import load_model
     from harness.common.device import only_device
-    from harness.evaluation.loss import HeldOutText
+    from harness.evaluation.loss import held_out_texts
     from harness.hf.export import export_model
     from harness.hf.publish import ModelFacts, model_card, upload_model
 
     model = load_model(files.config, files.weights, torch.device("cpu"))
-    test = None
+    tests = []
     if options["datasets_dir"]:
-        text = HeldOutText.choose(files, options["datasets_dir"])
-        test = text.measure(model.to(only_device()), "auto")
-    facts = ModelFacts(name, files, test, options["license_"])
+        texts = held_out_texts(files, options["datasets_dir"])
+        tests = [text.measure(model.to(only_device()), "auto") for text in texts]
+    facts = ModelFacts(name, files, tests, options["license_"])
     if options["card"]:
         click.echo(model_card(facts), nl=False)
         return
@@ -132,7 +132,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
         exported = Path(folder) / "model"
         export_model(model, files, exported, options["dtype"])
         click.echo(f"Uploaded to {upload_model(exported, facts, public=options['public'])}")
-    if test is None:
+    if not tests:
         click.echo("The card has no test loss; --datasets-dir DIR measures it")
 
 

@@ -46,7 +46,8 @@ def main(
     precision: str,
     **options: Any,
 ) -> None:
-    """Print the mean loss of models on a dataset in DATASETS_DIR. RUN names the best checkpoint of a run, and a pattern
+    """Print the mean loss of models on a dataset in DATASETS_DIR, or on each dataset of the mixture that a model was
+    trained on. RUN names the best checkpoint of a run, and a pattern
     like 'lr-*' names the best checkpoint of each run that matches. RUN:CHECKPOINT names any checkpoint of a run (a
     folder's name, `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
@@ -61,7 +62,7 @@ def main(
         raise UserError("no model: give RUN[:CHECKPOINT], or MODEL_JSON WEIGHTS")
     from gpt import load_model
     from harness.common.device import only_device
-    from harness.evaluation.loss import HeldOutText, TestLoss, loss_lines
+    from harness.evaluation.loss import TestLoss, held_out_texts, loss_lines
     from harness.model.precision import Precision
     from harness.model.tensor_names import check_weights_file
 
@@ -69,12 +70,13 @@ def main(
     Precision.resolve(precision, device, place="--precision")
     for model in named:
         check_weights_file(model.weights, model.config)
-    texts = [HeldOutText.choose(model, datasets_dir, **options) for model in named]
-    measured: dict[tuple[str, str], TestLoss] = {}  # a model that was named in two ways is measured once
-    for model, text in zip(named, texts, strict=True):
+    texts = [(model, held_out_texts(model, datasets_dir, **options)) for model in named]
+    measured: dict[tuple[str, str], list[TestLoss]] = {}  # a model that was named in two ways is measured once
+    for model, of_model in texts:
         if model.identity not in measured:
-            measured[model.identity] = text.measure(load_model(model.config, model.weights, device), precision)
-    for line in loss_lines([(model, measured[model.identity]) for model in named]):
+            loaded = load_model(model.config, model.weights, device)
+            measured[model.identity] = [text.measure(loaded, precision) for text in of_model]
+    for line in loss_lines([(model, test) for model in named for test in measured[model.identity]]):
         click.echo(line)
 
 

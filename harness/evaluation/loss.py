@@ -143,8 +143,6 @@ class HeldOutText:
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         name = dataset or model.dataset or (NOTEBOOK_DATASET if tokenizer == "gpt2" else None)
-        if name and " + " in name:
-            raise UserError(f"{weights.parent}: the model was trained on {name}; choose one of them with --dataset")
         if name is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
@@ -241,6 +239,15 @@ class HeldOutText:
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None
 
 
+def held_out_texts(
+    model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
+) -> list[HeldOutText]:
+    """Return the text of `dataset` for testing a model, or of each dataset that the model was trained on. The `options`
+    and errors are those of `HeldOutText.choose`."""
+    names = [dataset] if dataset else (model.dataset or "").split(" + ")
+    return [HeldOutText.choose(model, datasets_dir, dataset=name or None, **options) for name in names]
+
+
 def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
     """Return True if each token id stands for the same bytes in both tokenizers ("gpt2", or a tokenizer's file). Also
     return True if one of them is GPT-2's and its vocabulary is not on this machine."""
@@ -262,18 +269,20 @@ def _number_of_batches(count: int) -> str:
 def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
     """Yield the lines of a report, of at most 80 columns.
 
-    A single model's report has its loss and, if known, its bits per byte. For several models, there is one table for
-    each text and precision, with the lowest loss first. A description of the text and precision follows the losses.
-    Several tables are followed by a remark that losses of different tables are not comparable.
+    A single model's report has its loss on each text and, if known, its bits per byte. For several models, there is one
+    table for each text and precision, with the lowest loss first. A description of the text and precision follows the
+    losses. Several tables are followed by a remark that losses of different tables are not comparable.
     """
-    if len(measured) == 1:
-        test = measured[0][1]
-        lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
-        if test.bits_per_byte is not None:
-            about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
-            lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
-        for line in [*lines, f"Measured on {test.description}", _trained_on(test)]:
-            yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
+    if len({model.label for model, _ in measured}) == 1:
+        for number, (_, test) in enumerate(measured):
+            lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
+            if test.bits_per_byte is not None:
+                about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
+                lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
+            if number:
+                yield ""
+            for line in [*lines, f"Measured on {test.description}", _trained_on(test)]:
+                yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
         return
     groups: dict[object, list[tuple[TrainedModel, TestLoss]]] = {}
     for model, test in measured:

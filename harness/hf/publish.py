@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class ModelFacts:
 
     name: str  # owner/name
     files: TrainedModel
-    test: TestLoss | None = None
+    tests: Sequence[TestLoss] = ()
     license: str | None = None
 
     @property
@@ -121,18 +121,17 @@ def model_card(facts: ModelFacts) -> str:
 
 
 def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
-    results = None
-    if facts.test:
-        text = facts.test.text
-        result = EvalResult(
+    results = [
+        EvalResult(
             task_type="text-generation",
-            dataset_type=text.dataset,
-            dataset_name=f"{text.dataset}, {text.split}",
+            dataset_type=test.text.dataset,
+            dataset_name=f"{test.text.dataset}, {test.text.split}",
             metric_type="loss",
             metric_name="loss (nats per token)",
-            metric_value=round(facts.test.loss, 4),
+            metric_value=round(test.loss, 4),
         )
-        results = [result]
+        for test in facts.tests
+    ]
     names = [name for name in (facts.dataset or "").split(" + ") if name and not name.startswith("builtin/")]
     return ModelCardData(
         library_name="transformers",
@@ -141,7 +140,7 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
         datasets=names or None,
         tags=[model_type, "ddp-pretrain"],
         model_name=facts.name if results else None,
-        eval_results=results,
+        eval_results=results or None,
     )
 
 
@@ -165,11 +164,11 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
         validated_on = f"{_code(facts.dataset)}, validation split{where}, at the last validation"
     yield "training", facts.number("train_loss"), trained_on
     yield "validation", facts.number("val_loss"), validated_on
-    if facts.test:
-        on = f"{_code(facts.test.text.dataset)}, {facts.test.text.split} split"
-        yield "test", facts.test.loss, on
-        about = "" if facts.test.is_exact else " (approximate)"
-        yield f"test, bits per byte of text{about}", facts.test.bits_per_byte, on
+    for test in facts.tests:
+        on = f"{_code(test.text.dataset)}, {test.text.split} split"
+        yield "test", test.loss, on
+        about = "" if test.is_exact else " (approximate)"
+        yield f"test, bits per byte of text{about}", test.bits_per_byte, on
 
 
 def _count(value: Any) -> int | None:

@@ -122,9 +122,13 @@ def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
 
 
 def test_other_commands_take_a_run_on_a_mixture(shop: InProcess, mixed: Path) -> None:
-    result = shop.command("test_loss.py", str(shop.datasets), "mixed", "--runs-dir", str(shop.runs))
-    assert "trained on local/first + local/second; choose one of them with --dataset" in result.stderr
-    shop.script("test_loss.py", str(shop.datasets), "mixed", "--runs-dir", str(shop.runs), "--dataset", NAMES[1])
+    where = (str(shop.datasets), "mixed", "--runs-dir", str(shop.runs))
+    both = shop.script("test_loss.py", *where).stdout.split("\n\n")
+    alone = [shop.script("test_loss.py", *where, "--dataset", name).stdout for name in NAMES]
+    assert [each.strip() for each in both] == [each.strip() for each in alone]
+    publishing = ("publish", "mixed", "me/mixed", "--card", "--datasets-dir", str(shop.datasets))
+    card = shop.script("convert_hf.py", *publishing, "--runs-dir", str(shop.runs)).stdout
+    assert all(f"`{name}`, test split" in card for name in NAMES)
     for name, change in (("again", "random_seed=7"), ("faster", "learning_rate=0.01")):
         shop.script("derive_run.py", "mixed", name, "--set", change, "--runs-dir", str(shop.runs))
         shop.train_here(name)
