@@ -244,8 +244,8 @@ def held_out_texts(
 ) -> list[HeldOutText]:
     """Return the text of `dataset` for testing a model, or of each dataset that the model was trained on. The `options`
     and errors are those of `HeldOutText.choose`."""
-    names = [dataset] if dataset else (model.dataset or "").split(" + ")
-    return [HeldOutText.choose(model, datasets_dir, dataset=name or None, **options) for name in names]
+    names: list[str | None] = [dataset] if dataset else [*model.datasets] or [None]
+    return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 
 
 def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:

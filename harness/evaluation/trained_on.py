@@ -44,7 +44,7 @@ def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
     another one than the model was trained on."""
     recorded = _dict(model.meta, "dataset")
     found = []
-    for name in model.dataset.split(" + ") if model.dataset else []:
+    for name in model.datasets:
         file = Dataset.open(datasets_dir, name).split("train")
         source = _dict(_dict(recorded, "sources"), name) or recorded
         digest = _dict(source, "train").get("sha256")

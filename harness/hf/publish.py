@@ -57,13 +57,6 @@ class ModelFacts:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return value if is_number else None
 
-    @property
-    def dataset(self) -> str | None:
-        """Name of the training data that meta.json records, or None."""
-        dataset = self.files.meta.get("dataset")
-        name = dataset.get("name") if isinstance(dataset, dict) else None
-        return name if isinstance(name, str) else None
-
 
 def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     """Upload the folder `exported`, the model card and the files of the run that trained the model (settings, metrics,
@@ -132,7 +125,7 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
         )
         for test in facts.tests
     ]
-    names = [name for name in (facts.dataset or "").split(" + ") if name and not name.startswith("builtin/")]
+    names = [name for name in facts.files.datasets if not name.startswith("builtin/")]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -148,20 +141,20 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     """Yield the name and value of each loss, and a description of the tokens on which it was measured. The value is
     None if it was not recorded. The training loss in a checkpoint is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
-    if facts.dataset:
+    if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
         start, first, sequences, batches, rows = (_count(facts.train.get(key)) for key in keys)
         seen = _count(facts.files.meta.get("tokens_seen"))
         where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
         if facts.train.get("shuffle") or facts.train.get("epochs"):
             where = f" of {seen:,} tokens" if seen else ""
-        trained_on = f"{_code(facts.dataset)}, train split, the last steps{where}"
+        trained_on = f"{_code(facts.files.dataset)}, train split, the last steps{where}"
         where = ""
         if batches and rows:
             sequences = batches * rows
         if first is not None and sequences:
             where = f", tokens {first:,} to {first + sequences * facts.files.config.context_length:,}"
-        validated_on = f"{_code(facts.dataset)}, validation split{where}, at the last validation"
+        validated_on = f"{_code(facts.files.dataset)}, validation split{where}, at the last validation"
     yield "training", facts.number("train_loss"), trained_on
     yield "validation", facts.number("val_loss"), validated_on
     for test in facts.tests:
@@ -181,8 +174,8 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table on training: a name and a value as text. Facts that were not recorded have no
     row."""
     meta, run = facts.files.meta, facts.files.run
-    if facts.dataset:
-        yield "data", _code(facts.dataset)
+    if facts.files.dataset:
+        yield "data", _code(facts.files.dataset)
     if facts.number("tokens_seen"):
         yield "tokens", f"{meta['tokens_seen']:,}"
     if facts.number("global_step") is not None:

@@ -133,6 +133,11 @@ class TrainedModel:
         found = _place_in_run(self.weights)
         return load_train_config(found.run.train_json).data_name if found and found.run.train_json.is_file() else None
 
+    @property
+    def datasets(self) -> list[str]:
+        """Names of the datasets that the model was trained on: several for a mixture, none if that is not known."""
+        return self.dataset.split(" + ") if self.dataset else []
+
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
     """Return the one model that a command line names. Raises UserError as `find_models` does, and also if the command
