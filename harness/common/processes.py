@@ -90,6 +90,21 @@ def _stat(pid: int) -> list[str]:
     return []
 
 
+def end_with_parent() -> None:
+    """Start a thread that ends this process, which multiprocessing has started, when its parent process ends. Without
+    it the process would wait forever, because the processes of a pool keep each other's pipes open."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait_for_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
 # The launcher -----------------------------------------------------------------------------------------------------
 
 

@@ -272,7 +272,7 @@ def _unfinished_state(
 ) -> State:
     """Return the state of a run without a summary, or with an outdated one (`is_outdated`). A summary is outdated if
     model.json or train.json asks for another model shape or training budget than the summary records."""
-    held = is_held(run.path / ".lock")
+    held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
     word: StateWord = "going on" if held else "diverged" if meta and meta.has_diverged else "stopped"

@@ -17,6 +17,7 @@ DEPTH = "Replaces n_layers, n_heads and emb_dim: this number of layers, and the 
 # Far larger than any model that was ever trained, yet small enough that a lack of memory or disk space is noticed
 # quickly. Without a limit, a typing error would make the program build layers for hours.
 LARGEST_PARAMETERS = 10**13
+WEIGHT_BYTES = 4  # of a weight in fp32
 LARGEST_LAYERS = 10_000
 LARGEST_LISTED = 64  # the largest n_kv_heads that an error message suggests
 SIZES = (  # the keys that the error for too many parameters names

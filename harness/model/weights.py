@@ -16,12 +16,11 @@ from harness.common.errors import UserError
 from harness.common.files import refuse_special, umask
 from harness.common.memory import free_memory
 from harness.common.messages import GIB, REASON_CHARACTERS
-from harness.model.config import ModelConfig
+from harness.model.config import WEIGHT_BYTES, ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
-WEIGHT_BYTES = 4  # of an fp32 weight; every model is first created on the CPU
 
 
 def check_memory(config: ModelConfig) -> None:

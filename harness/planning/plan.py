@@ -17,7 +17,7 @@ from harness.data.dataset import did_you_mean, is_present
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.data.order import WindowOrder
 from harness.data.training_data import TrainingData
-from harness.model.config import ModelConfig
+from harness.model.config import WEIGHT_BYTES, ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
@@ -35,7 +35,6 @@ from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
 
 PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products is smaller than that
-WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
 

@@ -78,6 +78,7 @@ class RunDirectory:
         self.machine_check = path / "machine-check.json"  # the speed that check_machine.py has measured
         self.compile_cache = path / "compile-cache"  # compiled code, which --restart leaves where it is
         self.aside = path / "aside"  # folders of old results
+        self.lock_file = path / ".lock"
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
@@ -187,4 +188,4 @@ class RunDirectory:
     def lock(self) -> RunLock:
         """Lock this run for this process, and return the lock, which is held until the process ends. Raises UserError
         if another process has the lock."""
-        return RunLock.take(self.path / ".lock", "trained")
+        return RunLock.take(self.lock_file, "trained")

@@ -69,7 +69,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     pipe.flush()
 
     def end(status: int) -> None:
-        release(run.path / ".lock")  # for the last upload
+        release(run.lock_file)  # for the last upload
         with suppress(OSError):  # the watcher was killed
             pipe.write(str(status).encode())
             pipe.close()
@@ -90,7 +90,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     job = json.loads(sys.stdin.readline())
     run, is_begun = RunDirectory(Path(job["run"])), False
-    lock = run.path / ".lock"
+    lock = run.lock_file
 
     def is_of_this_command() -> bool:
         """True if rank 0 took the run's lock, and no later process did. Otherwise another command trains the run, or

@@ -260,7 +260,7 @@ class SweepRunner:
         """
         downloading = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}
         for run in self.waiting:
-            if is_held(run.directory.path / ".lock"):  # None, which is neither held nor free, if on another machine
+            if is_held(run.directory.lock_file):  # None, which is neither held nor free, if on another machine
                 if run.name not in self._said_waiting:
                     self._said_waiting.add(run.name)
                     say(f"{run.name}: is being trained by another process; waiting for it")

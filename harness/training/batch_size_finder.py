@@ -17,13 +17,11 @@ import os
 import re
 import statistics
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import click
@@ -40,6 +38,7 @@ from harness.common.memory import (
     release_memory,
 )
 from harness.common.messages import GIB
+from harness.common.processes import end_with_parent
 from harness.data.loader import Microbatch
 from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
@@ -276,7 +275,7 @@ class MicrobatchSearcher:
 
         def answer() -> None:
             """Run `_try`, and send its result or its error to the parent process."""
-            threading.Thread(target=end_with_parent, daemon=True).start()
+            end_with_parent()
             silence = os.open(os.devnull, os.O_WRONLY)  # hides what libraries print when memory runs out
             for stream in (1, 2):
                 os.dup2(silence, stream)
@@ -287,13 +286,6 @@ class MicrobatchSearcher:
                 sender.send(error)
             except Exception:
                 sender.send(RuntimeError(traceback.format_exc()))
-
-        def end_with_parent() -> None:
-            """Wait until the parent process has ended, then end this one."""
-            parent = multiprocessing.parent_process()
-            assert parent is not None
-            wait([parent.sentinel])
-            os._exit(1)
 
         child = context.Process(target=answer, daemon=True)
         child.start()

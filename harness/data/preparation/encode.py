@@ -13,7 +13,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.common.errors import STOPPING_SIGNALS, RunError, UserError
+from harness.common.processes import end_with_parent
 from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -226,18 +226,9 @@ def encoder_processes(count: int) -> Iterator[Executor]:
 
 
 def _initialize_process() -> None:
-    """Initialize a new process: start a thread that ends the process when its parent ends. Without this thread, a
-    process would wait forever after its parent is killed, because all processes of the pool keep the pool's pipes
-    open."""
-
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
+    """Initialize a new process of the pool."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 @contextmanager
