@@ -254,7 +254,7 @@ class Experiment:
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
         """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run. `layout`
-        is what the method `layout` returns."""
+        is the batch layout of this process's world (see the method of this name)."""
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:

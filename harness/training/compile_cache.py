@@ -73,7 +73,7 @@ class CompileCache:
 
     def load(self) -> None:
         """Give the files' contents to torch, up to the first file that is missing or damaged or has no signature of
-        this user. What it would have held is compiled, as without it."""
+        this user. Torch compiles the graphs of the files left out, as it does without a cache."""
         with suppress(Exception):  # whatever is wrong with a file, this run can do without it
             while self.parts < MOST_PARTS:
                 content = self.path.read_bytes()
