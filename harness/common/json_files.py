@@ -115,7 +115,9 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "model_type":  # pydantic's message would name our class
         message = "must be an object, { ... }"
     none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
-    return f"key {key}: {message}{none}, not {quoted(fault['input'])}"
+    field = kind.model_fields.get(parts[0])
+    value = f", not {quoted(fault['input'])}" if field is None or field.repr else ""  # without repr, it is a secret
+    return f"key {key}: {message}{none}{value}"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, retried
 from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, owner_of
-from harness.mirror.start import check_same_experiment
+from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
 from harness.planning.experiment import Experiment
@@ -52,6 +52,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     mirror = open_mirror(url, name, writes=False)
     files = _files_of(mirror)
     run = RunDirectory(runs_dir / name)
+    refuse_own_folder(url, run)
     if (run.path / "model.json").exists() and run.train_json.exists():
         experiment = Experiment.load(run, Path("datasets"))
         retried(mirror, lambda: check_same_experiment(experiment, mirror))
@@ -113,6 +114,7 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the name of the run's
     folder there. Raises UserError if another machine trains the run, or if the mirror holds another experiment or a
     later checkpoint; otherwise the errors of the store."""
+    refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
     mirror = open_mirror(url, run.path.name)
     check_same_experiment(Experiment.load(run, Path("datasets")), mirror)

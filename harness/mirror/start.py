@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from harness.common.errors import UserError
 from harness.common.json_files import strict_json
 from harness.common.options import TrainOptions
@@ -12,12 +14,27 @@ from harness.model.config import ModelConfig
 from harness.planning.experiment import FIXED_KEYS, Experiment, check_continuable, first_difference
 from harness.planning.plan import InMirror
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
+from harness.runs.directory import RunDirectory
 
 
 def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
-    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none."""
-    url = options.mirror or experiment.config.mirror
-    return None if url == "none" else url
+    """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError if the
+    mirror is the run's own folder, or if --wait or --take-over is given without a mirror."""
+    url = experiment.config.mirror if options.mirror is None else options.mirror
+    if url is None or url == "none":
+        if options.wait or options.take_over:
+            option = "--wait" if options.wait else "--take-over"
+            raise UserError(f"{option} belongs with a mirror; give --mirror URL, or the key in train.json")
+        return None
+    refuse_own_folder(url, experiment.run)
+    return url
+
+
+def refuse_own_folder(url: str, run: RunDirectory) -> None:
+    """Raise UserError if the mirror's folder of a run is the run's own folder or lies in it."""
+    folder = Path(url.removeprefix("file://")) / run.path.name
+    if url.startswith("file://") and folder.resolve().is_relative_to(run.path.resolve()):
+        raise UserError(f"mirror {url}: is the folder of the run itself, which is lost with the machine; give another")
 
 
 def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:

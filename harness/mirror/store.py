@@ -236,8 +236,9 @@ def check_url(url: str) -> str:
 
 
 def printable_url(url: str) -> str:
-    """Return a URL without user, password and query."""
-    return USER_IN_URL.sub(r"\1", re.sub(r"\?.*", "?…", url))
+    """Return a URL, or text that is no URL, without user, password, query and fragment."""
+    url = re.sub(r"[?#].*", "?…", url)
+    return USER_IN_URL.sub(r"\1", url) if "://" in url else url.rpartition("@")[2]
 
 
 def reason_of(error: BaseException) -> str:

@@ -265,6 +265,7 @@ class TrainConfig(RunFile):
     )
     mirror: Annotated[Text | None, Affects.NOTHING] = Field(
         default=None,
+        repr=False,
         description="Copy checkpoints and results in the background to URL/RUN, and continue from there on a new "
         "machine: hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://.",
     )
@@ -298,10 +299,17 @@ class TrainConfig(RunFile):
     )
     # Excluded from all files that record train.json, because both can hold secrets.
     on_end: Annotated[list[Text] | None, Affects.NOTHING] = Field(
-        default=None, min_length=1, exclude=True, description="Command to run once when training has ended."
+        default=None,
+        min_length=1,
+        exclude=True,
+        repr=False,
+        description="Command to run once when training has ended.",
     )
     notify: Annotated[str | None, Affects.NOTHING] = Field(
-        default=None, exclude=True, description="URL that gets the start, the end or the failure of training as JSON."
+        default=None,
+        exclude=True,
+        repr=False,
+        description="URL that gets the start, the end or the failure of training as JSON.",
     )
     benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Global steps between benchmarks."

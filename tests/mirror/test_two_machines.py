@@ -170,9 +170,13 @@ def test_another_experiment_is_refused(first: InProcess) -> None:
         ("file:///proc/nowhere", "cannot be written"),
         ("file:///a/../b", "must be a plain address"),
         ("file://tmp/store", "must be an absolute path, as in file:///mnt/disk/runs"),
+        ("me:secret@host/x", "unknown scheme"),
+        ("s3:/key:secret@host/x", "unknown scheme"),
+        ("s3://bucket/x#secret", "must be a plain address"),
+        (["s3://key:secret@bucket"], "valid string"),
     ],
 )
-def test_a_wrong_url_is_one_line_before_anything_is_trained(shop: InProcess, url: str, said: str) -> None:
+def test_a_wrong_url_is_one_line_before_anything_is_trained(shop: InProcess, url: Any, said: str) -> None:
     machine = InProcess(shop.path)
     run = machine.add_run(mirror=url)
     result = machine.attempt()
@@ -182,7 +186,26 @@ def test_a_wrong_url_is_one_line_before_anything_is_trained(shop: InProcess, url
     assert said in line
     assert "secret" not in line
     assert not (run / "metrics.jsonl").exists()
-    assert machine.attempt("--mirror", "none", "--plan").status == 0
+    if isinstance(url, str):
+        assert machine.attempt("--mirror", "none", "--plan").status == 0
+
+
+def test_what_is_no_mirror_is_refused(shop: InProcess) -> None:
+    run = InProcess(shop.path).add_run(mirror=f"file://{shop.runs}")
+    for options, said in (
+        ([], "is the folder of the run itself"),
+        (["--mirror", run.as_uri()], "is the folder of the run itself"),
+        (["--mirror", ""], "unknown scheme"),
+        (["--mirror", "none", "--take-over"], "--take-over belongs with a mirror"),
+        (["--mirror", "none", "--wait"], "--wait belongs with a mirror"),
+    ):
+        result = shop.attempt(*options)
+        assert result.status == 2
+        assert said in result.stderr
+        assert not (run / "metrics.jsonl").exists()
+    for words in (["push", "r", f"file://{shop.runs}"], ["fetch", f"file://{shop.runs}", "r"]):
+        result = shop.command("mirror.py", *words, "--runs-dir", str(shop.runs))
+        assert "is the folder of the run itself" in result.stderr
 
 
 def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InProcess) -> None:
