@@ -21,7 +21,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.common.errors import CEILING, DIVERGED, EXIT, STATUSES, STOPPING_SIGNALS, UserError
+from harness.common.errors import (
+    CEILING,
+    DIVERGED,
+    EXIT,
+    STATUSES,
+    STOPPING_SIGNALS,
+    TELLING_SECONDS,
+    UserError,
+    printable,
+)
 from harness.common.lock import is_held, last_owner, release
 from harness.common.messages import quoted
 from harness.common.processes import has_ended, launcher_name, started_by_torchrun
@@ -116,9 +125,22 @@ def main() -> None:
     if not job["on_end"]:
         return
     if job["mirror"] and (fault := send_rest(run, job["mirror"])):
-        print(f"warning: before on_end, not everything was sent: {fault}", file=sys.stderr, flush=True)
+        warn(f"before on_end, not everything was sent: {fault}")
     if fault := run_on_end(job["on_end"], run, state):
-        print(f"warning: on_end {fault}; if it ends the rental, do that by hand", file=sys.stderr, flush=True)
+        warn(f"on_end {fault}; if it ends the rental, do that by hand")
+
+
+def warn(text: str) -> None:
+    """Print a warning on standard error. Returns even if nobody can read it (full disk, closed or paused terminal),
+    because the command that ends the rental must run all the same."""
+
+    def write() -> None:
+        with suppress(OSError):
+            print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    writing.join(TELLING_SECONDS)
 
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
@@ -129,7 +151,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits
 
     progress = None
-    with suppress(UserError):
+    with suppress(UserError, OSError):
         progress = read_progress(run.metrics)
     step = progress.global_step if progress else None
     message = f"{run.path.name}: {state}" + ("" if step is None else f", last report at global step {step:,}")
@@ -149,7 +171,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     thread.start()
     thread.join(NOTIFY_SECONDS)
     for fault in faults:
-        print(f"warning: notify: {event} was not received: {fault}", file=sys.stderr, flush=True)
+        warn(f"notify: {event} was not received: {fault}")
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:

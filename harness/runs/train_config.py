@@ -344,6 +344,8 @@ class TrainConfig(RunFile):
         _check_schedule(self)
         _check_optimizer_and_precision(self)
         _check_intervals(self)
+        if any("\0" in word for word in self.on_end or []):
+            raise ValueError('key "on_end": has a NUL character, which no program can be given')
         if isinstance(self.dataset, list) and len(self.dataset_weights) < len(self.dataset):
             raise ValueError('key "dataset": names a dataset twice; add up its weights')
         if self.data_seed is not None and not self.shuffle:

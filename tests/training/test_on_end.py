@@ -122,6 +122,27 @@ def test_what_a_failed_run_has_not_sent_is_sent(shop: Workshop, tmp_path: Path) 
     assert sent == {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")}
 
 
+@pytest.mark.parametrize("error_output", ["os.open('/dev/full', os.O_WRONLY)", "full_pipe()"])
+def test_it_runs_if_standard_error_cannot_be_written(shop: Workshop, error_output: str) -> None:
+    """The log is on a full disk, or the terminal is paused."""
+    run = shop.add_run("unread", **SHORT, notify="http://127.0.0.1:9/")
+    prelude = f"""import os
+def full_pipe():
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    os.set_blocking(writer, False)
+    try:
+        while os.write(writer, b"x" * 4096):
+            pass
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+        return writer
+os.dup2({error_output}, 2)
+"""
+    shop.train("unread", "--restart", ranks=1, prelude=prelude)
+    assert endings(run)[-1:] == ["finished unread"]
+
+
 def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
     run = shop.add_run("wrong", **SHORT | {"on_end": ["false"]})
     done = shop.train("wrong")
