@@ -1,8 +1,8 @@
 """Noise in measured losses, and estimates of differences with their uncertainty.
 
 There are two kinds of noise. Text noise comes from the choice of the text that a loss is measured on, and is estimated
-from the losses of the text's windows (its sequences of context length). Training noise comes from the random seed, and
-is estimated from runs that differ in `random_seed` alone (all of them read the data in the same order).
+from the losses of the text's windows (its sequences of context length). Training noise comes from the seeds of the
+initial weights, the order of the data and dropout, and is estimated from runs that differ only in their seeds.
 """
 
 from __future__ import annotations

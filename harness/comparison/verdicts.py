@@ -30,7 +30,7 @@ Word = Literal["better", "worse", "inconclusive"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One run, or several runs that differ in `random_seed` alone. `losses` has the loss of each run in nats per token.
+    """One run, or several runs that differ only in their seeds. `losses` has the loss of each run in nats per token.
     All arms of a comparison are measured on the same text. `windows` has an array for each run: the loss of each window
     (sequence of context length) of the text, [windows]. It is None if these losses are missing for a run. `names` has
     the names of the runs, if they are known; only messages use them."""
