@@ -13,7 +13,7 @@ relative to this script's folder.
 
   --processes N         ranks, one for each GPU  [default: all GPUs, or 1]
   --mirror URL          keep a copy of the run at URL, and continue from it on a
-                        new machine  [default: train.json's]
+                        new machine; none: without  [default: train.json's]
   --fit                 first find the largest microbatch that fits, and put it
                         into train.json
   --publish OWNER/NAME  upload the model to the Hugging Face Hub
@@ -51,7 +51,8 @@ run="${words[0]}" datasets="${words[1]:-datasets}"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 runs="${RUNS_DIR:-runs}" here="${RUNS_DIR:-runs}/$run"
 [ -f "$here/train.json" ] || fail "$here: no such run; a run is a folder with model.json and train.json"
-[ -n "$mirror" ] || mirror="$(sed -n 's/.*"mirror": *"\([^"]*\)".*/\1/p' "$here/train.json")"
+[ -n "$mirror" ] || # by sed, because there may be no Python before setup
+    mirror="$(tr '\n' ' ' <"$here/train.json" | sed -n 's/.*"mirror"[[:space:]]*:[[:space:]]*"\([^"]*\)".*/\1/p')"
 case "$processes" in *[!0-9]* | 0*) fail "--processes $processes: must be a whole number from 1 on" ;; esac
 case "$skipped" in *,train,*) [ -z "$on_end" ] || fail "--on-end: runs after training, which is skipped; leave it out" ;; esac
 for part in ${skipped//,/ }; do
@@ -73,7 +74,10 @@ fi
 [ "${processes:-0}" != 0 ] || processes=1
 where=(--runs-dir "$runs")
 training=(uv run ddp_train.py "$run" "$datasets" --processes "$processes" "${where[@]}")
-if [ -n "$mirror" ]; then training+=(--mirror "$mirror" --wait); fi
+case "$mirror" in
+    none) training+=(--mirror none) mirror="" ;;
+    ?*) training+=(--mirror "$mirror" --wait) ;;
+esac
 
 # What an earlier machine has begun continues with the settings with which it began.
 is_begun=false

@@ -121,6 +121,17 @@ def test_a_mirror_that_cannot_be_read_changes_nothing(shop: Workshop) -> None:
     assert (shop.runs / "r" / "train.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("given", [[], ["--mirror", "none"]])
+def test_the_mirror_is_that_of_train_json_unless_given(shop: Workshop, given: list[str]) -> None:
+    settings, url = shop.runs / "r" / "train.json", f"file://{shop.path}/store"
+    settings.write_text(settings.read_text().replace("{", f'{{"mirror" :\n"{url}",', 1))
+    process = rent(shop, "r", str(shop.datasets), "--skip", "setup,check,train,test", *given)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    (plan,) = [line for line in (shop.path / "calls").read_text().splitlines() if "--plan" in line]
+    assert ("--mirror none" if given else f"--mirror {url} --wait") in plan
+
+
 @pytest.mark.slow
 def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
     """The script alone gets the signal."""
