@@ -24,10 +24,11 @@ FILES_FOR_SEVERAL_PROCESSES = 4
 # The slowest files, the slowest first. They start first, so that the other processes do not wait for one of them at the
 # end.
 LONGEST = (
-    *("nullcuda/compiled_steps", "nullcuda/steps", "training/microbatch_search", "faults/nodes", "faults/signals"),
-    *("faults/launcher", "commands/quickstart", "faults/saving_in_background", "faults/kills", "faults/ranks"),
-    *("faults/full_disks", "evaluation/benchmarks", "training/compilation", "bench/on_gpu", "data/builtin_dataset"),
-    *("faults/continuation", "sweeps/sweep_run"),
+    *("nullcuda/command", "nullcuda/compiled_steps", "nullcuda/steps", "nullcuda/compile_cache"),
+    *("commands/check_machine", "nullcuda/attention", "training/golden_runs", "commands/quickstart", "faults/signals"),
+    *("commands/rent", "faults/nodes", "faults/kills", "training/microbatch_search", "training/on_end", "faults/ranks"),
+    *("faults/saving_in_background", "faults/launcher", "data/interrupted_preparing", "faults/mirror"),
+    *("tests/architecture", "sweeps/sweep_run", "training/mixtures", "faults/full_disks", "evaluation/benchmarks"),
 )
 
 

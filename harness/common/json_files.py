@@ -115,7 +115,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "model_type":  # pydantic's message would name our class
         message = "must be an object, { ... }"
     none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
-    field = kind.model_fields.get(parts[0])
+    field = kind.model_fields.get("".join(parts[:1]))
     value = f", not {quoted(fault['input'])}" if field is None or field.repr else ""  # without repr, it is a secret
     return f"key {key}: {message}{none}{value}"
 

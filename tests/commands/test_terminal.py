@@ -116,7 +116,11 @@ def test_ctrl_c_ends_with_how_to_continue(tmp_path: Path, terminal: tuple[int, s
     assert "Traceback" not in "\n".join(lines)
     text = "\n".join(lines).replace("^C", "")  # without the terminal's own echo
     # The forked ranks loaded torch before its log level was set, so that it may print where a connection broke.
-    own = [line for line in text.rstrip().split("\n") if not re.match(r"frame #|\[W|Exception raised from", line)]
+    own = [
+        line
+        for line in text.rstrip().split("\n")
+        if not re.match(r"frame #|\[W|Exception raised from|<omitting python frames>", line)
+    ]
     last = next(line for line in reversed(own) if line.strip())
     assert last.startswith("stopped by SIGINT")
     assert "to continue, run the same command again" in last
