@@ -41,7 +41,7 @@ class Uploads:
     `keep_checkpoints`, and `start_step` the global step from which this process continues (-1: a new run).
 
     Without a mirror (None), the methods that training calls do nothing. All methods are called on rank 0's main thread,
-    except `notice`, which any thread may call.
+    except `send_now`, which any thread may call.
     """
 
     def __init__(
