@@ -53,7 +53,7 @@ ROOMS = {
     "harness.comparison": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"],
     "harness.sweeps": [
         *("harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"),
-        "harness.comparison",
+        *("harness.mirror", "harness.comparison"),
     ],
     "harness.scaling": ["harness.common", "harness.runs"],
     "harness.training": [

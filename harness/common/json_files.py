@@ -138,7 +138,7 @@ def read_json(path: Path) -> Any:
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
             refuse_special(path)
-        return strict_json(path.read_text(encoding="utf-8"))
+        return strict_json(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a mark of it
     except FileNotFoundError:
         fault = ": no such file"
     except OSError as error:

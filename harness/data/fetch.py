@@ -68,5 +68,5 @@ def _builder(name: str) -> Callable[[Path], None]:
     from harness.data.preparation.builtin import BUILTIN_DATASETS
 
     if name not in BUILTIN_DATASETS:
-        raise UserError(f'train.json: key "dataset": there is no {name}; choose from {", ".join(BUILTIN_DATASETS)}')
+        raise UserError(f'dataset "{name}": there is none of this name; choose from {", ".join(BUILTIN_DATASETS)}')
     return BUILTIN_DATASETS[name]

@@ -24,6 +24,7 @@ from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
 from harness.data.dataset import Dataset, check_dataset_name
 from harness.data.training_data import TrainingData, are_present
+from harness.mirror.store import check_url
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
 from harness.runs.budget import COUNTABLE
@@ -196,6 +197,8 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
     for dataset in configs[1].dataset_weights:
         check_dataset_name(dataset)
+    if configs[1].mirror not in (None, "none"):
+        check_url(configs[1].mirror)  # a secret in it must not be written into the new run's files
     before = base.settings
     differs = {
         key: {"base": before[key], "here": value}

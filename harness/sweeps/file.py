@@ -64,8 +64,10 @@ class Sweep(BaseModel):
     set: Settings = {}  # for all runs; entries of `together` can change these
     vary: dict[str, list[JsonValue]] = {}
     together: list[Settings] = []
-    max_hours: float | None = Field(default=None, gt=0)  # of `sweep_runs.py run`, for all runs together
-    max_dollars: float | None = Field(default=None, gt=0)
+    max_hours: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False
+    )  # of `sweep_runs.py run`, for all runs together
+    max_dollars: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -176,7 +176,7 @@ class SweepRunner:
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
-                f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
+                f'max_dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
                 'into the sweep\'s "set", and start the sweep again under another name'
             )
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
@@ -238,9 +238,9 @@ class SweepRunner:
         if self.signal:
             self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
-            self.stop_reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
+            self.stop_reason = f"max_dollars {amount_text(self.max_dollars)} are spent"
         elif time.monotonic() >= self.ends_at:
-            self.stop_reason = f"--max-hours {self.max_hours:g} have passed"
+            self.stop_reason = f"max_hours {self.max_hours:g} have passed"
         else:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
@@ -285,7 +285,7 @@ class SweepRunner:
             return None
         others = " and the runs under way" if self.attempts else ""
         said = f", and with {run.name}{others} the total would be ${amount_text(total)}" if wanted else ""
-        return f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
+        return f"max_dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the

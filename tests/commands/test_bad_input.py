@@ -362,7 +362,7 @@ def test_a_dataset_that_cannot_be_had(shop: Workshop) -> None:
     before = tree(shop.path)
     edit(shop, dataset="builtin/nothing")
     result = shop.attempt()
-    refused(result, '"dataset"', "no builtin/nothing", "builtin/python-stdlib")
+    refused(result, 'dataset "builtin/nothing"', "builtin/python-stdlib")
     edit(shop, dataset="nobody/nothing")
     refused(shop.attempt(), "nobody/nothing", "HF_HUB_OFFLINE", status=shop.attempt().status)
     edit(shop, dataset=DATASET)

@@ -101,7 +101,9 @@ def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, .
     shop.add_run(dataset="builtin/python-stdlb")
     result = quickly(shop, "r", *there, *options)
     assert result.status == 2
-    assert 'key "dataset": there is no builtin/python-stdlb; choose from builtin/python-stdlib' in result.stderr
+    assert (
+        'dataset "builtin/python-stdlb": there is none of this name; choose from builtin/python-stdlib' in result.stderr
+    )
 
 
 def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) -> None:

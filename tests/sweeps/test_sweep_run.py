@@ -222,11 +222,11 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
-    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 the total would be $170.00"
+    reason = "max_dollars 169.00: $20.00 are spent, and with s-seed2 the total would be $170.00"
     assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
     ended = run(shop, sweep, max_dollars=171.0)
-    assert ended.stop_reason == "--max-dollars 171.00: $70.00 are spent, and with s-seed3 the total would be $220.00"
+    assert ended.stop_reason == "max_dollars 171.00: $70.00 are spent, and with s-seed3 the total would be $220.00"
     assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
@@ -241,7 +241,7 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
     ended = run(shop, sweep, groups=3, max_dollars=151.0)
     assert {*states(sweep).items()} > {("seed1", "finished"), ("seed2", "finished"), ("tokens2560", "never trained")}
     said = "$0.00 are spent, and with s-tokens2560 and the runs under way the total would be $296.67"
-    assert ended.stop_reason == f"--max-dollars 151.00: {said}"
+    assert ended.stop_reason == f"max_dollars 151.00: {said}"
 
 
 def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
@@ -260,11 +260,11 @@ def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop
     log = shop.runs / "s-seed2" / "sweep.log"
     log.write_text(f"\n{start}, 1 of 4 groups\n")
     ended = run(shop, sweep, groups=2, max_dollars=15.0)
-    assert ended.stop_reason == "--max-dollars 15.00 are spent"
+    assert ended.stop_reason == "max_dollars 15.00 are spent"
     (shop.runs / "s-seed2" / "metrics.jsonl").touch()
     os.utime(log, (0, 0))
     ended = run(shop, sweep, groups=2, max_dollars=24.0)
-    assert ended.stop_reason == "--max-dollars 24.00 are spent", "it was trained anew without a sweep since"
+    assert ended.stop_reason == "max_dollars 24.00 are spent", "it was trained anew without a sweep since"
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
@@ -275,7 +275,7 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep, max_dollars=25.0)
-    assert ended.stop_reason == "--max-dollars 25.00 are spent"
+    assert ended.stop_reason == "max_dollars 25.00 are spent"
     assert ended.said[0] == "s-seed1: its cost is not known yet; the run is stopped when the budget is spent"
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
     assert run(shop, sweep, max_dollars=25.0).said == [], "nothing is begun"
@@ -296,7 +296,7 @@ def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     for groups, limit, names in ((1, 9.0, ["s-seed1"]), (2, 18.0, ["s-seed1", "s-seed2"])):
         began = time.monotonic()
         ended = run(shop, sweep, groups=groups, max_dollars=limit)
-        assert ended.stop_reason == f"--max-dollars {limit:.2f} are spent"
+        assert ended.stop_reason == f"max_dollars {limit:.2f} are spent"
         stopped = {line.split(" after")[0] for line in ended.said[-groups:]}  # in the order in which they ended
         assert stopped == {f"{name}: stopped" for name in names}
         assert limit <= ended.spent <= spent + 15 * (time.monotonic() - began), "not 20 dollars a second"
@@ -312,7 +312,7 @@ def test_hours_are_those_of_this_machine_and_of_earlier_commands(shop: Workshop)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     assert states(sweep) == {"seed1": "never trained", "seed2": "never trained"}
     ended = run(shop, sweep, max_hours=2.0 / 3600)
-    assert ended.stop_reason == "--max-hours 0.000555556 have passed"
+    assert ended.stop_reason == "max_hours 0.000555556 have passed"
     assert ended.said[-1].startswith("s-seed1: stopped after")
     for each in sweep.runs:
         each.directory.sweep_log.write_text(
@@ -327,14 +327,14 @@ def test_the_limits_of_the_file_hold_unless_the_command_gives_others(shop: Works
     shop.add_dataset()
     assert (sweep.max_dollars, sweep.max_hours) == (1e-9, 1e-9)
     refused = sweep_command(shop, "run", str(shop.datasets))
-    assert re.search(r"--max-(hours|dollars) .*(passed|spent)", refused.stdout + refused.stderr)
+    assert re.search(r"max_(hours|dollars) .*(passed|spent)", refused.stdout + refused.stderr)
     other = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "90000", "--max-hours", "9")
     assert other.status == 0, other
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
     shop.add_run("base")
-    with pytest.raises(UserError, match=r'--max-dollars: train\.json of s-seed1 has no "price_per_hour"'):
+    with pytest.raises(UserError, match=r'max_dollars: train\.json of s-seed1 has no "price_per_hour"'):
         run(shop, make(shop, vary={"random_seed": [1]}), max_dollars=5.0)
 
 
@@ -505,8 +505,8 @@ def test_a_real_run_that_reports_no_more_is_stopped_with_a_checkpoint(shop: Work
     words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets)]
     words += ["--runs-dir", str(shop.runs), "--max-dollars", "900"]
     done = finish([shop.fork(words, {}, FORK_PYTHONS + AFTER_THE_FIRST_REPORT)], expect=1, timeout=PATIENCE_SECONDS)
-    assert done.error_lines == ["error: 1 of 1 runs are left: --max-dollars 900.00 are spent"]
-    assert "--max-dollars 900.00 are spent: waiting for the checkpoints of s-seed1" in done.stdout.splitlines()
+    assert done.error_lines == ["error: 1 of 1 runs are left: max_dollars 900.00 are spent"]
+    assert "max_dollars 900.00 are spent: waiting for the checkpoints of s-seed1" in done.stdout.splitlines()
     stopped = re.search(r"stopped by SIGTERM after global step (\d+);", log_of(shop, "s-seed1"))
     assert stopped
     latest = shop.runs / "s-seed1" / "checkpoints" / "latest"
