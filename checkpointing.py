@@ -106,9 +106,9 @@ class Checkpointer:
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
         """Save a checkpoint of the last completed step. `planned` is true if the checkpoint was due by train.json, and
-        false if it is saved because of a signal. meta.json records `interrupted_evaluation` ("validation", "benchmarks"
-        or None), so that the resumed run repeats the evaluation that the signal interrupted and does the work that
-        follows it.
+        false if it is saved because of a request to stop. meta.json records `interrupted_evaluation` ("validation",
+        "benchmarks" or None), so that the resumed run repeats the evaluation that was interrupted and does the work
+        that follows it.
 
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
         running when this method returns. They run before the next step's work, and the writer waits for them. An error

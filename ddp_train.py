@@ -129,9 +129,9 @@ class Trainer:
 
     def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
         """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
-        of the other work. If a signal interrupted the evaluation "validation" or "benchmarks" of this step in an
-        earlier process, only that evaluation and the work after it are done. Raises RunStopped on every rank if the
-        training loss has diverged."""
+        of the other work. If the evaluation "validation" or "benchmarks" of this step was interrupted in an earlier
+        process, only that evaluation and the work after it are done. Raises RunStopped on every rank if the training
+        loss has diverged."""
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = position.due_after(step, config, interrupted_evaluation)
         if "report" in due:

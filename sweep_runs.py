@@ -94,8 +94,8 @@ def run_(
     max_hours: float | None,
     **machine: Any,
 ) -> None:
-    """Make the runs of SWEEP.json that are missing, and train those that are not finished: one run after the other, or
-    --groups at a time.
+    """Make the runs of SWEEP.json that are missing, and train those that are neither finished, diverged nor damaged:
+    one run after the other, or --groups at a time.
 
     If the sweep ends early, run the same command again to resume it. A run that fails does not stop the others. Ctrl-C
     stops all runs, each with a checkpoint. The output of a run is written to sweep.log in its folder.

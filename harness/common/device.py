@@ -15,7 +15,7 @@ from harness.common.processes import started_by_torchrun
 DEVICE_FILES = Path("/dev")
 # A GPU with less free memory than this has no room for CUDA itself and the communication buffers.
 LEAST_CUDA_BYTES = 2**30
-OTHER_TORCH = "`uv pip install --reinstall torch --torch-backend=auto`, then UV_NO_SYNC=1"
+OTHER_TORCH = "`uv pip install --reinstall torch --torch-backend=auto`, and UV_NO_SYNC=1 from then on"
 ON_THE_CPU = "put CUDA_VISIBLE_DEVICES= (empty) before the command to train on the CPU"
 
 

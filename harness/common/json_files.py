@@ -103,7 +103,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     """Return the text of one of pydantic's faults: its key, the reason and the value."""
     # Pydantic's location of a fault also contains the types that it tried for a union. These are no keys of the file.
     parts = [str(part) for part in fault["loc"]]
-    key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and not part.startswith("literal[")))
+    key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and "[" not in part))
     if fault["type"] == "extra_forbidden":
         is_nested = len(parts) > 1
         return f"key {key}: {'unknown; remove it' if is_nested else _explain_unknown(parts[0], kind)}"

@@ -1,5 +1,5 @@
-"""Locks on folders. A process that has taken a lock holds it until it ends. The system then frees the lock, even if the
-process was killed.
+"""Locks on folders. A process that has taken a lock holds it until it calls `release` or ends. At its end the system
+frees the lock, even if the process was killed.
 
 flock(2) decides who has the lock. The lock file also records the owner. The record is used in error messages, on file
 systems without locks, and to recognize a restarted worker. (The package filelock would replace only one call here, and
@@ -156,4 +156,4 @@ def is_held(path: Path) -> bool | None:
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: cannot be written, so the folder cannot be locked: {error.strerror}")
+    return RunError(f"{path}: the folder cannot be locked: {error.strerror}; make it writable, or copy it elsewhere")

@@ -95,8 +95,8 @@ def counted(number: int, unit: str) -> str:
 
 
 def document_count(documents: int) -> str:
-    """Return the number of documents that end in a split as text: "1,234 documents", "1 document", or "a part of a
-    document" for 0."""
+    """Return as text how many documents end in a split: "1,234 documents", "1 document", or "a part of a document" for
+    0."""
     return counted(documents, "document") if documents else "a part of a document"
 
 

@@ -140,12 +140,17 @@ class Dataset:
         """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
         folder's path. Reads meta.json, but no token file.
 
-        Raises UserError if the folder is missing, if meta.json is invalid, or if the folder lacks the tokenizer or one
-        of the files that meta.json lists.
+        Raises UserError if the folder is missing, if meta.json is invalid, or missing beside a tokenizer, or if the
+        folder lacks the tokenizer or one of the files that meta.json lists.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
         meta_path = folder / "meta.json"
+        if not meta_path.exists() and (folder / "tokenizer.json").exists():  # the tokens would be taken for GPT-2's
+            raise UserError(
+                f"{folder}: incomplete: there is a tokenizer.json, but no meta.json; put it back, or write one with "
+                '{"tokenizer": "tokenizer.json"}'
+            )
         raw = read_json_object(meta_path) if meta_path.exists() else {}
         meta = parse_config(DatasetMeta, raw, meta_path)
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:

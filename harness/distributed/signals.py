@@ -104,7 +104,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class SharedWork:
-    """An evaluation in numbered pieces, such as the microbatches of a validation, which a signal to stop interrupts. If
+    """An evaluation in numbered pieces, such as the microbatches of a validation. A request to stop interrupts it. If
     `shared` is true, rank r of N does the pieces r, r + N, r + 2 N and so on; otherwise rank 0 does all pieces. `place`
     names the evaluation for the watchdog, for RunStopped and for the checkpoint that follows it."""
 

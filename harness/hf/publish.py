@@ -77,14 +77,13 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     step = facts.files.meta.get("global_step")
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
 
-    def is_models(path: str) -> bool:
-        """Return True if readers would take a file with this path, left from an earlier upload, for a file of the new
-        model."""
+    def is_of_model(path: str) -> bool:
+        """Return True if a file with this path, left from an earlier upload, would be read as one of the new model."""
         weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
         is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)
         return is_read or path.startswith(f"{TRAINING}/") or path == CHART
 
-    return upload(work, files, message, public=public, is_replaced=is_models)
+    return upload(work, files, message, public=public, is_replaced=is_of_model)
 
 
 # The model card --------------------------------------------------------------------------------------------------

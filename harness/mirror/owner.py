@@ -2,7 +2,7 @@
 that machine lives, so that a second machine does not train the same run by mistake.
 
 A store without locks cannot promise more: two machines that start within the same few seconds may both find the folder
-free. Then the one whose owner.json was written first stops to send as soon as it sees the other's.
+free. Then the one whose owner.json was written first stops sending as soon as it sees the other's.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Mirror:
                 enable_progress_bars()
 
     def delete(self, *paths: str) -> None:
-        """Delete files, or folders with all that is in them. What is not there is left out."""
+        """Delete files, or folders with all that is in them. Paths that do not exist are ignored."""
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm(self._at(path), recursive=True)

@@ -101,8 +101,8 @@ class Plan:
         return steps[-1] // interval - (steps[0] - 1) // interval + (steps[-1] % interval != 0)
 
     def describe_passes(self) -> str | None:
-        """Return a text on how often and in what order the train split is read, or None if it is read at most once
-        and from front to back, or if the dataset is not on this machine."""
+        """Return a text on how often and in what order the train split is read, or None if train.json has no
+        key about that, or if the dataset is not on this machine."""
         config, order, length = self.config, self.order, self.layout.context_length
         is_plain = not config.shuffle and config.epochs is None and len(config.dataset_weights) == 1
         if order is None or self.position is None or is_plain:

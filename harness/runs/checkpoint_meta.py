@@ -166,8 +166,8 @@ class TrainState(Progress):
         return self.best_step == self.global_step
 
     def forget_best(self) -> None:
-        """Reset the best loss and the last validation loss. Called if the losses from now on are measured on another
-        text than the earlier ones, and cannot be compared with them."""
+        """Reset the best loss and the last validation loss. Called if later losses cannot be compared with the
+        earlier ones, because they are measured on another text or another program measured the earlier ones."""
         self.best_loss = self.best_step = self.val_loss = None
 
 
@@ -280,9 +280,9 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     global_step: Count
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
-    planned: bool = False  # True: saved at an interval of train.json; False: saved because of a signal
+    planned: bool = False  # True: saved at an interval of train.json; False: saved because of a request to stop
     # At most one of these is true; the code calls it `interrupted_evaluation`.
-    validation_due: bool = False  # a signal stopped the run before this step's validation was done
+    validation_due: bool = False  # the run was stopped before this step's validation was done
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase (see metrics.PHASES)
@@ -323,7 +323,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
 
     @property
     def interrupted_evaluation(self) -> str | None:
-        """Evaluation of the last step that a signal interrupted: "validation", "benchmarks" or None. A resumed run must
+        """Evaluation of the last step that was interrupted: "validation", "benchmarks" or None. A resumed run must
         repeat that evaluation and do the work that follows it."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 

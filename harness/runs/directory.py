@@ -186,6 +186,6 @@ class RunDirectory:
                 move(path, folder / path.name)
 
     def lock(self) -> RunLock:
-        """Lock this run for this process, and return the lock, which is held until the process ends. Raises UserError
-        if another process has the lock."""
+        """Lock this run for this process, and return the lock, which is held until `release` or the process's end.
+        Raises UserError if another process has the lock."""
         return RunLock.take(self.lock_file, "trained")

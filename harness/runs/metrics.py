@@ -72,7 +72,7 @@ class ValidationEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A checkpoint that was due by train.json's interval. A checkpoint saved because of a signal has no such event."""
+    """A checkpoint that was due by train.json's interval. A checkpoint saved because of a request to stop has none."""
 
     event: str = "checkpoint"
     is_best: bool = False

@@ -256,9 +256,9 @@ class ModelInRun(NamedTuple):
 
 
 def model_in_run(weights: Path) -> ModelInRun | None:
-    """Return the run and the checkpoint that this weights file belongs to, or None if it is neither the weights of a
-    checkpoint in a run's `checkpoints/` nor those of an imported model, which count as a checkpoint called IMPORTED.
-    Reads the whole file for its hash. Raises OSError if it cannot be read."""
+    """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
+    a checkpoint called IMPORTED. Return None if the file is in no run. Reads the whole file for its hash. Raises
+    OSError if it cannot be read."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None

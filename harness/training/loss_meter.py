@@ -1,5 +1,5 @@
-"""Mean training loss of the steps since the last report, over all ranks. It is summed up on the device, so that no
-step waits for it."""
+"""Mean training loss of the steps since the last report, over all ranks, and what is reported with it. Sums are kept on
+the device, so that no step waits for them."""
 
 from __future__ import annotations
 

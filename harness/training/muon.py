@@ -22,7 +22,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
-def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     """Orthogonalize each of G matrices X (MxN, M at most N): return an approximation of U·Vᵀ (GxMxN), where U·S·Vᵀ is
     the singular value decomposition of X. The result is computed and returned in `dtype`. A matrix of zeros stays zero.
 
@@ -176,7 +176,7 @@ class Muon:
                 flat = torch.where(is_kept, flat if clip_divisor is None else flat / clip_divisor, 0)
                 average = self._momenta[each].lerp_(flat, new_share)
                 nesterov.append(each.wide(flat.lerp_(average, momentum)))
-            updates_GxMxN = orthogonalise(torch.stack(nesterov), self._dtype or nesterov[0].dtype)
+            updates_GxMxN = orthogonalize(torch.stack(nesterov), self._dtype or nesterov[0].dtype)
             for each, update_MxN in zip(gradients, updates_GxMxN, strict=True):
                 weight_MxN = each.wide(each.shard().of(self._muons[each.name]))
                 weight_MxN *= shrinkage

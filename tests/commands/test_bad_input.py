@@ -370,6 +370,12 @@ def test_a_dataset_that_cannot_be_had(shop: Workshop) -> None:
     assert {name: after[name] for name in before if "train.json" not in name} == {
         name: value for name, value in before.items() if "train.json" not in name
     }
+    tokenizer, meta = (shop.datasets / DATASET / name for name in ("tokenizer.json", "meta.json"))
+    tokenizer.write_text("{}")
+    meta.rename(meta.with_suffix(".old"))
+    refused(shop.attempt(), "no meta.json", "tokenizer.json")  # its tokens would be taken for GPT-2's
+    meta.with_suffix(".old").rename(meta)
+    tokenizer.unlink()
 
 
 def test_a_checkpoint_of_something_else(trained: Workshop) -> None:

@@ -26,7 +26,7 @@ from harness.runs.throughput import peak_flops
 from harness.runs.train_config import TrainConfig
 from harness.training import muon as muon_module
 from harness.training.adamw import AdamW
-from harness.training.muon import Muon, orthogonalise
+from harness.training.muon import Muon, orthogonalize
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.isolation import SHIPPED_RUNS
@@ -125,7 +125,7 @@ def test_no_speed_is_estimated_where_launching_kernels_takes_longest() -> None:
 def test_newton_schulz_is_what_torch_counts(sides: tuple[int, int]) -> None:
     matrix = torch.randn(1, min(sides), max(sides))
     with FlopCounterMode(display=False) as counter:
-        orthogonalise(matrix, torch.float32)
+        orthogonalize(matrix, torch.float32)
     assert newton_schulz_flops(*sides) == counter.get_total_flops()
     bound = 6 * NEWTON_SCHULZ_STEPS * max(sides) * min(sides) ** 2  # of Muon's writeup; square matrices reach it
     assert newton_schulz_flops(*sides) <= bound

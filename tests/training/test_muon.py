@@ -16,7 +16,7 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
-from harness.training.muon import BATCH_ELEMENTS, Matrix, Muon, batches_of, orthogonalise
+from harness.training.muon import BATCH_ELEMENTS, Matrix, Muon, batches_of, orthogonalize
 from harness.training.step import OptimizerStep
 from tests.training.test_optimizer import CONFIG, TRAIN, fresh_model, update
 
@@ -25,7 +25,7 @@ RATES = {"muon_learning_rate": 0.02, "muon_weight_decay": 0.3, "muon_momentum": 
 
 
 class InFp64(TorchFunctionMode):
-    """Mode in which torch.optim.Muon orthogonalises in fp64 instead of rounding every matrix to bf16."""
+    """Mode in which torch.optim.Muon orthogonalizes in fp64 instead of rounding every matrix to bf16."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -47,7 +47,7 @@ def as_in_checkpoints(model: GPTModel, name: str, tensor: Tensor) -> list[Tensor
 
 class Reference:
     """torch.optim.Muon and torch.optim.AdamW for one model. Muon updates copies of the matrices that are split as in
-    checkpoints, so that query, key and value are orthogonalised separately."""
+    checkpoints, so that query, key and value are orthogonalized separately."""
 
     def __init__(self, model: GPTModel, config: TrainConfig) -> None:
         is_muons = lambda name, each: name.startswith("trf_blocks.") and each.dim() == 2  # noqa: E731
@@ -125,8 +125,8 @@ def test_muon_is_torchs_in_fp64(keys: dict[str, Any], momenta: Sequence[float | 
         assert config.clipping_max_norm or name in reference.muons or torch.equal(left, right), name
 
 
-def test_orthogonalised_in_bf16_a_step_is_torchs() -> None:
-    """With fp32 weights, `orthogonalise` and torch.optim.Muon both compute in bf16. Their steps agree to a few units in
+def test_orthogonalized_in_bf16_a_step_is_torchs() -> None:
+    """With fp32 weights, `orthogonalize` and torch.optim.Muon both compute in bf16. Their steps agree to a few units in
     bf16's last place."""
     torch.manual_seed(0)
     matrix = torch.randn(48, 16)
@@ -134,7 +134,7 @@ def test_orthogonalised_in_bf16_a_step_is_torchs() -> None:
     theirs.grad = matrix.clone()
     torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
     with torch.no_grad():
-        parameter.sub_(orthogonalise(matrix.mT.unsqueeze(0), torch.bfloat16)[0].mT.float() * math.sqrt(3))
+        parameter.sub_(orthogonalize(matrix.mT.unsqueeze(0), torch.bfloat16)[0].mT.float() * math.sqrt(3))
     torch.testing.assert_close(parameter, theirs, rtol=0, atol=2**-7)
 
 
@@ -146,7 +146,7 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) 
     rows, columns = shape
     u, _, vh = torch.linalg.svd(torch.randn(3, rows, columns, dtype=torch.float64), full_matrices=False)
     s = torch.linspace(0.05, 1, rows, dtype=torch.float64).expand(3, rows)
-    found = orthogonalise(u @ torch.diag_embed(s) @ vh, torch.float64)
+    found = orthogonalize(u @ torch.diag_embed(s) @ vh, torch.float64)
     values = s / s.norm(dim=-1, keepdim=True)
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
@@ -156,7 +156,7 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) 
 
 
 def test_a_matrix_of_zeros_stays_zero() -> None:
-    assert torch.equal(orthogonalise(torch.zeros(1, 3, 4), torch.float32), torch.zeros(1, 3, 4))
+    assert torch.equal(orthogonalize(torch.zeros(1, 3, 4), torch.float32), torch.zeros(1, 3, 4))
 
 
 def test_a_tied_head_is_one_parameter_with_the_embeddings_rate() -> None:
@@ -170,10 +170,10 @@ def test_a_tied_head_is_one_parameter_with_the_embeddings_rate() -> None:
     assert (model.out_head.weight.detach() - before).abs().median().item() == pytest.approx(0.5, rel=0.1)
 
 
-# Which matrices are orthogonalised in one batch, and in which dtype
+# Which matrices are orthogonalized in one batch, and in which dtype
 
 
-def test_large_matrices_are_orthogonalised_alone() -> None:
+def test_large_matrices_are_orthogonalized_alone() -> None:
     shapes = [(8, 8), (8, 16), (16, 8)] * 2
     small = [Matrix(f"trf_blocks.{at // 3}.ff.layers.0.weight", 0, *shape) for at, shape in enumerate(shapes)]
     assert list(map(len, batches_of(small, "cpu"))) == [1, 2, 1, 2]

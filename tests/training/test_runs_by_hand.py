@@ -52,7 +52,7 @@ MUON: dict[str, Any] = {
 }
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """Return the matrix, divided by its norm, after five steps x -> a·x + b·x³ + c·x⁵ on its singular values x."""
     u, s, vh = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
     for _ in range(5):
@@ -119,13 +119,13 @@ class ByHand:
         return (first / (1 - low ** (step + 1))) / ((second / (1 - high ** (step + 1))).sqrt() + 1e-8)
 
     def muon(self, step: int, name: str, gradient: Tensor) -> Tensor:
-        """Return Muon's update. Query, key and value of the fused tensor are orthogonalised separately."""
+        """Return Muon's update. Query, key and value of the fused tensor are orthogonalized separately."""
         (average,) = self.moments.setdefault(name, [torch.zeros_like(gradient)])
         momentum = 0.85 + (self.train["muon_momentum"] - 0.85) * min(step / 8, 1)
         average.mul_(momentum).add_(gradient, alpha=1 - momentum)
         ahead = (1 - momentum) * gradient + momentum * average
         parts = ahead.split(24) if ".qkv." in name else [ahead]
-        return torch.cat([self.scale(part) * orthogonalised(part) for part in parts])
+        return torch.cat([self.scale(part) * orthogonalized(part) for part in parts])
 
     def scale(self, matrix: Tensor) -> float:
         rows, columns = matrix.shape

@@ -299,7 +299,7 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 @contextmanager
 def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
     """Yield a function that reports documents, tokens, tokens/s and the time left. Call the function with each encoded
-    batch and the total size so far. If standard error is a terminal, the function draws there a bar of the input bytes
+    batch and the total size so far. If standard error is a terminal, the function draws a bar there, of the input bytes
     that have been read. Otherwise it prints a line every SECONDS_BETWEEN_LINES to standard output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()

@@ -110,7 +110,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         if Path(pattern).is_dir():
             paths = [path for path in Path(pattern).iterdir() if path.suffix.lower() in TOKEN_SUFFIXES]
         if not paths:
-            raise UserError(f"{pattern}: no .bin or .npy files here; give a folder, or a glob in quotes")
+            raise UserError(f"{pattern}: no .bin or .npy files here; give a folder that has some, or a glob in quotes")
         found |= set(paths)
     shards: dict[str, list[TokenShard]] = {}
     for path in sorted(found):

@@ -50,7 +50,7 @@ class Example:
 
 def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
     """Return the entry as tokens. Prompt and answer are encoded separately, so that the answer begins at a token
-    boundary, as an answer does that the model generates after the prompt.
+    boundary, as a generated answer does.
 
     Keeps up to `context_length` + 1 tokens, since `context_length` inputs have as many targets, shifted by one.
     """

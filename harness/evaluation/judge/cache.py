@@ -76,7 +76,9 @@ class JudgeCache:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self._on_fresh_line = False
-                raise RunError(f"{self.path}: {error.strerror}; judging again uses the answers in this file") from None
+                raise RunError(
+                    f"{self.path}: {error.strerror}; it has the answers so far; the same command continues from them"
+                ) from None
             self._on_fresh_line = True
             self.records.append(record)
 
