@@ -330,7 +330,9 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
             prepared.uploads.start()
             try:
                 trainer.train()
-            except Exception:  # after RunStopped, every save has ended, and this does not wait
+            except RunStopped:  # every save and upload has ended
+                raise
+            except Exception:
                 with suppress(Exception):  # an error of a background save must not replace this one
                     trainer.checkpointer.writer.wait(SPEAKER_PATIENCE_SECONDS)
                 prepared.uploads.name_missing()

@@ -33,7 +33,7 @@ def describe_runs(url: str) -> list[str]:
             continue  # no run
         size = sum(files.values()) / 1e9
         lines.append(f"{name}: {found[0] if found else 'no whole checkpoint'}, {size:,.2f} GB{_training(run, files)}")
-    return lines or [f"no runs in {mirror.url}"]
+    return lines or [f"no runs in {mirror.url}: nothing is there, or there is no such place"]
 
 
 def _training(mirror: Mirror, files: dict[str, int]) -> str:

@@ -326,6 +326,13 @@ class Experiment:
         budget = budget or self.budget(layout, meta)
         wanted = config.min_train_tokens if budget is None else budget.tokens
         assert wanted is not None, "every budget except min_train_tokens is converted to tokens"
+        windows = self.window_order(split_tokens).windows
+        if len(windows) > 1 and min(windows) < 1:
+            part = [*config.dataset_weights][windows.index(0)]
+            raise UserError(
+                f"the train split of {part} is too short: from token {config.start_train_token:,} on it has no whole "
+                f"sequence of {self.model.context_length:,} tokens; lower start_train_token"
+            )
         start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
         available = self.available_tokens(split_tokens) - done_tokens
         if wanted == -1:

@@ -50,13 +50,14 @@ class TrainedModel:
 
     @classmethod
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
-        """Read the model in the folder `path`, or the model whose weights are the file `path`. The weights themselves
-        are not read.
+        """Read the model in the folder `path`, or the model whose weights are the file `path`. Of the weights, only the
+        hash is computed, if meta.json has one to compare it with.
 
         The configuration is read from `model_json`. If `model_json` is None, it is read from the first of these files
         that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
         checkpoint. `label` is the model's name in tables. If it is None, it is RUN:CHECKPOINT for a run's checkpoint,
-        and otherwise the path of the weights. Raises UserError if there are no weights or no configuration.
+        and otherwise the path of the weights. Raises UserError if there are no weights or no configuration, or
+        if the weights are damaged.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
@@ -80,6 +81,11 @@ class TrainedModel:
                     is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
                     own = f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name)
                     label = as_unicode(own)
+                hashes = meta.get("sha256")
+                if isinstance(hashes, dict) and hashes.get(weights.name) not in (None, sha256(weights)):
+                    raise UserError(
+                        f"{weights}: damaged (its SHA-256 is not the one in {META}); name another checkpoint"
+                    )
                 return cls(label, weights, config, candidate, meta)
         if (folder / "config.json").is_file():
             raise UserError(

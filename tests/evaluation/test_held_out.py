@@ -379,6 +379,17 @@ def test_what_cannot_be_measured_is_refused_before_the_first(shop: Workshop) -> 
         assert not (shop.runs / "r" / "results").exists()
 
 
+def test_a_flipped_bit_is_found_before_anything_is_measured(shop: Workshop, tmp_path: Path) -> None:
+    copy = shutil.copytree(shop.runs / "r" / "checkpoints" / "best", tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = measure(shop, files_of(shop.runs / "r")[0], weights)
+    assert (done.status, done.stdout) == (2, "")
+    assert "model.safetensors: damaged" in done.stderr
+
+
 # Results in the run --------------------------------------------------------------------------------------------------
 
 
