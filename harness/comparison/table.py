@@ -203,8 +203,8 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     earlier version lack some keys."""
     settings: list[dict[str, Any]] = []
     for record in records:
-        splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
-        hashes = [str(split.get("sha256"))[:HASH_CHARACTERS] for split in splits]
+        splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]
+        hashes = [str(split["sha256"])[:HASH_CHARACTERS] for split in splits]
         facts = {
             "dataset_content": " ".join(hashes) or None,
             "machine": machine_of(record) or (record.reported.machine if record.reported else None),

@@ -93,11 +93,14 @@ class HeldOutSplits:
         self.described: list[list[str]] = []
         for name in names:
             place, _, split = name.rpartition(":")
-            if not place or not split:
+            if not place or split not in ("train", "validation", "test"):
                 raise UserError(f"--exclude {name}: must be DATASET:SPLIT, such as me/books:test")
-            dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
+            try:
+                dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
+                self.described.append([name, dataset.split(split).fingerprint()])
+            except UserError as error:
+                raise UserError(f"--exclude {name}: {error}") from None
             self.splits.append((dataset, split))
-            self.described.append([name, dataset.split(split).fingerprint()])
 
     def left_out_of(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:
         """Yield the batches, encoded by `tokenizer`, without the documents that stand in the splits."""

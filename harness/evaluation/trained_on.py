@@ -25,6 +25,8 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
         training = _train_splits(model, datasets_dir)
     except UserError as error:
         return Inconclusive(str(error))
+    if _dict(model.meta, "train").get("initial_weights") is not None:
+        return Inconclusive("it began with initial_weights, and what those were trained on is not recorded")
     if not training:
         return Inconclusive("the model does not say which dataset it was trained on")
     files = [file.fingerprint() for file in (held_out.split(split), *training)]

@@ -148,7 +148,8 @@ def test_how_much_of_a_split_is_in_another_text(tmp_path: Path, monkeypatch: pyt
         ("me/bench", "must be DATASET:SPLIT"),
         ("me/bench:", "must be DATASET:SPLIT"),
         ("me/nothing:test", "datasets/me/nothing: no such folder"),
-        ("me/bench:tset", "tset.safetensors: no such file"),
+        ("me/bench:tset", "must be DATASET:SPLIT"),
+        ("me/bench:../bench/test", "must be DATASET:SPLIT"),
     ],
 )
 def test_what_is_not_there_is_one_line(preparer: Preparer, name: str, words: str) -> None:

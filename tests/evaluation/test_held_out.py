@@ -232,6 +232,10 @@ def test_how_much_of_the_text_was_trained_on(shop: Workshop, monkeypatch: pytest
     assert (result.trained_on.ngrams, result.trained_on.copied_ngrams) == (288, 88)
 
     unknown = "Of this split, also in the training data: not known, because"
+    further = shop.add_run("further", initial_weights="../r/checkpoints/best/model.safetensors")
+    shop.train(further.name, ranks=1)
+    assert f"{unknown} it began with initial_weights" in unwrapped(measure(shop, "further"))
+    shutil.rmtree(further)
     save_file({"tokens": train[::-1].copy()}, folder / "train.safetensors")
     reversed_split = unwrapped(measure(shop, "r"))
     assert unknown in reversed_split
