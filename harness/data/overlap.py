@@ -38,6 +38,7 @@ class HeldOutHashes:
                 own = tokens if is_same else tokenizer.encode_to_numpy(text)
                 own_hashes = ngram_hashes(own)
                 hashes.append(own_hashes[own_hashes < self.below])
+        self.texts.discard(digest(""))  # otherwise one document without words would leave out all such documents
         self.ngrams = NgramIndex(np.concatenate(hashes))
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:

@@ -24,7 +24,8 @@ def prose(count: int) -> list[str]:
     return [" ".join(DICE.choice(WORDS, DICE.integers(3, 120))) for _ in range(count)]
 
 
-HELD_OUT, OWN = prose(60), prose(400)
+# One document of each has no words; it is not that of the other.
+HELD_OUT, OWN = [*prose(60), "* * *", *prose(1)], [*prose(400), "!!! ??? ;;;"]
 # Cuts documents to short pieces, and batches at less than a document's length.
 CUT = """
 import harness.data.preparation.encode as encode

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from harness.common.errors import RunError, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
-from harness.common.messages import abbreviated, document_count, is_hub_name
+from harness.common.messages import abbreviated, counted, is_hub_name
 from harness.data.preparation.encode import Encoded, batches, encode_batches, encode_texts, encoder_processes
 from harness.data.preparation.new_tokenizer import check_tokenizer, sample_texts, write_tokenizer
 from harness.data.preparation.splits import (
@@ -154,7 +154,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
         made_from["excluded_documents"] = left_out = journal.here.left_out
-        print(f"{document_count(left_out)} left out, because {abbreviated(options['exclude'])} has them", flush=True)
+        print(f"{counted(left_out, 'document')} left out that {abbreviated(options['exclude'])} has, too", flush=True)
     return journal.splits, tokenizer, made_from
 
 
