@@ -165,6 +165,7 @@ def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
 @pytest.mark.parametrize("file", ["train.json", "model.json"])
 def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
     path = shop.runs / "r" / file
+    whole = path.read_bytes()
     for text, place in (
         ('{\n  "a": 1,\n}', f"{file}:3: not valid JSON"),
         ("", f"{file}:1: "),
@@ -174,6 +175,8 @@ def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
         before = tree(shop.path)
         refused(shop.attempt(), file, place)
         unharmed(shop, before)
+    path.write_bytes(b"\xef\xbb\xbf" + whole)
+    assert shop.attempt("--plan").status == 0, "a byte order mark, as editors on Windows write it"
     path.unlink()
     refused(shop.attempt(), f"r/{file}", "no such file")
     path.mkdir()

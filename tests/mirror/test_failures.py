@@ -90,6 +90,22 @@ faulty_store.watch("file", faulty_store.fail(TimeoutError("no answer"), window=r
 """
 
 
+def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=20_000)
+    run = shop.add_run(**SETTINGS | {"min_train_tokens": 64 * 200}, mirror=f"file://{tmp_path}/store")
+    slowly = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
+    (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT + slowly)
+    error = process.base.with_suffix(".err")  # type: ignore[union-attr]
+    wait_until(lambda: "it is tried again" in error.read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "waiting for the mirror" in error.read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    assert wait_for(process, 20) == 128 + signal.SIGTERM
+    assert error.read_text().count("not in the mirror: ") == 1
+    assert (run / "checkpoints" / "latest").exists()
+
+
 @pytest.mark.fault("stopped while the mirror does not answer", "ends, with what is missing named")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_mirror_that_does_not_answer(tmp_path: Path, number: int) -> None:

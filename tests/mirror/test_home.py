@@ -41,7 +41,7 @@ def test_list(trained: InProcess, tmp_path: Path) -> None:
     (remote(trained) / "owner.json").write_text("damaged")
     assert "trained on" in trained.script("mirror.py", "list", url(trained)).stdout
     (remote(trained) / "owner.json").unlink()
-    assert "no runs in" in trained.script("mirror.py", "list", f"file://{tmp_path}/empty").stdout
+    assert "no such place" in trained.script("mirror.py", "list", f"file://{tmp_path}/empty").stdout
 
 
 def test_fetch_everything(trained: InProcess, tmp_path: Path) -> None:

@@ -333,6 +333,8 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"max_dollars": 5}, 'key "max_dollars": needs "price_per_hour" above 0'),
         ({"max_dollars": 5, "price_per_hour": 0}, 'key "max_dollars": needs "price_per_hour" above 0'),
         ({"on_end": []}, 'key "on_end": '),
+        ({"on_end": ["a\0b"]}, 'key "on_end": has a NUL character'),
+        ({"notify": ["secret"]}, 'key "notify": input should be a valid string'),
         ({"notify": "ftp://secret"}, 'key "notify": must begin with http:// or https://'),
         ({"sample_prompt": "def"}, 'keys "sample_interval" and "sample_prompt": give both or neither'),
         ({"benchmark_interval": 1}, 'keys "benchmark_interval" and "benchmark_tasks": give both or neither'),
@@ -376,7 +378,9 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
     ids=str,
 )
 def test_impossible_combinations(train: WriteTrain, changes: dict[str, Any], words: str) -> None:
-    assert words in refusal(train, **changes)
+    message = refusal(train, **changes)
+    assert words in message
+    assert "secret" not in message
 
 
 def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteTrain) -> None:

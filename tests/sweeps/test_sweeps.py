@@ -215,6 +215,12 @@ def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str
     assert said in message
 
 
+def test_a_ceiling_is_finite(shop: Workshop) -> None:
+    (shop.path / "s.json").write_text('{"base": "base", "vary": {"random_seed": [1]}, "max_hours": 1e400}')
+    done = shop.command("sweep_runs.py", "make", str(shop.path / "s.json"), "--runs-dir", str(shop.runs))
+    assert 's.json: key "max_hours": input should be a finite number' in done.stderr
+
+
 # On the disk
 
 
