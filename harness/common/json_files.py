@@ -115,8 +115,8 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "model_type":  # pydantic's message would name our class
         message = "must be an object, { ... }"
     none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
-    field = kind.model_fields.get("".join(parts[:1]))
-    value = f", not {quoted(fault['input'])}" if field is None or field.repr else ""  # without repr, it is a secret
+    field = kind.model_fields.get(parts[0]) if parts else None
+    value = f", not {quoted(fault['input'])}" if field is None or field.repr else ""  # repr=False marks secrets
     return f"key {key}: {message}{none}{value}"
 
 
@@ -138,7 +138,7 @@ def read_json(path: Path) -> Any:
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
             refuse_special(path)
-        return strict_json(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a mark of it
+        return strict_json(path.read_text(encoding="utf-8-sig"))  # without a byte order mark
     except FileNotFoundError:
         fault = ": no such file"
     except OSError as error:

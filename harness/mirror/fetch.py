@@ -149,11 +149,7 @@ def _bring_checkpoint(
 
 def warn_of_damage(mirror: Mirror, name: str, reason: str) -> None:
     """Print a warning that a checkpoint in a mirror is not used."""
-    print(
-        f"warning: mirror {mirror.name}: checkpoint {name} is damaged ({reason})",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"warning: mirror {mirror.name}: checkpoint {name} is damaged ({reason})", file=sys.stderr, flush=True)
 
 
 def _local_step(run: RunDirectory) -> int:

@@ -56,8 +56,8 @@ class TrainedModel:
         The configuration is read from `model_json`. If `model_json` is None, it is read from the first of these files
         that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
         checkpoint. `label` is the model's name in tables. If it is None, it is RUN:CHECKPOINT for a run's checkpoint,
-        and otherwise the path of the weights. Raises UserError if there are no weights or no configuration, or
-        if the weights are damaged.
+        and otherwise the path of the weights. Raises UserError if there are no weights or no configuration, or if
+        the weights are damaged.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():

@@ -64,9 +64,8 @@ class Sweep(BaseModel):
     set: Settings = {}  # for all runs; entries of `together` can change these
     vary: dict[str, list[JsonValue]] = {}
     together: list[Settings] = []
-    max_hours: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False
-    )  # of `sweep_runs.py run`, for all runs together
+    # Ceilings of `sweep_runs.py run`, for all runs together.
+    max_hours: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_dollars: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="before")
