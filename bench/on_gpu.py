@@ -46,7 +46,7 @@ LIMIT_SECONDS = {
     "continue": 220,
     "saving": 110,
     "attention": 50,
-    'step --model drop_rate=0 --set attention="cudnn"': 75,
+    "step --model drop_rate=0 --model tie_weights=true": 75,  # the model of the stage nanogpt
     'step --model drop_rate=0 --set attention="flash"': 75,
     "loss": 60,
     'step --model moe={"num_experts":8,"num_active_experts":2}': 110,
