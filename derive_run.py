@@ -43,9 +43,10 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     """Create the run NEW as a copy of BASE with some keys changed.
 
     VALUE is parsed as JSON if it is valid JSON, otherwise it is text; null removes the key. The file derived.json in
-    NEW records BASE and the keys that differ. If --set dataset names a dataset in DATASETS_DIR, NEW also gets that
-    dataset's vocabulary, a microbatch size that its validation split can fill, and at most as many training tokens and
-    validation batches as the dataset has. If it has too few tokens, a long warm-up is shortened, too.
+    NEW records BASE and the keys that differ. If --set dataset names datasets in DATASETS_DIR, NEW also gets their
+    vocabulary, a microbatch size that their validation splits can fill, and at most as many validation batches as they
+    have. If their train splits are too short, NEW trains on all that they have (in as many passes as BASE's "epochs"
+    allows), and a long warm-up is shortened.
     To derive several runs at once, use sweep_runs.py.
 
     \b
@@ -70,7 +71,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
     for dataset in run.train_config.dataset_weights if "dataset" in changes else ():
         if not is_present(datasets_dir, dataset, []):
-            absent = f", so {new} is not adapted to it; training will look for it on the Hugging Face Hub"
+            how = "makes it" if dataset.startswith("builtin/") else "will look for it on the Hugging Face Hub"
+            absent = f", so {new} is not adapted to it; training {how}"
             click.echo(f'note: "{dataset}" is not in {datasets_dir}{did_you_mean(datasets_dir, dataset) or absent}')
     if "microbatch_size" in run.differs and "microbatch_size" not in changes:
         click.echo(

@@ -120,6 +120,8 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
     the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the number of tokens
     is unknown, if a global batch is not a whole number of microbatches, or if the training is shorter than one global
     batch. Raises UserError if a file of the run is wrong."""
+    if not run.train_json.exists():
+        return Inconclusive("it was not trained here, and has no train.json, which says how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)

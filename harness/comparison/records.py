@@ -102,6 +102,7 @@ class RunRecord:
         elif is_reference:
             shape = attempt(lambda: load_model_config(run.model_json)) if run.model_json.exists() else None
             model, train = shape.model_dump(mode="json") if shape else {}, {}
+            attempt(lambda: read_reported(run))  # if it cannot be read, this row is damaged
         else:
             shape = attempt(lambda: load_model_config(run.model_json))
             settings = attempt(lambda: load_train_config(run.train_json))

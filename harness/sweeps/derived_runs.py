@@ -22,7 +22,8 @@ from harness.common.files import atomic_folder, check_name
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
-from harness.data.dataset import Dataset, check_dataset_name
+from harness.data.dataset import check_dataset_name
+from harness.data.order import WindowOrder
 from harness.data.training_data import TrainingData, are_present
 from harness.mirror.store import check_url
 from harness.model.config import ModelConfig, load_model_config
@@ -209,20 +210,19 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Return the run that `derive` returns. If `changes` name one other dataset that is in `datasets_dir`, also fit the
-    run to that dataset: set its vocabulary size, and a microbatch size and validation batches that the validation split
-    can fill. If the train split is too short for the training that the base's train.json asks for, train on the whole
-    split, with `warmup_steps` lowered to a tenth of the steps if it is more. `changes` take precedence.
+    """Return the run that `derive` returns. If `changes` name other datasets that are in `datasets_dir`, also fit the
+    run to them: set their vocabulary size, and a microbatch size and validation batches that the validation splits can
+    fill. If the train splits are too short for the training that the base's train.json asks for, train on all that
+    they have, with `warmup_steps` lowered to a tenth of the steps if it is more. `changes` take precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.
     """
     run = derive(base, name, changes)
     weights = run.train_config.dataset_weights
-    if "dataset" not in changes or not are_present(datasets_dir, weights, ["train"]) or len(weights) > 1:
+    if "dataset" not in changes or not are_present(datasets_dir, weights, ["train"]):
         return run
     data = TrainingData.open(datasets_dir, weights)
-    (dataset,), tokens = data.parts, data.lengths("train")
-    fitting = _fitting(run, dataset, changes)
+    tokens, fitting = data.lengths("train"), _fitting(run, data, changes)
     run = derive(base, name, {**fitting, **changes})
     try:
         run.check_startable(tokens)
@@ -240,31 +240,34 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     return run
 
 
-def _fitting(run: DerivedRun, dataset: Dataset, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the dataset's vocabulary and validation split. A microbatch size in `given`
-    is kept. Raises UserError if the validation split is shorter than one sequence and its targets."""
-    config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
+def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
+    """Return the changes that fit a run to the vocabulary and the validation splits of its data. A microbatch size in
+    `given` is kept. Raises UserError if a validation split is shorter than one sequence and its targets."""
+    config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
         changes["vocab_size"] = vocabulary
-    if config.validates and not dataset.has_split("validation"):
+    if config.validates and not all(part.has_split("validation") for part in data.parts):
         changes |= NO_VALIDATION
         changes["checkpoint_interval"] = config.checkpoint_interval or config.validation_interval
     elif config.validates:
-        there = len(dataset.split("validation")) - 1 - (config.start_val_token or 0)
-        if there < context:
+        lengths, start = data.lengths("validation"), config.start_val_token or 0
+        order = WindowOrder(lengths, context, first_token=start, weights=data.weights)
+        if min(order.windows) < 1:
+            path = data.parts[order.windows.index(0)].split_path("validation")
             raise UserError(
-                f"{dataset.split_path('validation')}: shorter than a sequence of {context} tokens and their targets; "
-                "prepare the dataset again with a larger --validation-fraction, or from more text (--overwrite)"
+                f"{path}: shorter than a sequence of {context} tokens and their targets; prepare the dataset again "
+                "with a larger --validation-fraction, or from more text (--overwrite)"
             )
+        there = order.available(1.0)  # sequences, read once at most
         if config.validation_sequences is not None:
-            changes["validation_sequences"] = min(config.validation_sequences, there // context)
+            changes["validation_sequences"] = min(config.validation_sequences, there)
             return changes
         rows = config.microbatch_size
-        while rows * context > there and "microbatch_size" not in given:
+        while rows > there and "microbatch_size" not in given:
             rows //= 2
         changes["microbatch_size"] = rows
-        changes["validation_batches"] = min(config.validation_batches or 1, max(1, there // (rows * context)))
+        changes["validation_batches"] = min(config.validation_batches or 1, max(1, there // rows))
     return changes
 
 

@@ -69,3 +69,17 @@ def test_weights_beside_a_train_json_are_no_imported_model(shop: InProcess) -> N
         "test_loss.py", str(shop.datasets), str(shop.runs / "guest" / "model.safetensors"), "--dataset", "local/letters"
     )
     assert not list((shop.runs / "guest" / "results").iterdir())
+
+
+def test_a_damaged_file_of_published_figures_is_named(shop: InProcess) -> None:
+    (shop.runs / "paper" / "reported.json").write_text("{}")
+    said = json.loads(shop.script("compare_runs.py", "guest", "paper", "--json").stdout)
+    state = {run["name"]: run["values"]["state"] for run in said["runs"]}
+    assert (state["guest"]["value"], state["paper"]["value"]) == ("not trained here", "damaged")
+    table = shop.script("compare_runs.py", "guest", "paper").stdout
+    assert 'reported.json: key "source": missing' in " ".join(table.split())
+
+
+def test_other_machines_need_a_training(shop: InProcess) -> None:
+    said = " ".join(shop.script("compare_runs.py", "paper", "--machines").stdout.split())
+    assert "paper on other machines: inconclusive, because it was not trained here, and has no train.json" in said

@@ -136,3 +136,23 @@ def test_other_commands_take_a_run_on_a_mixture(shop: InProcess, mixed: Path) ->
         shop.train_here(name)
     said = shop.script("compare_runs.py", "mixed", "again", "faster", "--baseline", "mixed").stdout
     assert "(of the initial weights, the order of the data and dropout)" in " ".join(said.split())
+
+
+def test_a_derived_run_fits_a_mixture(shop: InProcess) -> None:
+    """The base asks for another vocabulary, more tokens and more validation sequences than the two datasets have."""
+    shop.add_run("wants-more", min_train_tokens=64 * 30, validation_batches=None, validation_sequences=100)
+    for name in NAMES:
+        (shop.datasets / name / "meta.json").write_text(json.dumps({"vocab_size": 300}))
+    setting = f"dataset={json.dumps(mixture(0.5, 0.5))}"
+    asked = ("wants-more", "fits", "--set", setting, "--datasets-dir", str(shop.datasets), "--runs-dir", str(shop.runs))
+    changed = {
+        line.split(":")[0].strip(): line.split("-> ")[1]
+        for line in shop.script("derive_run.py", *asked).stdout.splitlines()[1:]
+    }
+    # 62 and 37 windows to train on: the smaller dataset ends first. 31 windows of each to validate on.
+    assert changed.pop("min_train_tokens") == "-1"
+    assert (changed.pop("vocab_size"), changed.pop("validation_sequences")) == ("300", "62")
+    assert [*changed] == ["dataset"]
+    shop.train_here("fits")
+    summary = json.loads((shop.runs / "fits" / "summary.json").read_text())
+    assert summary["epochs"]["local/second"] <= 1 < summary["epochs"]["local/second"] + 4 / 37
