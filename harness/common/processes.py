@@ -48,7 +48,7 @@ class ProcessName:
 
     @classmethod
     def own(cls) -> ProcessName:
-        """Return the name of this process."""
+        """Return the ProcessName of the calling process."""
         namespace = ""
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -63,7 +63,7 @@ def sampled_below(tokens: int) -> np.uint64:
 
 
 class NgramIndex:
-    """Sorted hashes of 13-grams, with a table that tells of most other hashes without a search that they are none."""
+    """Sorted hashes of 13-grams, with a table that rules out most other hashes without a search."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         self.hashes = np.unique(hashes)
@@ -73,7 +73,7 @@ class NgramIndex:
         self._may_be_here[self.hashes & self._low_bits] = True
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indexes of those `hashes` that are here, and their positions in `self.hashes`."""
+        """Return the indexes of the `hashes` that this index has, and their positions in `self.hashes`."""
         low_bits = (hashes & self._low_bits).view(np.int64)  # `take` is several times as fast with these
         likely = np.flatnonzero(self._may_be_here.take(low_bits))
         places = np.searchsorted(self.hashes, hashes[likely])

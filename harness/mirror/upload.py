@@ -77,9 +77,9 @@ class Uploads:
         self._woken.set()
 
     def finish(self) -> None:
-        """Wait until everything is in the mirror, with a bar if standard error is a terminal, and release the run. A
-        signal that asks to stop ends the wait, and so do END_PATIENCE_SECONDS in which nothing could be sent; then name
-        what is missing. Raises nothing."""
+        """Wait until everything is in the mirror, with a progress bar on a terminal, and release the run. The wait also
+        ends at a signal that asks to stop, or if nothing could be sent for END_PATIENCE_SECONDS; a warning then names
+        what is missing. Raises no exception."""
         if self._mirror is None:
             return
         self._closing = True

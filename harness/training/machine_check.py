@@ -2,8 +2,8 @@
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
 All ranks measure at the same time, as they train. A rate is that of a whole period, because a device that slows down
-after a while, as a hot one does, is slow in training. If a rank is slow, all measure again: another program's burst is
-over by then, and a bad device is still slow.
+after a while, as a hot one does, is slow in training. If a rank is slow, all measure again, because another program may
+have slowed it for a moment; a bad device stays slow.
 """
 
 from __future__ import annotations
