@@ -13,6 +13,7 @@ import click
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
+from harness.common.messages import REASON_CHARACTERS
 from harness.common.options import MODEL, RUNS_DIR, Command
 
 
@@ -103,7 +104,7 @@ def main(
         if is_out_of_memory(error):
             raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(f"lm-eval failed: {reason[: benchmarks.REASON_CHARACTERS]}") from None
+        raise RunError(f"lm-eval failed: {reason[:REASON_CHARACTERS]}") from None
     for line in benchmarks.table(results, asked.asked):
         click.echo(line)
     settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.errors import UserError, printable
-from harness.common.messages import quoted
+from harness.common.messages import REASON_CHARACTERS, quoted
 
 EXTRAS = {"s3": "s3", "gs": "gcs", "sftp": "sftp"}  # pyproject.toml's extra with the library of a scheme
 CREDENTIALS = {
@@ -35,7 +35,6 @@ PIECE = 2**25  # bytes that a download asks for at once, and the least that an i
 NETWORK_SECONDS = 60.0  # silence after which a connection has failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
-REASON_CHARACTERS = 200
 OPENING_TRIES = 3
 
 

@@ -71,6 +71,13 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
         raise UserError(f"{source}: not the model's weights: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
 
 
+def unreadable(path: Path, error: SafetensorError | OSError) -> UserError:
+    """Return the error to raise if safetensors could not read a file."""
+    if not path.is_file():
+        return UserError(f"{path}: no such file")
+    return UserError(f"{path}: not a readable safetensors file: {str(error)[:REASON_CHARACTERS]}")
+
+
 def check_weights_file(path: Path, config: ModelConfig) -> None:
     """Raise UserError if a safetensors file is missing, damaged or holds another model. Reads only its header."""
     try:
@@ -82,7 +89,5 @@ def check_weights_file(path: Path, config: ModelConfig) -> None:
                 for name, each in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file") from None
-        raise UserError(f"{path}: not a readable safetensors file: {str(error)[:REASON_CHARACTERS]}") from None
+        raise unreadable(path, error) from None
     check_tensors(public_names(kinds, tied=config.tie_weights), config.tensor_shapes(), path)

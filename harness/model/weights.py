@@ -15,9 +15,9 @@ from torch import Tensor
 from harness.common.errors import UserError
 from harness.common.files import refuse_special, umask
 from harness.common.memory import free_memory
-from harness.common.messages import GIB, REASON_CHARACTERS
+from harness.common.messages import GIB
 from harness.model.config import WEIGHT_BYTES, ModelConfig
-from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
+from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names, unreadable
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
@@ -80,9 +80,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         refuse_special(path)
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file") from None
-        raise UserError(f"{path}: not a readable safetensors file: {str(error)[:REASON_CHARACTERS]}") from None
+        raise unreadable(path, error) from None
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:

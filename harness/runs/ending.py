@@ -34,12 +34,12 @@ from harness.common.errors import (
 from harness.common.lock import is_held, last_owner, release
 from harness.common.messages import quoted
 from harness.common.processes import has_ended, launcher_name, started_by_torchrun
+from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from harness.runs.train_config import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 WATCHER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from harness.runs import ending; ending.main()"
 POLL_SECONDS = 0.5
 NOTIFY_SECONDS = 5.0

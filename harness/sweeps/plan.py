@@ -25,7 +25,7 @@ from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
 from harness.runs.metrics import describe_progress
-from harness.runs.throughput import KERNEL_KEYS
+from harness.runs.throughput import KERNEL_KEYS, cost
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
 
@@ -158,7 +158,7 @@ class Planner:
         seconds = dollars = None
         if plan.position is not None and speed.tokens_per_second is not None:
             seconds = sum(plan.seconds(speed).values())
-            dollars = None if price is None else seconds * price / 3600
+            dollars = None if price is None else cost(seconds, price)
         return RunPlan(run, plan, speed, seconds, dollars, said)
 
 

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
+from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
 
-ROOT = Path(__file__).resolve().parents[2]
 # Training has precedence over drawing, but at the lowest priority a busy machine would never finish the last chart.
 WORKER = ["nice", "-n", "5", sys.executable, "-m", "harness.runs.chart"]
 

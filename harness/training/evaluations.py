@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from harness.common.errors import RunError, UserError
+from harness.common.messages import REASON_CHARACTERS
 from harness.data.loader import TokenLoader
 from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.distributed.signals import Interrupted, SharedWork, StopRequest
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
-from harness.evaluation.benchmarks.run import REASON_CHARACTERS, Benchmarks, Score, load, prepare, run, scores
+from harness.evaluation.benchmarks.run import Benchmarks, Score, load, prepare, run, scores
 from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses

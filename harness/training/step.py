@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.common.memory import is_out_of_memory
+from harness.common.messages import REASON_CHARACTERS
 from harness.data.loader import Microbatch
 from harness.distributed.world import World, say
 from harness.model.kernels import (
@@ -40,7 +41,6 @@ from harness.training.adamw import AdamW
 from harness.training.muon import Muon
 from harness.training.zero1 import StatePartition
 
-REASON_CHARACTERS = 200  # largest number of characters of a compiler's error that a message shows
 CANNOT_BE_COMPILED = (
     'train.json: key "compile": the model cannot be compiled here: {}; remove the cause, or set compile to false'
 )

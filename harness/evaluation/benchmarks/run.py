@@ -23,12 +23,11 @@ from pydantic_core import to_json
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
-from harness.common.messages import nearest
+from harness.common.messages import REASON_CHARACTERS, nearest
 from harness.data.tokenizers import Tokenizer
 from harness.evaluation.likelihood import Scorer
 
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
-REASON_CHARACTERS = 160
 # Class names of the errors that libraries raise if data is not available. Errors are compared by these names, because
 # several libraries have classes of their own with the same name.
 UNAVAILABLE = {
