@@ -15,6 +15,7 @@ from harness.common.errors import UserError
 from harness.common.files import SAFE_NAME, check_inside, check_name, check_writable, move
 from harness.common.lock import RunLock
 from harness.common.messages import quoted
+from harness.model.tensor_names import WEIGHTS
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
@@ -24,9 +25,14 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _known_runs(runs_dir: Path) -> list[str]:
-    """Return the names of all folders in `runs_dir`, sorted. Drafts, whose names begin with a dot, are left out."""
-    folders = [entry.name for entry in runs_dir.iterdir() if entry.is_dir()] if runs_dir.is_dir() else []
-    return sorted(name for name in folders if not name.startswith("."))
+    """Return the names of all runs in `runs_dir`, sorted."""
+    return sorted(path.name for path in runs_dir.iterdir() if is_run(path)) if runs_dir.is_dir() else []
+
+
+def is_run(path: Path) -> bool:
+    """Return True if a folder has a run, an imported model or published figures, and is no draft of one."""
+    names = ("train.json", "summary.json", "reported.json", WEIGHTS)
+    return not path.name.startswith(".") and any((path / name).is_file() for name in names)
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:

@@ -183,12 +183,16 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
         (("[bc]", f"{tmp_path}/?", "a"), ["b", "c", "a"]),
     ):
         assert [run.path.name for run in find_runs(tmp_path, names)] == found
+    (tmp_path / "c copy").mkdir()
     (tmp_path / "d copy").mkdir()
+    (tmp_path / "d copy" / "train.json").touch()
+    assert [run.path.name for run in find_runs(tmp_path, ("c*",))] == ["c"]
     refused: list[tuple[Path, tuple[str, ...], str]] = [
         (tmp_path, ("a**b",), r"a\*\*b: no run in .* has such a name"),
         (tmp_path, ("d*",), '"d copy" matches d., but is no run.s name; rename the folder$'),
         (tmp_path, ("bb",), "no such run; did you mean b"),
         (tmp_path, ("notes",), "not a run; it has neither train"),
+        (tmp_path, ("n*",), "no run in .* has such a name"),
         (tmp_path / "notes", (), "there are no runs; --runs-dir names"),
     ]
     for folder, asked, message in refused:

@@ -545,6 +545,7 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     second = begin(shop, "--processes", "2")
     wait_for_steps(shop, "s-seed1", second, len(metrics(shop.runs / "s-seed1")) + 3)
     second.kill()
+    second.wait(PATIENCE_SECONDS)  # the system releases the lock when it has removed the process
     third = begin(shop, "--processes", "2")
     stdout, stderr = third.communicate(timeout=PATIENCE_SECONDS)
     assert third.returncode == 0, stdout + stderr
