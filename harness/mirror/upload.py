@@ -250,8 +250,8 @@ class Uploads:
                     yield f"{folder.name}/{path.name}", path
 
     def _set_aside(self, there: dict[str, int]) -> None:
-        """Rename the meta.json of checkpoints later than the step that this process continues from: the run has gone
-        back behind them, or they are damaged, and no machine may continue from them. Their files stay."""
+        """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
+        continues from them: the run was set back to an earlier step, or they are damaged. Their files stay."""
         for name in names_in(there):
             if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
                 if content := self.mirror.read(f"checkpoints/{name}/{META}"):

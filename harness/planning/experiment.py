@@ -78,7 +78,7 @@ FIXED_KEYS = {
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
     """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, the dataset or one of
-    FIXED_KEYS that its `meta` records is another one than `now`. The message shows the first difference."""
+    FIXED_KEYS in its `meta` differs from those of `now`. The message shows the first difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
