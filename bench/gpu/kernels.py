@@ -21,9 +21,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.compare_steps import Case, peers_loss
 from bench.gpu.workbench import Workbench
+from harness.data.loader import Microbatch
+from harness.distributed.world import World
 from harness.model import cross_entropy
+from harness.model.config import ModelConfig
+from harness.planning.experiment import Experiment
+from harness.runs.directory import RunDirectory
+from harness.training.startup import choose_precision
+from harness.training.step import build_training_step
+from harness.training.zero1 import StatePartition
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+STEPS_AT_ONCE = 10  # without waiting for the device in between, as in training
 BACKENDS = {
     "default": [*SDPBackend.__members__.values()][1:],  # all but the first one, ERROR
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -137,16 +146,39 @@ def measure_loss(bench: Workbench) -> None:
 
 
 def measure_nanogpt(bench: Workbench) -> None:
-    """Record the speed of a training step of nanoGPT's model (bench/references.py), as nanoGPT trains it: compiled, in
-    bf16 with TF32, without dropout, with the fused AdamW and clipping. Its batch is that of the shipped run."""
-    model, train = bench.shipped()
-    layers, width, heads, context = (model[key] for key in ("n_layers", "emb_dim", "n_heads", "context_length"))
-    case = Case(layers, width, heads, context, model["vocab_size"], train["microbatch_size"])
-    torch.backends.cuda.matmul.allow_tf32 = True
+    """Record the time of a training step of nanoGPT's model (bench/references.py), as nanoGPT trains it and as
+    ddp_train.py does, in turns: compiled, in bf16, without dropout, with the fused AdamW and clipping. The batch is
+    that of the shipped run, and random."""
+    torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; no product here is in fp32
+    keys, changes = {"drop_rate": 0.0, "tie_weights": True, "qkv_bias": True}, {"clipping_max_norm": 1.0}
+    bench.add_run("nanogpt", keys, {**changes, "compile": not bench.tiny})
+    experiment = Experiment.load(RunDirectory.find(bench.runs, "nanogpt"), bench.work)
+    model, microbatch = experiment.model, experiment.config.microbatch_size
+    tokens = torch.randint(model.vocab_size, (microbatch, model.context_length + 1))
+    steps: dict[str, Callable[[], object]] = {
+        "nanoGPT": nanogpts_step(model, tokens.to(DEVICE), is_compiled=not bench.tiny)
+    }
+    precision = choose_precision(experiment.config, DEVICE, None)
+    config = experiment.config.model_copy(update={"precision": precision})
+    own = build_training_step(experiment, config, World(0, 0, 1, 1, DEVICE), partition=StatePartition(0, 1))
+    steps["ours"] = partial(own.run, [Microbatch(tokens.numpy())], rate_factor=1.0)
+    for _ in range(2 if bench.tiny else 4):
+        for name, step in steps.items():
+
+            def several(step: Callable[[], object] = step) -> None:
+                for _ in range(STEPS_AT_ONCE):
+                    step()
+
+            ms = milliseconds(several, bench, repeat=2) / STEPS_AT_ONCE
+            bench.add("nanogpt", program=name, ms=ms, tokens_per_second=1000 * tokens[:, 1:].numel() / ms)
+
+
+def nanogpts_step(model: ModelConfig, tokens: Tensor, *, is_compiled: bool) -> Callable[[], None]:
+    """Return a function that runs a training step of nanoGPT on `tokens`, (B, T + 1)."""
+    case = Case(model.n_layers, model.emb_dim, model.n_heads, model.context_length, model.vocab_size, len(tokens))
     loss = peers_loss("nanogpt", case).to(DEVICE)
-    call = loss if bench.tiny else torch.compile(loss)
+    call = torch.compile(loss) if is_compiled else loss
     optimizer = torch.optim.AdamW(loss.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), device=DEVICE)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:
@@ -157,5 +189,4 @@ def measure_nanogpt(bench: Workbench) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    ms = milliseconds(step, bench, repeat=50)
-    bench.add("nanogpt", microbatch_size=case.microbatch, tokens_per_second=1000 * inputs.numel() / ms, ms=ms)
+    return step
