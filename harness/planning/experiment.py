@@ -372,7 +372,8 @@ class Experiment:
         if config.sequences_per_validation is None or config.start_val_token is None:
             return
         order = self.validation_order(data)
-        for part, sequences in zip(data.parts, order.read(config.sequences_per_validation), strict=True):
+        asked = min(config.sequences_per_validation, sys.maxsize)  # more do not fit into an array
+        for part, sequences in zip(data.parts, order.read(asked), strict=True):
             wanted = config.start_val_token + int(sequences) * self.model.context_length + 1
             there = len(part.split("validation"))
             if there < wanted:

@@ -78,6 +78,7 @@ def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, optio
         ("there are: none", {}, ("nope",)),
         ("there are: none", {}, ("nope", "--processes", "2")),
         ("there are 4,000", {"min_train_tokens": 5000}, ()),
+        ("there are 500", {"microbatch_size": 2**63 - 1}, ("--plan",)),
         (
             "5 sequences are not a multiple of 2",
             {"global_batch_size": 5, "gradient_accumulation_steps": None},
