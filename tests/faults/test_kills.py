@@ -192,7 +192,7 @@ def test_a_mixture_killed_in_changing_worlds(shop: Workshop, exhaustive: bool) -
     settings |= {"shuffle": True, "epochs": 2, "precision": "fp32"}
     settings["dataset"] = [{"name": name, "weight": weight} for name, weight in zip(names, (0.7, 0.3), strict=True)]
     unharmed, harmed = [shop.add_run(name, model={"drop_rate": 0.0}, **settings) for name in ("whole", "changing")]
-    train(shop, unharmed.name, ranks=1)
+    train(shop, unharmed.name, timeout=100 + 5 * kills)
     for place in itertools.islice(itertools.cycle(PLACES), kills):
         ranks = dice.choice((1, 2))
         killing = f"before({place}, kill_after({dice.uniform(0, PLACES[place])}), rank=0, call=1)"
@@ -202,7 +202,7 @@ def test_a_mixture_killed_in_changing_worlds(shop: Workshop, exhaustive: bool) -
             other.terminate()
             wait_for(other, VANISH_SECONDS)
         assert_named_are_whole(harmed)
-    train(shop, harmed.name, ranks=2)
+    train(shop, harmed.name, ranks=2, timeout=100 + 5 * kills)
     ends = [load_file(run / "checkpoints" / "latest" / "model.safetensors") for run in (unharmed, harmed)]
     assert all((ends[0][key] == ends[1][key]).all() for key in ends[0])
     epochs = [json.loads((run / "summary.json").read_text())["epochs"] for run in (unharmed, harmed)]

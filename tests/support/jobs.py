@@ -52,9 +52,9 @@ def start(shop: Workshop, *arguments: str, ranks: int = 1, prelude: str = WITHOU
         return shop.start(*arguments, ranks=ranks, prelude="".join(BEFORE_ALL) + prelude)
 
 
-def train(shop: Workshop, *arguments: str, ranks: int = 1) -> Result:
+def train(shop: Workshop, *arguments: str, ranks: int = 1, timeout: float = 100) -> Result:
     """Train to the end, as Workshop.train does. Any thread may call this."""
-    return finish(start(shop, *arguments, ranks=ranks), expect=0, timeout=100)
+    return finish(start(shop, *arguments, ranks=ranks), expect=0, timeout=timeout)
 
 
 def wait_for(process: Process, timeout: float) -> int:
