@@ -392,6 +392,7 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
 
     absent = f'"local/x" is not in {shop.datasets}, so absent is not adapted to it; training will look for it'
     assert note("absent", "dataset=local/x") == f"note: {absent} on the Hugging Face Hub"
+    assert note("builtin", "dataset=builtin/python-stdlib").endswith("is not adapted to it; training makes it")
     assert note("near", "dataset=local/smal").endswith('did you mean "local/small"?')
     said = "note: microbatch_size is lowered so that the validation split of local/small fills a microbatch"
     assert note("short", "dataset=local/small") == said
