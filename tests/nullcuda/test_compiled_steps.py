@@ -20,6 +20,7 @@ ONE_LAYER = {"n_layers": 1}
 ONE_FAST_LAYER = {"n_layers": 1, "value_embeddings": 1}
 CASES: dict[str, tuple[int, Case]] = {
     "gpt-2 on A100s": (80, Case("8xa100m40", 8, ONE_LAYER, COMPILED, 106)),
+    "gpt-2 on H100s": (90, Case("8xh100m80", 8, ONE_LAYER, COMPILED, 118)),
     "gpt-2 on B200s": (100, Case("8xb200m160", 8, ONE_LAYER, COMPILED, 146)),
     "the fast model on A100s": (80, Case("8xa100m40-fast", 8, TWO_FAST_LAYERS, COMPILED, 285, broadcasts=24)),
     "the fast model on H100s": (90, Case("8xh100m80-fast", 8, ONE_FAST_LAYER, COMPILED, 214, broadcasts=18)),
