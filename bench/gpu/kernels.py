@@ -156,7 +156,7 @@ def measure_nanogpt(bench: Workbench) -> None:
     model, microbatch = experiment.model, experiment.config.microbatch_size
     tokens = torch.randint(model.vocab_size, (microbatch, model.context_length + 1))
     steps: dict[str, Callable[[], object]] = {
-        "nanoGPT": nanogpts_step(model, tokens.to(DEVICE), is_compiled=not bench.tiny)
+        "nanoGPT": nanogpt_step(model, tokens.to(DEVICE), is_compiled=not bench.tiny)
     }
     precision = choose_precision(experiment.config, DEVICE, None)
     config = experiment.config.model_copy(update={"precision": precision})
@@ -173,7 +173,7 @@ def measure_nanogpt(bench: Workbench) -> None:
             bench.add("nanogpt", program=name, ms=ms, tokens_per_second=1000 * tokens[:, 1:].numel() / ms)
 
 
-def nanogpts_step(model: ModelConfig, tokens: Tensor, *, is_compiled: bool) -> Callable[[], None]:
+def nanogpt_step(model: ModelConfig, tokens: Tensor, *, is_compiled: bool) -> Callable[[], None]:
     """Return a function that runs a training step of nanoGPT on `tokens`, (B, T + 1)."""
     case = Case(model.n_layers, model.emb_dim, model.n_heads, model.context_length, model.vocab_size, len(tokens))
     loss = peers_loss("nanogpt", case).to(DEVICE)
