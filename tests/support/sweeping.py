@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.sweeps.derived_runs import DerivedRun
+from harness.sweeps.derived_runs import DerivedRun, write_runs
 from harness.sweeps.file import SweepRuns, load_sweep
 from harness.sweeps.plan import status_of
 from tests.support.forked_command import run_forked
@@ -22,6 +22,13 @@ def load(shop: Workshop, **keys: Any) -> SweepRuns:
     path = shop.path / "s.json"
     path.write_text(json.dumps({"base": "base", **keys}))
     return load_sweep(path, shop.runs)
+
+
+def make(shop: Workshop, **keys: Any) -> SweepRuns:
+    """Load s.json with these keys, and write its missing runs."""
+    sweep = load(shop, **keys)
+    write_runs(sweep.missing())
+    return sweep
 
 
 def states(sweep: SweepRuns) -> dict[str, str]:
@@ -65,3 +72,7 @@ def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
         then()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def log_of(shop: Workshop, name: str) -> str:
+    return (shop.runs / name / "sweep.log").read_text()
