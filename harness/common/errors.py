@@ -57,7 +57,8 @@ STATUSES = {CEILING: 3, DIVERGED: 4}
 
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """Orderly end of a run after a signal, or for a reason in STATUSES. The message for the user has already been
-    printed. The exit status after a signal is 128 + its number, as in shells."""
+    printed, or the launcher prints it (`run_ranks`, torchrun). The exit status after a signal is 128 + its number, as
+    in shells."""
 
     def __init__(self, reason: int, interrupted_evaluation: str | None = None) -> None:
         """Store the reason, which is the signal's number or a key of STATUSES. `interrupted_evaluation` is "validation"

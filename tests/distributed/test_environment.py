@@ -3,11 +3,19 @@ impossible ones, which an earlier launch may have left."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
 import pytest
 
 from harness.common.errors import UserError
 from harness.common.processes import PARENT
 from harness.distributed import environment
+from tests.support.launch import ROOT, wait_until
 
 WHOLE = {
     "RANK": "9",
@@ -97,3 +105,32 @@ def test_leftovers_are_named_with_the_remedy(
 def test_more_ranks_than_a_machine_can_hold_are_refused() -> None:
     with pytest.raises(UserError, match="--processes 100000: at most"):
         environment.run_ranks(100_000, lambda pid: None)
+
+
+# Rank 1 has no handler for SIGTERM yet. Rank 0 has one, and exits without a line because it has lost rank 1.
+TWO_RANKS = """
+import os, pathlib, signal, sys, time
+from harness.distributed.environment import ranks_to_start, run_ranks, unblock_stopping_signals
+if count := ranks_to_start(2):
+    run_ranks(count, lambda pid: None)
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(143)))
+unblock_stopping_signals()
+pathlib.Path("ready" + os.environ["RANK"]).touch()
+time.sleep(60)
+"""
+
+
+def test_a_stop_before_all_ranks_can_agree_says_how_to_continue(tmp_path: Path) -> None:
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    command, variables = (
+        [sys.executable, str(script)],
+        {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
+    )
+    with subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True) as launcher:
+        wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)), launcher)
+        launcher.send_signal(signal.SIGTERM)
+        stdout, stderr = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert "stopped by SIGTERM; to continue, run the same command again" in stdout + stderr
