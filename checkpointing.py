@@ -286,7 +286,7 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 @contextmanager
 def state_errors_as_user_errors(file: Path) -> Iterator[None]:
     """Context manager that turns errors from a state of unexpected structure into UserError. The message names `file`,
-    which could be read and has the right hash."""
+    whose hash must have been verified before."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:

@@ -116,9 +116,9 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that --baseline names, at least one: a single run, or all runs of an arm. The arm is
-    looked for among the runs `compared` (all runs if that is empty), then among all runs. Raises UserError if there is
-    no such run or arm."""
+    """Return the names of the runs that --baseline selects, at least one: the run of that name, or all runs of the arm
+    of that name (runs that differ only in their seeds). The arm is looked for among the runs `compared` (all runs if
+    that is empty), then among all runs. Raises UserError if there is no such run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory

@@ -70,8 +70,8 @@ class RMSNorm(nn.Module):
 def rms_normalised(x_BxTxC: Tensor) -> Tensor:
     """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is.
 
-    Does not use torch's own RMS norm, which is no faster on the CPU, and on a GPU refuses a gain whose precision is not
-    the input's.
+    Does not use torch's F.rms_norm: its fused kernel needs a weight of the input's dtype, and with another one torch
+    warns and computes without it.
     """
     x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
@@ -157,8 +157,8 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x_BxTxC: Tensor, rotation: Rotation | None, values_BxTxK: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
-        """Return the output, (B, T, C). `rotation` is None without RoPE, `values_BxTxK` in a layer without value
-        embeddings, and `cache` if the tokens are the whole sequences."""
+        """Return the output, (B, T, C). `rotation` is None if the model has no RoPE, `values_BxTxK` if the layer has
+        no value embeddings, and `cache` if `x_BxTxC` holds whole sequences."""
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
             v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)

@@ -76,9 +76,9 @@ ByBasis = dict[Basis, dict[int, Measurement]]  # measurements of several runs, b
 
 
 def by_basis(values: Sequence[Values]) -> ByBasis:
-    """Return the measurements of several runs by their basis (the text or task that was measured), and for each basis
-    by the index of the run in `values`. The basis with the most runs comes first; of several with the same number of
-    runs, the one that an earlier run has."""
+    """Return a dict from basis (the text or task that was measured) to a dict from the run's index in `values` to its
+    measurement. Bases with more runs come first, and bases with equally many in the order of their first run. If a run
+    has several measurements of one basis, the first counts."""
     found: ByBasis = {}
     for index, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:

@@ -65,7 +65,7 @@ class BatchSchedule:
 
     @classmethod
     def ramp(cls, layouts: Sequence[tuple[int, BatchLayout]], tokens_seen: int) -> BatchSchedule:
-        """Return the schedule of a run that has seen `tokens_seen` tokens at the schedule's start.
+        """Return the batch layouts of a run from the point where it has seen `tokens_seen` tokens.
 
         Each entry of `layouts` is (tokens, layout): the layout applies to steps that begin when the run has seen at
         least `tokens` tokens. The entries are in ascending order of tokens, and the first entry's tokens are 0.

@@ -140,8 +140,9 @@ class World:
         return seconds_of(count) / count
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start to compute, for each of `numbers`, its maximum over all ranks. Returns a function that waits for the
-        maxima and returns them, in the order of `numbers`. Every rank must call both with as many numbers."""
+        """Start an asynchronous all-reduce (maximum) of `numbers` on the CPU. Returns a function that waits for the
+        maxima and returns them, in the order of `numbers`. Every rank must pass equally many numbers and call the
+        returned function."""
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:

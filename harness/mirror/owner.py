@@ -129,8 +129,8 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
 
 
 def own_id(run: RunDirectory) -> str:
-    """Return the name by which this machine's copy of a run owns the mirror. It is kept in the run's folder. In a copy
-    of that folder on another machine it is made anew."""
+    """Return the random id, 16 hex digits, that owner.json has while this machine trains the run. It is stored in the
+    run's folder with the host's name, and a copy of that folder on another host makes a new one."""
     known = remembered(run)
     if isinstance(known.get("id"), str):
         return known["id"]

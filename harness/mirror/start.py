@@ -80,7 +80,7 @@ def connect(
 
 
 def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> Check:
-    """Return the check that a checkpoint in the mirror is one of this experiment."""
+    """Return a function that raises UserError if this experiment cannot continue a checkpoint of the mirror."""
 
     def check(meta: CheckpointMeta) -> None:
         try:

@@ -178,8 +178,9 @@ class Uploads:
         return list(dict.fromkeys([*newest, *(path for path in known if path.name == best.name)]))
 
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
-        """Return whether the mirror has a checkpoint as it is in the run's folder: each file in its size, and the same
-        meta.json, which has the hashes. Files can be lost or replaced in a mirror after they were sent."""
+        """Return whether the mirror has a checkpoint as it is in the run's folder: every file with its size, and an
+        identical meta.json, which has the hashes. The mirror's files are not hashed. Files can be lost or replaced in a
+        mirror after they were sent."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
             sizes = {f"{remote}/{file.name}": file.stat().st_size for file in path.iterdir()}

@@ -33,11 +33,11 @@ class Precision:
     @classmethod
     def resolve(cls, name: str, device: torch.device, *, place: str = 'train.json: key "precision"') -> Precision:
         """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`: "auto" is bf16 on a CUDA
-        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere. So the results of evaluating a model on
-        a CPU do not depend on the kind of CPU.
+        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere, so that
+        the precision of an evaluation does not depend on the kind of CPU.
 
-        Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` names in its message the key or
-        option that `name` comes from.
+        Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` is the key or option that gave
+        `name`, for the error's message.
         """
         if device.type == "cuda" and name in ("auto", "bf16"):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -96,9 +96,9 @@ def estimated_speed(
     precision, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have their
     defaults.
 
-    There is no estimate for a model, a key of train.json or a number of ranks that it does not cover. There is also
-    none if the CPU needs longer to launch the kernels of a step than the GPU needs to run them, because the error could
-    then exceed UNCERTAINTY.
+    There is no estimate for experts, for a key of KERNEL_KEYS whose effect is not in PRICED, or for more than
+    LARGEST_MACHINE ranks. There is also none if the CPU needs longer to launch the kernels of a step than the GPU needs
+    to run them, because the error could then exceed UNCERTAINTY.
     """
     if model.moe is not None:
         return 'the estimate does not cover "moe" in model.json'

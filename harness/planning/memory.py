@@ -37,9 +37,9 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
 
 
 def outside_bytes(model: ModelConfig, residual: int) -> int:
-    """Return the bytes per token that are kept outside of the blocks: the embedding, what else the blocks read, and the
-    last norm's input, its output and the gradient of that, which is computed with the loss. `residual` is the size of
-    the residual stream in bytes per token."""
+    """Return the bytes per token that are kept for the backward pass outside of the blocks: the embeddings that the
+    blocks read (tokens, skip, bigrams, values), the last norm's input and output, and the output's gradient, which the
+    fused loss computes in the forward pass. `residual` is the size of the residual stream in bytes per token."""
     streams = 2 + model.embedding_skip + (model.bigram_embedding is not None)
     return streams * residual + BF16 * (2 * model.emb_dim + model.kv_width * (model.value_embeddings or 0))
 

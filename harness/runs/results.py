@@ -229,7 +229,7 @@ class Results:
     problems: list[str] = field(default_factory=list)  # a line of text for each file that cannot be used
 
     def of(self, kind: type[AnyStored]) -> list[AnyStored]:
-        """Return the results of this class."""
+        """Return the results that are instances of `kind`."""
         return [each for each in self.found if isinstance(each, kind)]
 
 

@@ -22,8 +22,9 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training over which the speed was measured. In this part, this program did all the training,
-    and these did not change: the device, the number of ranks, and the keys of train.json for batch and kernels."""
+    """The part of a run's training over which the speed was measured. In this part no other program trained
+    (such as the notebook's), and the device, the number of ranks, and train.json's keys for batch and kernels stayed
+    the same."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

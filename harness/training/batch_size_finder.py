@@ -62,7 +62,7 @@ STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settle
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
 GUESS_GROWTH = 4  # growth of the margin of guesses (see largest_that_fits)
 # With a compiled model, most of the time that a size takes is compilation. So fewer sizes are tried, and the result may
-# be too small by 1/64.
+# be too small by 1/64 if it is 128 or more.
 COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
@@ -138,8 +138,8 @@ class MicrobatchSearcher:
 
     def find(self, ceiling: int) -> int:
         """Return the largest microbatch found to fit, in sequences, and at most `ceiling`. If the model is compiled,
-        microbatches larger by up to 1 / COMPILED_FINENESS may fit, too. If SEARCH_SECONDS end the search on a CPU, much
-        larger ones may fit. Collective.
+        microbatches larger by up to 1 / COMPILED_FINENESS may fit, too. On a CPU the search stops after SEARCH_SECONDS,
+        and much larger ones may fit. Collective.
 
         Raises RunError if not even one sequence fits.
         """

@@ -17,8 +17,8 @@ LONGEST_WINDOW = 64  # steps
 
 
 class OwnTime:
-    """Times from the beginning of a step to this rank's last gradient. Later work of the step waits for other ranks,
-    so its end says nothing about a single rank. On CUDA the times are those of the device, by events in its queue.
+    """Seconds from the beginning of a step to this rank's last gradient. What follows waits for other ranks, so the
+    step's end says nothing about a single rank. On CUDA the times are those of the device, by events in its queue.
     Nothing here waits for the device."""
 
     def __init__(self, device: torch.device) -> None:

@@ -143,8 +143,8 @@ class StatePartition:
         `device`. On a GPU, the copies may still be running when this method returns. Collective.
 
         Every shard has a scalar of its own, such as the step count, which is equal for all shards of a parameter.
-        Shards are broadcast as in `exchange`, because NCCL would need connections and buffers of its own for messages
-        to one rank. Ranks other than 0 do not use what they receive.
+        Shards are broadcast as in `broadcast_shards`, because NCCL would need connections and buffers of its own for
+        messages to one rank. Ranks other than 0 do not use what they receive.
         """
         for shard in shards:
             if shard.owner == 0 and self.rank != 0:

@@ -56,7 +56,8 @@ Show = Callable[[Encoded, StreamSize], None]
 
 
 class HeldOut(Protocol):
-    """Held-out text whose documents are left out (harness/data/overlap.py, on which this package must not depend)."""
+    """Held-out text whose documents are removed from a dataset. Implemented by harness/data/overlap.py, which this
+    package must not import."""
 
     described: list[list[str]]
 

@@ -102,8 +102,8 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
-    """Return the last place after `start` and up to `end` where cutting the text does not change its tokens. Return
-    `end` if there is none among the last CUT_SEARCH characters.
+    """Return the largest index into `text` after `start` and up to `end` where cutting the text does not change its
+    tokens. Return `end` if there is none among the last CUT_SEARCH characters.
 
     Such a place is before a space that follows a visible character, or before a line break that follows a letter or
     digit. No pattern that splits text into words (GPT-2's, cl100k's, o200k's) finds a word that extends across such a
@@ -226,7 +226,7 @@ def encoder_processes(count: int) -> Iterator[Executor]:
 
 
 def _initialize_process() -> None:
-    """Initialize a new process of the pool."""
+    """Keep tokenizers from starting threads in this process of the pool, and end it with its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     end_with_parent()
 

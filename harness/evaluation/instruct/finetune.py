@@ -99,7 +99,7 @@ def batches(
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """Settings of a fine-tuning. With `answers_only`, only the tokens of the answers are learned."""
+    """Settings of a fine-tuning. With `answers_only`, the loss counts the tokens of the answers alone."""
 
     learning_rate: float
     max_epochs: int = 100

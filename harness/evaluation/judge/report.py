@@ -32,7 +32,7 @@ TIE = 1e-9  # a difference of means up to this is a rounding error, and the mean
 
 @dataclass(frozen=True)
 class Pair:
-    """Comparison of two models, given by their indices."""
+    """Comparison of two models, given by their indices into the list of models."""
 
     first: int
     second: int
