@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-import warnings
+
+import click
 
 from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
@@ -75,4 +76,4 @@ class ChartProcess:
             self._process = None
 
     def _warn(self, reason: str) -> None:
-        warnings.warn(f"{self._run.chart}: no chart: {reason}", stacklevel=3)
+        click.echo(f"warning: {self._run.chart}: no chart: {reason}", err=True)

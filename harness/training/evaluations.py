@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import click
 import numpy as np
 
 from harness.common.errors import RunError, UserError
@@ -114,7 +114,7 @@ class Evaluations:
             )
         except EvaluationFailed as error:
             if self.world.is_main:
-                warnings.warn(f"global step {step}: benchmarks could not be evaluated: {error}", stacklevel=2)
+                click.echo(f"warning: global step {step}: benchmarks could not be evaluated: {error}", err=True)
             return []
 
     def sample(self) -> str | UserError | RunError:

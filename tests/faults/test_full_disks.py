@@ -236,7 +236,7 @@ def test_disk_full_for_the_chart(shop: Workshop) -> None:
         ended = finish(start(replace(shop, draws=True), "chart", prelude=""), expect=0, timeout=100)
         warnings = [line for line in ended.stderr.splitlines() if "no chart" in line]
         assert warnings
-        assert all("No space left on device" in line for line in warnings)
+        assert all(line.startswith("warning: ") and "No space left on device" in line for line in warnings)
     assert_same_end(shop.runs / "straight", run)
 
 

@@ -89,32 +89,36 @@ def test_training_does_not_wait_for_a_drawing_and_many_requests_are_one(run: Run
     assert len(drawn) <= 2
 
 
-def test_without_metrics_there_is_no_chart(run: RunDirectory) -> None:
+def test_without_metrics_there_is_no_chart(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     chart = ChartProcess(run)
     chart.draw()
-    with pytest.warns(UserWarning, match=r"training-run-chart\.png: no chart: .*metrics\.jsonl"):
-        chart.finish(PATIENCE_SECONDS)
+    chart.finish(PATIENCE_SECONDS)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {run.chart}: no chart: ")
+    assert "metrics.jsonl" in warning
 
 
-def test_no_failure_of_drawing_ends_the_run(run: RunDirectory, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_failure_of_drawing_ends_the_run(
+    run: RunDirectory, gate: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A drawing process that cannot be started, hangs or is killed causes only a warning. Another process draws the
     next chart."""
     chart = ChartProcess(run)
     validated(run, 0)
     with monkeypatch.context() as patch:
         patch.setattr(chart_process, "WORKER", [str(run.path / "nothing")])
-        with pytest.warns(UserWarning, match="no chart: No such file"):
-            chart.draw()
+        chart.draw()
+    assert f"warning: {run.chart}: no chart: No such file" in capsys.readouterr().err
     for patience, kill, warning in (
-        (0.1, False, r"no chart: not drawn in 0\.1 s"),
+        (0.1, False, "no chart: not drawn in 0.1 s"),
         (PATIENCE_SECONDS, True, "no chart: the process that draws has ended with status -9"),
     ):
         chart.draw()
         pid = worker_pid(chart)
         if kill:
             os.kill(pid, signal.SIGKILL)
-        with pytest.warns(UserWarning, match=warning):
-            chart.finish(patience)
+        chart.finish(patience)
+        assert capsys.readouterr().err == f"warning: {run.chart}: {warning}\n"
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     gate.touch()
