@@ -119,9 +119,10 @@ class TrainedModel:
 
     @property
     def tokenizer_file(self) -> str | Path:
-        """The model's tokenizer: "gpt2", or the file beside the weights that their meta.json names. Raises UserError if
-        that name is not a plain file name."""
-        name, folder = self.meta.get("tokenizer", "gpt2"), self.weights.parent
+        """The model's tokenizer: the file beside the weights that their meta.json names, or "gpt2". If no name is given,
+        it is tokenizer.json if that exists, else "gpt2". Raises UserError if the name is not a plain file name."""
+        folder = self.weights.parent
+        name = self.meta.get("tokenizer", "tokenizer.json" if (folder / "tokenizer.json").is_file() else "gpt2")
         return "gpt2" if name == "gpt2" else folder / check_name(str(name), f"{folder / META}: tokenizer")
 
     def tokenizer(self) -> Tokenizer:

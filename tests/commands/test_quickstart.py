@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_the_checkpoint_brings_its_tokenizer(shop: Workshop, tmp_path: Path) -> 
     ]
     assert texts[0].startswith("import ")
     assert texts[0] == texts[1] != texts[2]
+    model_json, file = weights(shop)
+    shutil.copytree(Path(file).resolve().parent, tmp_path / "copied")
+    (tmp_path / "copied" / "meta.json").unlink()
+    copied = [model_json, str(tmp_path / "copied" / Path(file).name)]
+    told = shop.script("test_smoke.py", *copied, "--prompt", "import ", "--num-tokens", "12", "--seed", "1")
+    assert told.stdout == texts[0]
 
 
 def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
