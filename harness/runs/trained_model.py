@@ -119,7 +119,7 @@ class TrainedModel:
 
     @property
     def tokenizer_file(self) -> str | Path:
-        """The model's tokenizer: the file beside the weights that their meta.json names, or "gpt2". If no name is given,
+        """The model's tokenizer: the file beside the weights that their meta.json names, or "gpt2". If none is named,
         it is tokenizer.json if that exists, else "gpt2". Raises UserError if the name is not a plain file name."""
         folder = self.weights.parent
         name = self.meta.get("tokenizer", "tokenizer.json" if (folder / "tokenizer.json").is_file() else "gpt2")
