@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from harness.common.errors import UserError
-from harness.common.json_files import strict_json
 from harness.common.messages import quoted
 from harness.common.options import RUNS_DIR, Command
 
@@ -17,6 +16,8 @@ from harness.common.options import RUNS_DIR, Command
 def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
     """Parse the KEY=VALUE texts of --set. A value that is valid JSON is parsed as JSON, any other value is a string.
     Raises UserError if a text is not KEY=VALUE or a key is given twice."""
+    from harness.common.json_files import strict_json
+
     settings: dict[str, Any] = {}
     for text in texts:
         key, sign, value = text.partition("=")

@@ -16,8 +16,7 @@ from typing import Any
 import click
 
 from harness.common.errors import UserError
-from harness.common.options import Command, FiniteNumber
-from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
+from harness.common.options import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, Command, FiniteNumber
 
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
 PRICE = FiniteNumber(min=0, max=1e9)

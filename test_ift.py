@@ -13,15 +13,17 @@ from harness.common.errors import RunError, RunStopped, UserError
 from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
-from harness.common.options import MODEL, POSITIVE, RUNS_DIR, Command
-from harness.evaluation.instruct.responses import BOOK_DATA
-from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
+from harness.common.options import JUDGE_PROMPT, JUDGE_PROMPT_HELP, MODEL, NOTEBOOK_JUDGE, POSITIVE, RUNS_DIR, Command
 
 if TYPE_CHECKING:
     from harness.evaluation.instruct.responses import Responses
     from harness.evaluation.judge.requests import JudgeSettings
 
 RESPONSES = "ift-responses.json"
+# Data of the book on which these models are based: Raschka, Build a Large Language Model (From Scratch), chapter 7.
+BOOK_DATA = (
+    "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
+)
 
 
 @click.command(cls=Command)

@@ -50,6 +50,13 @@ MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOIN
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 SPEED = FiniteNumber(min=1e-3, max=1e12)  # tokens per second; a smaller one gives times that mean nothing
 
+NOTEBOOK_JUDGE = "gpt-5.1"  # the default judge
+JUDGE_PROMPT = click.Choice(["together", "book", "notebook"])
+JUDGE_PROMPT_HELP = (
+    "together: one prompt about all models' answers. book, notebook: a prompt about one answer alone, from Raschka's "
+    "book or from Giles Thomas's lab notebook."
+)
+
 
 # Options of ddp_train.py, by the names of their fields in TrainOptions. Each key is an option; its value lists the
 # options that mean nothing without it.

@@ -21,11 +21,8 @@ from harness.common.files import atomic_file, replace_text, user_cache
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode
 
-# Data of the book on which these models are based: Raschka, Build a Large Language Model (From Scratch), chapter 7.
-BOOK_DATA = (
-    "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
-)
-# Shares as in the book. The file's first entries are for training, the next for testing, and the rest for validation.
+# Shares as in Raschka's book, Build a Large Language Model (From Scratch), chapter 7. The file's first
+# entries are for training, the next for testing, and the rest for validation.
 TRAIN_PART, TEST_PART = 0.85, 0.1
 FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
 DOWNLOAD_TIMEOUT_SECONDS = 30.0

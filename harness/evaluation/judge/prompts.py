@@ -12,20 +12,13 @@ from itertools import count, islice, product
 from string import ascii_uppercase
 from typing import Annotated
 
-import click
 from pydantic import Field, TypeAdapter, ValidationError
 
 from harness.common.json_files import strict_json
 from harness.common.messages import abbreviated, quoted
 from harness.evaluation.instruct.responses import Response
 
-NOTEBOOK_JUDGE = "gpt-5.1"  # the default judge
 TOGETHER = "together"
-JUDGE_PROMPT = click.Choice([TOGETHER, "book", "notebook"])
-JUDGE_PROMPT_HELP = (
-    "together: one prompt about all models' answers. book, notebook: a prompt about one answer alone, from Raschka's "
-    "book or from Giles Thomas's lab notebook."
-)
 
 # The question and all answers are inserted as strings in a JSON object. JSON's quoting keeps an answer from posing as
 # another answer or as the task.

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from harness.common.errors import RunError, UserError, printable
 from harness.common.messages import is_unicode, quoted
+from harness.common.options import NOTEBOOK_JUDGE
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.prompts import (
-    NOTEBOOK_JUDGE,
     TOGETHER,
     InvalidAnswerError,
     Prompt,
