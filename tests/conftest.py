@@ -28,14 +28,8 @@ LONGEST = (
     *("commands/check_machine", "nullcuda/attention", "training/golden_runs", "commands/quickstart", "faults/signals"),
     *("commands/rent", "faults/nodes", "faults/kills", "training/microbatch_search", "training/on_end", "faults/ranks"),
     *("faults/saving_in_background", "faults/launcher", "data/interrupted_preparing", "faults/mirror"),
-    *(
-        "tests/architecture",
-        "sweeps/sweep_run",
-        "sweeps/real_sweeps",
-        "training/mixtures",
-        "faults/full_disks",
-        "evaluation/benchmarks",
-    ),
+    *("tests/architecture", "sweeps/sweep_run", "sweeps/real_sweeps", "training/mixtures", "faults/full_disks"),
+    "evaluation/benchmarks",
 )
 
 

@@ -252,8 +252,8 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     arms where text noise (from the choice of the text) can explain the difference, because more seeds would not reduce
     text noise.
 
-    Holm's correction is applied neither to these numbers of seeds nor to the choice of the arms: each
-    stands for a test of one arm alone against the baseline. The numbers leave out text noise.
+    Holm's correction is applied neither to these numbers of seeds nor to the choice of the arms: each stands for a test
+    of one arm alone against the baseline. The numbers leave out text noise.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:

@@ -130,9 +130,8 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
     unblock_stopping_signals()
     when_started(ranks[0].pid)
     failed = _wait(ranks, asked)
-    ended = [rank.returncode or 0 for rank in (ranks[0], failed) if rank]
-    # A signal ended rank 0 before it could print this, or another rank before all could agree to stop.
-    if asked and (ended[0] < 0 or -ended[-1] in asked):
+    # Rank 0 has printed this, unless it was killed, or the signal ended another rank before all could agree to stop.
+    if asked and ((ranks[0].returncode or 0) < 0 or (failed and -failed.returncode in asked)):
         say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
     elif failed and failed.returncode < 0 and -failed.returncode not in asked:
         name = signal.Signals(-failed.returncode).name

@@ -33,8 +33,8 @@ class Precision:
     @classmethod
     def resolve(cls, name: str, device: torch.device, *, place: str = 'train.json: key "precision"') -> Precision:
         """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`: "auto" is bf16 on a CUDA
-        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere, so that
-        the precision of an evaluation does not depend on the kind of CPU.
+        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere, so that the precision of an evaluation
+        does not depend on the kind of CPU.
 
         Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` is the key or option that gave
         `name`, for the error's message.

@@ -166,8 +166,8 @@ class TrainState(Progress):
         return self.best_step == self.global_step
 
     def forget_best(self) -> None:
-        """Reset the best loss and the last validation loss. Called if the validation text has changed, or if
-        another program measured the earlier losses, so that they cannot be compared with later ones."""
+        """Reset the best loss and the last validation loss. Called if the validation text has changed, or if another
+        program measured the earlier losses, so that they cannot be compared with later ones."""
         self.best_loss = self.best_step = self.val_loss = None
 
 

@@ -207,8 +207,8 @@ def describe_disk(folder: Path) -> str:
         with tempfile.TemporaryFile(dir=folder) as file:
 
             def rate(work: Callable[[], int]) -> tuple[int, float]:
-                """Call `work` repeatedly, until it returns 0 or DISK_BYTES or DISK_SECONDS are reached; it returns
-                how many bytes it moved. Return the bytes, and the bytes per second."""
+                """Call `work` repeatedly, until it returns 0 or DISK_BYTES or DISK_SECONDS are reached; it returns how
+                many bytes it moved. Return the bytes, and the bytes per second."""
                 count, began = 0, time.perf_counter()
                 while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
                     count += size

@@ -124,10 +124,8 @@ time.sleep(60)
 def test_a_stop_before_all_ranks_can_agree_says_how_to_continue(tmp_path: Path) -> None:
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS)
-    command, variables = (
-        [sys.executable, str(script)],
-        {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
-    )
+    command = [sys.executable, str(script)]
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     with subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True) as launcher:
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)), launcher)
         launcher.send_signal(signal.SIGTERM)
