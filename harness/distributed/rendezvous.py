@@ -79,7 +79,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timer.daemon = True
     if not is_launched():  # not needed with a launcher, which starts all ranks
         timer.start()
-    with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
+    with connection_errors_as_peer_errors():  # the store is in torchrun's process, which may be killed meanwhile
         try:
             store = _open_store(timeout)
             restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
@@ -155,7 +155,7 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
 
 @contextmanager
-def leaving_with_peers() -> Iterator[None]:
+def connection_errors_as_peer_errors() -> Iterator[None]:
     """Context manager that translates errors of gloo and nccl in its body.
 
     Raises PeerError if the connection to another rank is gone. This rank then ends without a message, because the rank

@@ -99,7 +99,7 @@ class StopRequest:
 
 class Interrupted(Exception):  # noqa: N818 - not an error
     """Exception that ends this rank's part of shared work early, because a rank was asked to stop. The other ranks
-    learn of it when all ranks exchange their results (`SharedWork.exchange`)."""
+    learn of it when all ranks exchange their results (`SharedWork.gather_results`)."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class SharedWork:
         else:
             watchdog.idle(self.place)
             results = []
-        parts = self.exchange(results)
+        parts = self.gather_results(results)
         return [parts[index % ranks][index // ranks] for index in range(count)]
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
@@ -145,9 +145,9 @@ class SharedWork:
             yield index
             self.world.watchdog.beat()
 
-    def exchange(self, value: T | Exception | None) -> list[T]:
+    def gather_results(self, value: T | Exception | None) -> list[T]:
         """Return the values of all ranks. If any value is an exception, raises it on every rank, so that no rank waits
-        for the failed rank in a later exchange. If any is None, which an interrupted rank sends, raises RunStopped.
+        for the failed rank in a later call. If any is None, which an interrupted rank sends, raises RunStopped.
         Collective."""
         values: list[Any] = self.world.gather(value)
         for each in values:

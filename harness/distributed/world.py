@@ -20,7 +20,7 @@ from harness.common.libraries import usable_cores
 from harness.common.memory import give_back_under_a_limit, taken_by_others
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
-from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.watchdog import Place, Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with leaving_with_peers():
+        with connection_errors_as_peer_errors():
             dist.all_gather_object(values, value, group=self.control)
         return values
 
@@ -113,7 +113,7 @@ class World:
         weights are. Wait for the results. NCCL allocates buffers when it first uses an algorithm, which it chooses by
         operation and size. Afterwards all buffers that training needs are allocated. Collective."""
         if self.size > 1:
-            with leaving_with_peers():
+            with connection_errors_as_peer_errors():
                 for size in sizes:
                     numbers = torch.zeros(size // 4, device=self.device)
                     dist.all_reduce(numbers)
@@ -129,7 +129,7 @@ class World:
         def seconds_of(count: int) -> float:
             self.barrier()
             began = time.perf_counter()
-            with leaving_with_peers(), self.watchdog.guard(Place(0, "machine")):
+            with connection_errors_as_peer_errors(), self.watchdog.guard(Place(0, "machine")):
                 for _ in range(count):
                     dist.all_reduce(numbers)
                 numbers[0].item()  # waits for the device
@@ -150,7 +150,7 @@ class World:
 
         def result() -> list[int]:
             if pending is not None:
-                with leaving_with_peers():
+                with connection_errors_as_peer_errors():
                     pending.wait()
             return largest.tolist()
 
@@ -188,7 +188,7 @@ class World:
         def send_or_receive(shape: torch.Tensor) -> torch.Tensor:
             tensor = next(own) if self.is_main else torch.empty(shape.shape, dtype=shape.dtype)
             if self.size > 1:
-                with leaving_with_peers():  # a tensor that is not contiguous is sent as a copy
+                with connection_errors_as_peer_errors():  # a tensor that is not contiguous is sent as a copy
                     dist.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src=0, group=self.control)
             return tensor
 

@@ -29,7 +29,6 @@ from harness.runs.throughput import KERNEL_KEYS, cost
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
 
-OVER: tuple[StateWord, ...] = ("finished", "diverged", "damaged")  # states in which a sweep trains a run no further
 TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last line and its cause
 
 
@@ -42,6 +41,11 @@ class Status:
     state: StateWord
     said: str = ""
     dollars: float = 0.0
+
+    @property
+    def needs_training(self) -> bool:
+        """True if a sweep starts the run, or continues it from its latest checkpoint."""
+        return self.state not in ("finished", "diverged", "damaged")
 
 
 def status_of(run: DerivedRun) -> Status:
@@ -169,7 +173,7 @@ class SweepPlan:
     name: str
     planner: Planner
     count: int  # number of all runs, finished or not
-    over: list[Status]  # runs that have finished or diverged
+    ended: list[Status]  # runs that have finished or diverged
     left: list[RunPlan]  # in the order of training
     refused: list[str]  # why some runs cannot be trained, one message per run
 
@@ -207,25 +211,25 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
     if its folder holds something else, or if its files are damaged.
     """
     statuses = [status_of(run) for run in sweep.runs]
-    over = [each for each in statuses if each.state in ("finished", "diverged")]
+    ended = [each for each in statuses if each.state in ("finished", "diverged")]
     plans: list[RunPlan] = []
     refused = [each.said for each in statuses if each.state == "damaged"]
     for each in statuses:
-        if each.state not in OVER:
+        if each.needs_training:
             try:
                 plans.append(planner.plan(each.run))
             except UserError as error:
                 refused.append(str(error))
-    if refused and not plans and not over:
+    if refused and not plans and not ended:
         raise UserError(refused[0])
-    return SweepPlan(sweep.name, planner, len(sweep.runs), over, plans, refused)
+    return SweepPlan(sweep.name, planner, len(sweep.runs), ended, plans, refused)
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     """Return the plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
     parts = [paragraph(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
-    if plan.over:
-        parts.append([f"{count_states(plan.over)} already"])
+    if plan.ended:
+        parts.append([f"{count_states(plan.ended)} already"])
     if plan.left:
         parts += [_table(plan), _speeds(plan.left), _totals(plan, runs_dir)]
     parts.append([line for reason in plan.refused for line in paragraph(f"Cannot be trained: {reason}")])

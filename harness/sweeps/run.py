@@ -38,7 +38,7 @@ from harness.common.messages import amount_text
 from harness.runs.metrics import describe_progress, read_progress
 from harness.runs.throughput import cost
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.plan import OVER, Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
+from harness.sweeps.plan import Planner, RunPlan, Status, count_states, status_lines, status_of, visible_gpus
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two readings of the runs' progress
@@ -182,7 +182,7 @@ class SweepRunner:
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free_groups = device_groups(planner.groups, planner.processes)
         statuses = [status_of(run) for run in runs]
-        self.waiting = [each.run for each in statuses if each.state not in OVER]
+        self.waiting = [each.run for each in statuses if each.needs_training]
         # `dollars` has what each run has cost at the price of the whole machine, by the run's name. `spent` is what all
         # runs have cost together: runs that were trained at the same time shared the machine's cost.
         self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
@@ -213,7 +213,10 @@ class SweepRunner:
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
-                looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
+                if self.max_dollars is not None:
+                    for attempt in self.attempts:
+                        self._count(attempt, status_of(attempt.run))
+                looked, lines = now, [self._progress_line(attempt) for attempt in self.attempts]
                 if is_on_terminal():
                     show("; ".join(lines))
                 elif now - said >= REPORT_SECONDS:
@@ -334,14 +337,11 @@ class SweepRunner:
             with suppress(OSError):  # closing may fail on a network disk, though the process has started
                 log.close()
 
-    def _look_at(self, attempt: Attempt) -> str:
-        """Return the progress of a run that is being trained, as text. If `max_dollars` is given, also bring `dollars`
-        and `spent`, the costs so far, up to date."""
+    def _progress_line(self, attempt: Attempt) -> str:
+        """Return the progress of a run that is being trained, as text."""
         progress = None
         with suppress(UserError):
             progress = read_progress(attempt.run.directory.metrics)
-        if self.max_dollars is not None:
-            self._count(attempt, status_of(attempt.run))
         place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs):,}"
         return f"{place}, {attempt.run.name}: {describe_progress(progress, attempt.tokens)}"
 
@@ -388,7 +388,7 @@ class SweepRunner:
         say("\n".join([f"\n{count_states(statuses)}{reason}", *status_lines(unfinished)]))
         if self.signal:
             raise RunStopped(self.signal)
-        left = sum(each.state not in OVER for each in unfinished)
+        left = sum(each.needs_training for each in unfinished)
         if left:
             why = f"are left: {self.stop_reason}" if self.stop_reason else "failed; the same command tries them again"
             raise RunError(f"{left:,} of {len(statuses):,} runs {why}")

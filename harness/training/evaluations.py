@@ -170,12 +170,12 @@ def scores_over_ranks(
     """
     try:
         results = run(benchmarks, scorer.sharing(partial(evaluate_batches, work)), tokenizer, limit=limit)
-    except (EvaluationFailed, RunError):  # these reach every rank without another exchange
+    except (EvaluationFailed, RunError):  # these reach every rank without another call
         raise
     except Exception as error:
-        work.exchange(EvaluationFailed.because_of(error))  # raises it, here and on the other ranks
+        work.gather_results(EvaluationFailed.because_of(error))  # raises it, here and on the other ranks
         raise
-    work.exchange("done")
+    work.gather_results("done")
     return list(_main_scores(results, benchmarks.asked))
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.memory import is_out_of_memory
-from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.signals import StopRequest
 from harness.model.kernels import explain_failed_attention, explain_nondeterminism
 
@@ -18,7 +18,7 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
     `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
     to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop."""
     try:
-        with leaving_with_peers():
+        with connection_errors_as_peer_errors():
             yield
     except PeerError:
         if stop.signal:  # torchrun has already asked this rank to stop

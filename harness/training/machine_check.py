@@ -33,7 +33,7 @@ from harness.common.memory import free_memory
 from harness.common.messages import GIB, REASON_CHARACTERS, aligned, paragraph
 from harness.common.program import program_versions
 from harness.data.loader import Microbatch
-from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.signals import StopRequest
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World, say
@@ -115,7 +115,7 @@ def naming_the_rank(world: World) -> Iterator[None]:
     """Context manager for all measurements: raises RunError for an error of this rank's device, and PeerError if
     another rank is gone."""
     try:
-        with leaving_with_peers():
+        with connection_errors_as_peer_errors():
             yield
     except (RuntimeError, MemoryError) as error:
         reason = [*str(error).splitlines(), type(error).__name__][0][:REASON_CHARACTERS].rstrip(". ")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.world import World
 from harness.runs.optimizer_state import SMALL_PIECE
 
@@ -120,7 +120,7 @@ class StatePartition:
         large = [(owner, view) for owner, each in enumerate(views) for view in each if view.numel() >= SMALL_PIECE]
         messages = large + [(owner, pack) for owner, pack in enumerate(packed) if pack is not None]
         if self.is_connected:
-            with leaving_with_peers():
+            with connection_errors_as_peer_errors():
                 pending = [dist.broadcast(tensor, src=owner, async_op=True) for owner, tensor in messages]
                 for work in pending:
                     assert work is not None, "broadcast returns None only outside the group"
@@ -156,7 +156,7 @@ class StatePartition:
                     stop = min(start + MESSAGE, count)
                     part = torch.zeros(stop - start, device=device) if numbers is None else numbers[start:stop]
                     if self.is_connected and shard.owner != 0:
-                        with leaving_with_peers():
+                        with connection_errors_as_peer_errors():
                             dist.broadcast(part, src=shard.owner)
                     if self.rank == 0:
                         place = into[shard.name][key].view(-1)
