@@ -1,6 +1,6 @@
 """Microbatches of a split for each rank. The windows of a split have an order (order.py), in which they form a sequence
-of microbatches, and one formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a global step.
-The data loader keeps no state between steps, so a run can resume at any step. If the global batch size changes during a
+of microbatches, and one formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a step. The
+data loader keeps no state between steps, so a run can resume at any step. If the global batch size changes during a
 run, the size at a step depends only on the number of tokens before that step (`BatchSchedule`).
 """
 

@@ -269,7 +269,7 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
     keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint, except that
     hashes are not verified."""
-    found = open_start(experiment.run.checkpoints, checkpoint, verify=False)
+    found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None
     start, meta = found

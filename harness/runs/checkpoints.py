@@ -27,7 +27,7 @@ from harness.common.files import SAFE_NAME, check_name, draft_folder, move, rena
 from harness.common.messages import GIB, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
-from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, unused_name
+from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, RunDirectory, unused_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +62,9 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def choose_start(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from: `name` or, if it is None, `latest`. If `latest` is wanted and there is no
-    such link, return the newest checkpoint. If `name` is None, return None if there is no checkpoint.
+    """Return the checkpoint to resume from: `name` or, if it is None, `latest`, even if there is a newer one. If
+    `latest` is wanted and there is no such link, return the newest checkpoint. If `name` is None, return None if there
+    is no checkpoint.
 
     Raises UserError as `find_checkpoint` does, and if `latest` is a folder and there is no other checkpoint.
     """
@@ -199,25 +200,24 @@ def point(folder: Path, link: str, target: Path) -> None:
     sync(folder)
 
 
-def open_start(folder: Path, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
+def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
     """Verify the checkpoint to resume from (see `choose_start`), and return its path and its meta.json, or None if
     there is nothing to resume from. Half-written files that killed processes left are removed, so only one process of
     the run may call this. With `verify` false, only read meta.json, and change no file.
 
-    Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint in `folder`. A
-    checkpoint that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify.
-    For such a checkpoint, raises UserError if `name` is None.
+    Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint of the run. Also
+    raises UserError if a finished run has no checkpoint left. A checkpoint that the training program of Giles Thomas's
+    lab notebook (upstream.py) wrote has no hashes to verify. For such a checkpoint, raises UserError if `name` is None.
     """
+    folder = run.checkpoints
     if verify:
         _remove_leftovers(folder)
     try:
         start = choose_start(folder, name)
-        if start is None:
-            return None
-        meta = read_meta(start)
-        if verify and not meta.is_from_notebook:
+        meta = read_meta(start) if start else None
+        if start and meta and verify and not meta.is_from_notebook:
             verify_checkpoint(start)
-    except UserError as error:
+    except (UserError, OSError) as error:
         # If there is no checkpoint `name`, the error's message already says what a name is, or lists the checkpoints.
         if name is not None and not (SAFE_NAME.fullmatch(name) and os.path.lexists(folder / name)):
             raise
@@ -225,7 +225,12 @@ def open_start(folder: Path, name: str | None, *, verify: bool = True) -> tuple[
         offer = "no other checkpoint is known to be whole: fix the cause"
         if whole:
             offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
-        raise UserError(f"{error}; {offer}, or use --restart") from None
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        raise UserError(f"{reason}; {offer}, or use --restart") from None
+    if start is None or meta is None:
+        if run.summary.is_file():  # nobody pays for a second training by accident
+            raise UserError(f"{run.summary}: the run has finished, but it has no checkpoint; --restart trains it again")
+        return None
     if name is None and meta.is_from_notebook:
         raise UserError(f"{start}: {FOREIGN}, or use --restart")
     return start, meta

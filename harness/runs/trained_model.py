@@ -25,7 +25,7 @@ from harness.model.config import ModelConfig
 from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import BEST, LATEST, NoCheckpointError, find_checkpoint
-from harness.runs.directory import RunDirectory
+from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 from harness.runs.results import MeasuredWeights
 from harness.runs.train_config import load_train_config
 
@@ -81,6 +81,9 @@ class TrainedModel:
                     is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
                     own = f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name)
                     label = as_unicode(own)
+                if not meta and CHECKPOINT_NAME.fullmatch(folder.name):
+                    unknown = "missing, so damage to the weights beside it would not be noticed"
+                    print(f"warning: {folder / META}: {unknown}", file=sys.stderr, flush=True)
                 hashes = meta.get("sha256")
                 if isinstance(hashes, dict) and hashes.get(weights.name) not in (None, sha256(weights)):
                     raise UserError(

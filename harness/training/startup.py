@@ -111,8 +111,8 @@ def prepare(
 
     def choose() -> tuple[Path, CheckpointMeta] | None:
         if lock.began_before:  # torchrun restarted this process; its first start has applied --restart or CHECKPOINT
-            return checkpoints.open_start(run.checkpoints, None)
-        return None if options.restart else checkpoints.open_start(run.checkpoints, checkpoint)
+            return checkpoints.open_start(run, None)
+        return None if options.restart else checkpoints.open_start(run, checkpoint)
 
     path, meta = world.on_rank0(choose) or (None, None)
     if world.on_rank0(lambda: lock.began_before or not options.restart):

@@ -167,7 +167,7 @@ before(WRITE, fill_disk, rank=0, call=2)
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
 
 
-@pytest.mark.fault("a large model", "a background save of 250 MB pauses training for less time than a synchronous save")
+@pytest.mark.fault("a checkpoint of 250 MB", "a background save pauses training for less time than a synchronous one")
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     steps = 24 if exhaustive else 6
     pauses: dict[bool, list[float]] = {False: [], True: []}

@@ -21,6 +21,7 @@ from harness.common.files import sha256
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.runs.checkpoints import Checkpoint, save_checkpoint
+from harness.runs.directory import RunDirectory
 from tests.support.in_process import InProcess
 from tests.support.launch import MODEL, Workshop
 
@@ -95,6 +96,7 @@ def test_latest_and_best_are_relative_links(folder: Path) -> None:
 def test_a_folder_in_place_of_latest(folder: Path) -> None:
     """`latest` is a folder if the checkpoints were copied by a program that follows links. The newest dated checkpoint
     is then taken. If there is none, a message says how to rename the folder, and training does not start."""
+    run = RunDirectory(folder.parent)
     path = save_checkpoint(folder, a_checkpoint(3))
     (folder / "latest").unlink()
     shutil.copytree(path, folder / "latest")
@@ -102,9 +104,9 @@ def test_a_folder_in_place_of_latest(folder: Path) -> None:
     shutil.rmtree(path)
     for name in (None, "latest"):
         with pytest.raises(UserError, match=r"latest: a folder, not a link .* rename it to DATE-iteration-STEP"):
-            checkpoints.open_start(folder, name)
+            checkpoints.open_start(run, name)
     (folder / "latest").rename(path)
-    assert checkpoints.open_start(folder, None) == (path, read_meta(path))
+    assert checkpoints.open_start(run, None) == (path, read_meta(path))
 
 
 def test_a_link_is_never_missing_while_it_is_replaced(folder: Path) -> None:

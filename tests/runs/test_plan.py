@@ -292,7 +292,7 @@ def test_the_time_of_benchmarks_is_not_included(shop: Workshop) -> None:
     """A plan counts the benchmarks, but not their time, even if an earlier training of this run has recorded it."""
     shop.add_run(**BENCHMARKS)
     add_summary(shop, global_steps=9, seconds={"training": 20.0, "benchmarks": 30.0, "total": 50.0})
-    found = rows(shop, assume_tps=64.0)
+    found = rows(shop, assume_tps=64.0, restart=True)
     times = "6 (piqa, arc_easy; 50 examples each)"  # after steps 0, 4, 8, 12, 16 and the last
     assert found["benchmarks"] == f"{times} the time of benchmarks is unknown, and not included below"
     assert "benchmarks" not in found["time"] + found["cost"]

@@ -37,6 +37,7 @@ def call(name: str, *arguments: object, folder: Path, environment: dict[str, str
         if environment and "HF_HUB_OFFLINE" in environment:  # the library reads the variable only when it is imported
             is_offline = environment["HF_HUB_OFFLINE"] == "1"
             stack.enter_context(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline))
+        stack.enter_context(mock.patch("tiktoken.registry.ENCODINGS", {}))  # vocabularies of earlier commands
         stack.enter_context(mock.patch.object(ChartProcess, "draw"))
         stack.enter_context(mock.patch("os.fsync"))
         stack.enter_context(mock.patch("os._exit", _end))

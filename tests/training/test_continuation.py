@@ -245,6 +245,23 @@ def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess
     assert restored["precision"] == longer["precision"]
 
 
+def test_a_finished_run_without_checkpoints_is_not_trained_again_by_accident(shop: InProcess) -> None:
+    """A run that has finished, and whose checkpoints somebody has deleted or moved, is refused until --restart is
+    given, because training it again costs as much as before. Its results are then moved aside."""
+    run = shop.add_run("emptied", **SHORT)
+    shop.train_here("emptied")
+    summary = (run / "summary.json").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    for options in ([], ["--plan"]):
+        refused = shop.train_here("emptied", *options, expect=2)
+        assert refused.stderr.count("\n") == 1
+        assert "summary.json: the run has finished, but it has no checkpoint" in refused.stderr
+    assert (run / "summary.json").read_bytes() == summary
+    assert "Training complete" in shop.train_here("emptied", "--restart").stdout
+    [aside] = (run / "aside").iterdir()
+    assert (aside / "summary.json").read_bytes() == summary
+
+
 def test_a_search_alone_is_not_moved_aside(shop: InProcess) -> None:
     """The result of a search (-f) stays in place when a run first begins, because it measures the device. When a
     trained run begins again, this result is moved aside with the results of the earlier training."""
