@@ -121,29 +121,39 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     run_names = {**arms.run_names, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
     charts = []
     for axis in axes:
-        places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
-        left_out = {reason: [*names] for reason, names in reasons.items()}
-        for name, record in drawn.items():
-            try:
-                key, factor = _place_on(axis, record)
-            except UserError as error:
-                left_out.setdefault(str(error), []).append(name)
-            else:
-                of_run = losses[name]
-                places[name] = {
-                    each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in of_run
-                }
-        runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
-        curves = [
-            replace(curve, is_baseline=baseline is not None and baseline in run_names[label])
-            for label, those in runs.items()
-            if (curve := _mean_curve(label, those)).x
-        ]
+        curves, not_placed = _curves_on(axis, drawn, losses, run_names)
+        if baseline is not None:
+            curves = [replace(curve, is_baseline=baseline in run_names[curve.label]) for curve in curves]
+        left_out = {**reasons, **{reason: [*reasons.get(reason, []), *names] for reason, names in not_placed.items()}}
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
             problems.append("the text that losses were measured on is not recorded")
         charts.append(Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems))
     return charts
+
+
+def _curves_on(
+    axis: str,
+    drawn: Mapping[str, RunRecord],
+    losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
+    run_names: Mapping[str, Sequence[str]],
+) -> tuple[list[Curve], dict[str, list[str]]]:
+    """Return the curves over `axis` of the runs `drawn`, and the names of those that have no place on this axis, by the
+    reason. `run_names` has the names of the runs of each curve, by the curve's label."""
+    places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
+    left_out: dict[str, list[str]] = {}
+    for name, record in drawn.items():
+        try:
+            key, factor = _place_on(axis, record)
+        except UserError as error:
+            left_out.setdefault(str(error), []).append(name)
+        else:
+            places[name] = {
+                each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in losses[name]
+            }
+    runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
+    curves = [_mean_curve(label, those) for label, those in runs.items()]
+    return [curve for curve in curves if curve.x], left_out
 
 
 def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:

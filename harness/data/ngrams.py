@@ -143,8 +143,8 @@ def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: 
 
 
 def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes below a limit of the 13-grams within documents, as uint64, and the number of each one's
-    document, as int32."""
+    """Return the hashes, as uint64, of the 13-grams within documents whose hash is less than `below`, and for each the
+    number of its document, as int32."""
     ended = 0
     hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int32)]
     for start in range(0, len(file), READ_TOKENS):

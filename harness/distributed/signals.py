@@ -29,11 +29,10 @@ LONG_STEP_SECONDS = 2
 
 
 class StopRequest:
-    """Request to stop, by a signal or by a ceiling: `signal` is the signal's number, or 0 if there was none, and
-    `ceiling_at` the time, by `time.monotonic`, at which max_hours or max_dollars is reached.
+    """Request to stop. `signal` is the number of the signal that asked for it, or 0 if there was none. `ceiling_at` is
+    the time, by `time.monotonic`, at which max_hours or max_dollars is reached.
 
-    The signal handler only stores its number, because a collective in the handler could run in the middle of another
-    one.
+    The handler only stores the signal's number, because a collective in it could run in the middle of another one.
     """
 
     def __init__(self) -> None:

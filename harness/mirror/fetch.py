@@ -207,8 +207,8 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 
 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
-    """Replace metrics.jsonl by the mirror's, which reaches at least to the checkpoint of `meta`. If the local file has
-    other lines, it is first moved to a folder below `aside/`."""
+    """Replace metrics.jsonl by the mirror's. If the local file has other lines, it is first moved to a folder below
+    `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         print(

@@ -59,8 +59,8 @@ class Schedule:
 
 
 def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: int) -> Schedule:
-    """Resolve train.json's schedule for a run of `total_steps` whose largest global batch has `largest_batch_tokens`
-    tokens. Raises UserError if warm-up and decay are longer than the run.
+    """Return train.json's schedule in steps, for a run of `total_steps` whose largest global batch has
+    `largest_batch_tokens` tokens. Raises UserError if warm-up and decay are longer than the run.
 
     A warm-up in percent is rounded down to whole steps, as in the training program of Giles Thomas's lab notebook
     (harness/runs/upstream.py). A decay in percent is rounded to the nearest number of steps.

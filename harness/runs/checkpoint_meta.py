@@ -165,11 +165,6 @@ class TrainState(Progress):
         """True if the best loss so far is that of the last completed step."""
         return self.best_step == self.global_step
 
-    def forget_best(self) -> None:
-        """Reset the best loss and the last validation loss. Called if the validation text has changed, or if another
-        program measured the earlier losses, so that they cannot be compared with later ones."""
-        self.best_loss = self.best_step = self.val_loss = None
-
 
 @dataclass(frozen=True)
 class Provenance:

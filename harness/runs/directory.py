@@ -37,8 +37,8 @@ def is_run(path: Path) -> bool:
 
 def _plain_name(runs_dir: Path, text: str) -> str:
     """Return the name of a run, given as `text`: its name, or the path of its folder in `runs_dir`. The run need not
-    exist. Raises UserError if `text` is not a valid name, or if the path is not one of a folder in `runs_dir`; then the
-    message suggests the run that was probably meant."""
+    exist. Raises UserError if `text` is not a valid name, or if the path leads to no place directly in `runs_dir`; then
+    the message suggests the run that was probably meant."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")

@@ -67,7 +67,7 @@ class TrainedModel:
             # `best` or `latest`, which training may point to another checkpoint while this one is measured
             folder = folder.parent / folder.resolve().name
             weights = folder / weights.name
-        meta = _meta_beside(weights)
+        meta = read_json_object(folder / META) if (folder / META).is_file() else {}
         # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
         for candidate in [model_json] if model_json else [folder / MODEL_JSON, folder / META, run / MODEL_JSON]:
@@ -248,11 +248,6 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -
             f"{vocab_size:,}: this is another model's tokenizer; put the right tokenizer beside the weights, and its "
             f"file name into {META}"
         )
-
-
-def _meta_beside(weights: Path) -> dict[str, Any]:
-    meta = weights.parent / META
-    return read_json_object(meta) if meta.is_file() else {}
 
 
 # The run and checkpoint that measured weights belong to, so that measurements are stored in that run's folder

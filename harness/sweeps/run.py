@@ -109,11 +109,6 @@ def logged_seconds(run: DerivedRun) -> float:
     return sum(map(float, TIME_MARK.findall(text)))
 
 
-def logged_dollars(run: DerivedRun) -> float:
-    """Return what the machine has cost in `logged_seconds`, at the run's price per hour; 0 without a price."""
-    return cost(logged_seconds(run), run.train_config.price_per_hour or 0.0)
-
-
 @dataclass
 class Attempt:
     """A run that is being trained on the devices `group`. `tokens` is the number of tokens that the run will have seen
@@ -185,7 +180,10 @@ class SweepRunner:
         self.waiting = [each.run for each in statuses if each.needs_training]
         # `dollars` has what each run has cost at the price of the whole machine, by the run's name. `spent` is what all
         # runs have cost together: runs that were trained at the same time shared the machine's cost.
-        self.dollars = {each.run.name: max(each.dollars, logged_dollars(each.run)) for each in statuses}
+        self.dollars = {
+            run.name: max(status.dollars, cost(logged_seconds(run), run.train_config.price_per_hour or 0.0))
+            for run, status in zip(runs, statuses, strict=True)
+        }
         self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
         earlier = sum(logged_seconds(run) / groups_before(run) for run in runs)
         self.max_hours, self.ends_at = max_hours, time.monotonic() + 3600 * (max_hours or math.inf) - earlier

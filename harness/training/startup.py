@@ -79,7 +79,7 @@ class PreparedRun:
         if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
-            state.forget_best()
+            state.best_loss = state.best_step = state.val_loss = None  # not comparable with the later losses
         return state
 
 
@@ -103,7 +103,7 @@ def prepare(
 
     mirrors = []
 
-    def open_mirror() -> None:
+    def open_mirror() -> None:  # fills `mirrors`, because `on_rank0` would send a result to all ranks
         brings = not (lock.began_before or options.restart or checkpoint)
         mirrors.append(connect(experiment, provenance, options, brings=brings))
 

@@ -106,16 +106,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     rules = SplitRules(*shares, options["split_order"], options["shuffle_seed"])
     source = _find_source(inputs, options, work)
     tokenizer_sha256 = check_tokenizer(options["tokenizer"])
-    deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
-    if options["replace_invalid"]:
-        deciding["replace_invalid"] = "any"  # earlier versions wrote this value
-    deciding |= {key: options[key] for key in ("max_documents", "max_tokens") if options[key] is not None}
-    if options["special_token"]:
-        deciding["special_token"] = list(options["special_token"])
-    if held_out:
-        deciding["exclude"] = held_out.described
-    if options["split_order"] == "given":
-        del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
+    deciding = _deciding(options, held_out)
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": tokenizer_sha256}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
@@ -157,6 +148,21 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         made_from["excluded_documents"] = left_out = journal.here.left_out
         print(f"{counted(left_out, 'document')} left out that {abbreviated(options['exclude'])} has, too", flush=True)
     return journal.splits, tokenizer, made_from
+
+
+def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str, Any]:
+    """Return the options that decide the contents of the dataset, as its meta.json records them."""
+    deciding = {key: options[key] for key in DECIDING} | {"include": list(options["include"])}
+    if options["replace_invalid"]:
+        deciding["replace_invalid"] = "any"  # earlier versions wrote this value
+    deciding |= {key: options[key] for key in ("max_documents", "max_tokens") if options[key] is not None}
+    if options["special_token"]:
+        deciding["special_token"] = list(options["special_token"])
+    if held_out:
+        deciding["exclude"] = held_out.described
+    if options["split_order"] == "given":
+        del deciding["split_order"]  # earlier versions had only this order, and wrote no such key
+    return deciding
 
 
 def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFolder) -> TextSource:

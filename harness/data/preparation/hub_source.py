@@ -48,7 +48,7 @@ class HubText(TextSource):
                 path.unlink(missing_ok=True)
 
     def sampled(self) -> list[TextFile]:
-        """Return the first file. A larger sample would download more files in advance."""
+        """Return the files to train a tokenizer on: the first alone, because more would be downloaded in advance."""
         return self.files[:1]
 
 
