@@ -63,11 +63,11 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(dim)) if gain else None
 
     def forward(self, x_BxTxC: Tensor) -> Tensor:
-        normal = rms_normalised(x_BxTxC)
+        normal = rms_normalized(x_BxTxC)
         return (normal if self.scale is None else normal * self.scale).to(x_BxTxC.dtype)
 
 
-def rms_normalised(x_BxTxC: Tensor) -> Tensor:
+def rms_normalized(x_BxTxC: Tensor) -> Tensor:
     """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is.
 
     Does not use torch's F.rms_norm: its fused kernel needs a weight of the input's dtype, and with another one torch
@@ -441,9 +441,9 @@ class GPTModel(nn.Module):
         self.out_head = OutputHead(config)
         if config.tie_weights:
             self.out_head.weight = self.tok_emb.weight
-        self.initialise()
+        self.initialize()
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Initialize as GPT-2 does (Radford et al. 2019, section 2.3): weights are normal with standard deviation 0.02,
         biases are zero.
 
@@ -514,7 +514,7 @@ class GPTModel(nn.Module):
             buckets_BxT = bigram_buckets(tokens_BxT, previous_BxT, self.bigram_emb.num_embeddings)
             x_BxTxC = x_BxTxC + self.bigram_emb(buckets_BxT)
         if config.embedding_skip:
-            x_BxTxC = rms_normalised(x_BxTxC).to(x_BxTxC.dtype)
+            x_BxTxC = rms_normalized(x_BxTxC).to(x_BxTxC.dtype)
         x_BxTxC = self.drop(x_BxTxC)
         if self.residual_dtype is not None and torch.is_autocast_enabled(x_BxTxC.device.type):
             x_BxTxC = x_BxTxC.to(self.residual_dtype)

@@ -43,7 +43,7 @@ class Owner:
 
     def is_here(self) -> bool:
         """True if this process can see whether the owner is alive."""
-        return self.process.is_neighbour_of(ProcessName.own())
+        return self.process.is_neighbor_of(ProcessName.own())
 
 
 _held: dict[Path, int] = {}  # descriptors of the locks of this process, by the lock files

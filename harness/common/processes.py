@@ -55,7 +55,7 @@ class ProcessName:
             namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
         return cls(socket.gethostname(), os.getpid(), namespace)
 
-    def is_neighbour_of(self, other: ProcessName) -> bool:
+    def is_neighbor_of(self, other: ProcessName) -> bool:
         """True if both processes' pids belong to the same host and namespace."""
         return (self.host, self.namespace) == (other.host, other.namespace)
 

@@ -226,15 +226,15 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     baseline = [curve for curve in chart.curves[MOST_NAMED:] if curve.is_baseline]
     named = [*chart.curves[: MOST_NAMED - len(baseline)], *baseline]
     for number, curve in enumerate(named):
-        colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
+        color, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
         label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (
             f" ({curve.run_count} runs)" if curve.run_count > 1 else ""
         )
         every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
         marked = sorted({*range(0, last, every), last})
-        axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
+        axes.plot(curve.x, curve.y, line, c=color, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
         if curve.low:
-            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
     others = [curve for curve in chart.curves if curve not in named]
     for curve in others:
         axes.plot(curve.x, curve.y, c=GREY, lw=0.6, zorder=1)

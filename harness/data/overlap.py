@@ -1,6 +1,6 @@
 """Leave out documents that stand in a held-out split, so that no model is tested on text that it was trained on.
 
-A document is left out if its normalised text is that of a held-out document, or if most of its 13-grams are in the
+A document is left out if its normalized text is that of a held-out document, or if most of its 13-grams are in the
 held-out split.
 """
 

@@ -77,7 +77,7 @@ class Heartbeats:
         """Record the ranks of this machine whose process has ended."""
         for last in self.last:
             process = last.heartbeat.process
-            if last.gone_since is None and process.is_neighbour_of(self.process) and process.is_gone():
+            if last.gone_since is None and process.is_neighbor_of(self.process) and process.is_gone():
                 last.gone_since = now
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
@@ -92,11 +92,11 @@ class Heartbeats:
     def is_fault_told(self) -> bool:
         """Return True if a rank of this machine is ending because of a fault. The fault has then been printed on this
         machine's terminal; each machine has a terminal of its own."""
-        return any(self.last[rank].heartbeat.leaving for rank in self.neighbours())
+        return any(self.last[rank].heartbeat.leaving for rank in self.neighbors())
 
-    def neighbours(self) -> list[int]:
+    def neighbors(self) -> list[int]:
         """Return the ranks of this machine, including this one."""
-        return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbour_of(self.process)]
+        return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbor_of(self.process)]
 
 
 # Diagnosis --------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     # `ended` above soon reports that. Its message says more.
     if (seconds := now - heartbeats.contact) > silent and last[0].gone_since is None:
         store = last[0].heartbeat.process
-        if not store.is_neighbour_of(heartbeats.process):
+        if not store.is_neighbor_of(heartbeats.process):
             return Fault(f"no connection to rank 0's machine ({store.host}) for {seconds:.0f} s", [0])
         return Fault(f"{_names(heartbeats, [0])}, or its torchrun, gave no answer for {seconds:.0f} s: frozen", [0])
     # Silence is counted up to the store's last answer, because without the store no heartbeat can arrive.

@@ -276,8 +276,8 @@ class Watchdog:
     def _leave(self, fault: Fault) -> None:
         """End this process because of `fault`. One rank of each machine prints the reason."""
         EXIT.is_explained = True
-        neighbours = self.heartbeats.neighbours()
-        speakers = [rank for rank in neighbours if rank not in fault.ranks] or neighbours
+        neighbors = self.heartbeats.neighbors()
+        speakers = [rank for rank in neighbors if rank not in fault.ranks] or neighbors
         if self.rank == speakers[0]:
             tell_soon(f"{fault.text}; run the same command again to continue")
         else:

@@ -123,7 +123,7 @@ class ModelConfig(RunFile):
     position: Literal["learned", "rope"] = Field(default="learned", description="Position encoding.")
     norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Normalisation.")
     mlp: Literal["gelu", "relu2", "swiglu"] = Field(default="gelu", description="Feed-forward activation.")
-    qk_norm: bool = Field(default=False, description="RMS-normalise the queries and keys of each head.")
+    qk_norm: bool = Field(default=False, description="RMS-normalize the queries and keys of each head.")
     n_kv_heads: Count | None = Field(default=None, ge=1, description="Key-value heads; null: n_heads.")
     rope_base: float | None = Field(
         default=None, gt=1, allow_inf_nan=False, description=f"Base of rope's wavelengths; null: {ROPE_BASE:,.0f}."

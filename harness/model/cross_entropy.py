@@ -283,10 +283,10 @@ def fused_kernel(
     logits = torch.where(columns_W < vocab, capped * softcap if softcap else capped, float("-inf"))
     is_target = columns_W == targets_R.unsqueeze(1).to(torch.int32)
     largest = logits.amax(-1, keepdim=True)
-    normaliser = largest + (logits - largest).exp().sum(-1, keepdim=True).log()
-    losses_R.copy_(normaliser.squeeze(1) - torch.where(is_target, logits, 0.0).sum(-1))
+    normalizer = largest + (logits - largest).exp().sum(-1, keepdim=True).log()
+    losses_R.copy_(normalizer.squeeze(1) - torch.where(is_target, logits, 0.0).sum(-1))
     if wants_errors:
-        errors = (logits - normaliser).exp() - is_target.to(logits.dtype)
+        errors = (logits - normalizer).exp() - is_target.to(logits.dtype)
         logits_RxW.copy_(errors * (1 - capped.square()) if softcap else errors)
 
 

@@ -51,7 +51,7 @@ def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
             figure.savefig(draft, format=kind, metadata={"Software": None} if kind == "png" else {})
 
 
-def _colours(values: np.ndarray) -> ScalarMappable:
+def _colors(values: np.ndarray) -> ScalarMappable:
     """Return a logarithmic color scale for sizes or FLOPs."""
     return ScalarMappable(LogNorm(values.min(), max(values.max(), values.min() * 1.01)), COLOURS)
 
@@ -97,15 +97,15 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
         _write_reason(axes, str(isoflop), y=0.9)
         return
     compute = np.array([profile.flops for profile in isoflop.profiles])
-    colours = _colours(compute)
+    colors = _colors(compute)
     label = "lowest point, 95% interval"
     for profile in isoflop.profiles:
-        colour, optimum = colours.to_rgba(np.array(profile.flops)), profile.optimum
+        color, optimum = colors.to_rgba(np.array(profile.flops)), profile.optimum
         sizes = points.parameters[profile.members]
         along = np.geomspace(sizes.min(), sizes.max(), CURVE_POINTS)
         style = "-" if isinstance(optimum, Optimum) else ":"
-        axes.plot(sizes, points.loss[profile.members], "o", color=colour, markersize=3.5)
-        axes.plot(along, profile.loss(along), style, color=colour, linewidth=1.3)
+        axes.plot(sizes, points.loss[profile.members], "o", color=color, markersize=3.5)
+        axes.plot(along, profile.loss(along), style, color=color, linewidth=1.3)
         if isinstance(optimum, Optimum):
             best, interval = optimum.parameters, _error(optimum.parameters)
             axes.errorbar(best.value, optimum.loss.value, xerr=interval, color="0.2", fmt="*", capsize=2, label=label)
@@ -113,7 +113,7 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
     if not label:
         axes.legend(**QUIET)
     if len(compute) > 1:
-        _mark(axes.figure.colorbar(colours, ax=axes, label="FLOPs", pad=0.01).ax.yaxis, compute, power)
+        _mark(axes.figure.colorbar(colors, ax=axes, label="FLOPs", pad=0.01).ax.yaxis, compute, power)
 
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
@@ -159,9 +159,9 @@ def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, and the law's loss at the best size for each number of FLOPs."""
     points, law, cost = analysis.points, analysis.law, analysis.cost
     axes.set(xscale="log", title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
-    colours = _colours(points.parameters)
-    axes.scatter(points.flops, points.loss, c=colours.to_rgba(points.parameters), s=14)
-    bar = axes.figure.colorbar(colours, ax=axes, label="parameters", pad=0.01)
+    colors = _colors(points.parameters)
+    axes.scatter(points.flops, points.loss, c=colors.to_rgba(points.parameters), s=14)
+    bar = axes.figure.colorbar(colors, ax=axes, label="parameters", pad=0.01)
     _mark(bar.ax.yaxis, points.parameters, short)
     _mark(axes.xaxis, points.flops, power)
     if isinstance(law, Inconclusive):

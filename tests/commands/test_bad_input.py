@@ -76,7 +76,7 @@ def test_invalid_names(trained: Workshop, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["local/leters", "letters"])
-def test_a_misspelt_dataset_has_a_neighbour(shop: Workshop, name: str) -> None:
+def test_a_misspelt_dataset_has_a_neighbor(shop: Workshop, name: str) -> None:
     edit(shop, dataset=name)
     refused(shop.attempt(), 'did you mean "local/letters"?')
     planned = shop.attempt("--plan")

@@ -41,7 +41,7 @@ def test_threads_that_wait_leave_the_core_to_others(tmp_path: Path, command: str
         (run / file).write_bytes((SHIPPED_RUNS / "quickstart" / file).read_bytes())
     (tmp_path / "model.json").write_bytes((run / "model.json").read_bytes())
     (tmp_path / "model.safetensors").touch()
-    entry = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
+    entry = {"instruction": "Name a color.", "input": "", "output": "Blue."}
     (tmp_path / "instructions.json").write_text(json.dumps([entry] * 20))
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | on_path(tmp_path)
     done = subprocess.run(

@@ -84,9 +84,9 @@ def test_this_process() -> None:
     for beyond in (2**22 + 1, 2**70):  # the system's largest, and any number of a pid
         assert process(beyond).is_gone()
         assert start_time(beyond) == ""
-    assert own.is_neighbour_of(replace(own, pid=1))
-    assert not own.is_neighbour_of(replace(own, host=f"{own.host}x"))
-    assert not own.is_neighbour_of(replace(own, namespace=f"{own.namespace}x"))
+    assert own.is_neighbor_of(replace(own, pid=1))
+    assert not own.is_neighbor_of(replace(own, host=f"{own.host}x"))
+    assert not own.is_neighbor_of(replace(own, namespace=f"{own.namespace}x"))
     assert str(own) == f"{own.host}, pid {os.getpid()}"
 
 

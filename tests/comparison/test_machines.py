@@ -120,7 +120,7 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     assert text_of(meant).startswith("8xa100m40-mine on other machines: 512 tokens in global batches of 32 sequences.")
 
 
-def test_a_broken_neighbour_is_passed_over_and_a_broken_run_is_not(tmp_path: Path) -> None:
+def test_a_broken_neighbor_is_passed_over_and_a_broken_run_is_not(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     broken = RunDirectory(shop.add_run("broken"))
     broken.summary.write_text("{")

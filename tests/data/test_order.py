@@ -65,7 +65,7 @@ def test_every_place_is_equally_likely_in_a_pass(size: int) -> None:
     assert chisquare(np.bincount(steps.ravel(), minlength=size)[1:]).pvalue > 1e-4
 
 
-def test_neighbours_are_as_far_apart_as_in_a_random_order() -> None:
+def test_neighbors_are_as_far_apart_as_in_a_random_order() -> None:
     size = 100_000
     order = permute(np.arange(size), size, (0, 0))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / size**0.5

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
     "no contact to anybody": case(
         [idle(4), idle(4)], (0, 0), 11, Fault("no connection to rank 0's machine (another) for 11 s", [0])
     ),
-    "no contact to the neighbour that has the store": case(
+    "no contact to the neighbor that has the store": case(
         [HOME, HOME], (0, 0), 11, Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0])
     ),
     # Ranks whose last heartbeats are little older than the last contact with the store are not called silent.
@@ -174,9 +174,9 @@ def test_a_fault_counts_as_reported_if_a_leaving_rank_is_on_this_machine() -> No
     assert known([FIRST, replace(leaving, process=HERE)]).is_fault_told()
 
 
-def test_neighbours_are_the_ranks_of_this_machine() -> None:
+def test_neighbors_are_the_ranks_of_this_machine() -> None:
     heartbeats = known([FIRST, replace(FIRST, process=HERE), replace(FIRST, process=replace(HERE, pid=1))])
-    assert heartbeats.neighbours() == [1, 2]
+    assert heartbeats.neighbors() == [1, 2]
 
 
 def test_nobodys_silence_counts_after_a_freeze() -> None:

@@ -175,7 +175,7 @@ def test_the_router_decides_in_fp32_whatever_the_precision(dtype: torch.dtype) -
         assert ours(x.to(dtype))[0].dtype == dtype
 
 
-def test_training_minimises_both_and_measures_one() -> None:
+def test_training_minimizes_both_and_measures_one() -> None:
     model = random_model(shape(moe=MOE))
     model.moe_router_loss_scale = 0.3
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)

@@ -185,7 +185,7 @@ class JudgeReport:
             return
         if len(places) > MOST_FOR_ALL_PAIRS:
             pairs = [pair for pair in pairs if places[pair.second] - places[pair.first] == 1]
-            yield "Pairs of neighbours in the ranking (--json has all pairs):"
+            yield "Pairs of neighbors in the ranking (--json has all pairs):"
         yield f"{'pair':>9}  {'wins':>7}  {'difference':>10}  95 % interval"
         for pair in pairs:
             difference = pair.difference
