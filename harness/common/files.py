@@ -49,6 +49,9 @@ def sync(path: Path) -> None:
 
 def check_writable(folder: Path) -> None:
     """Raise UserError if no file can be created in `folder`. Called before long work that writes its result there."""
+    if folder.is_symlink() and not folder.exists():
+        target = os.readlink(folder)
+        raise UserError(f"{folder}: a link to {target}, which does not exist; mount its disk, or move the link away")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

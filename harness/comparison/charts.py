@@ -112,6 +112,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         if is_on_main:
             reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
             reason += f" takes {LEAST_POINTS}"
+            if not record.directory.metrics.exists():
+                reason = "nothing to draw: there is no metrics.jsonl"
         elif record.state.word in ("never trained", "not trained here"):
             reason = f"in no chart: {record.state.word}"
         elif kind == "validation" and record.train and record.train.get("validation_interval") is None:

@@ -229,6 +229,8 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
 def log_tail(run: RunDirectory) -> list[str]:
     """Return the lines in the last LOG_TAIL_BYTES of a run's sweep.log, or an empty list if there is no log. The first
     of these lines may lack its beginning."""
+    if not run.sweep_log.is_file():  # a pipe could be read forever
+        return []
     try:
         with run.sweep_log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))

@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import sync
+from harness.common.files import refuse_special, sync
 from harness.common.json_files import finite
 from harness.runs.checkpoint_meta import CheckpointMeta
 
@@ -310,8 +310,9 @@ def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     Yields nothing if the file does not exist. Also yields nothing, and saves the time for parsing, if the bytes
     `with_bytes` occur nowhere in the file. Raises UserError if the file cannot be read.
     """
+    refuse_special(path)
     try:
-        content = path.read_bytes() if path.is_file() else b""
+        content = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     next_step: int | None = None

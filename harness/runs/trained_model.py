@@ -61,13 +61,17 @@ class TrainedModel:
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
-            raise UserError(f"{path}: no {WEIGHTS} in this folder" if path.is_dir() else f"{path}: no such file")
+            missing = f"no {WEIGHTS} in this folder; name another checkpoint" if path.is_dir() else "no such file"
+            raise UserError(f"{path}: {missing}")
         named = folder = weights.parent
         if folder.is_symlink() and folder.resolve().parent == folder.parent.resolve():
             # `best` or `latest`, which training may point to another checkpoint while this one is measured
             folder = folder.parent / folder.resolve().name
             weights = folder / weights.name
-        meta = read_json_object(folder / META) if (folder / META).is_file() else {}
+        try:
+            meta = read_json_object(folder / META) if (folder / META).is_file() else {}
+        except UserError as error:
+            raise UserError(f"{error}; name another checkpoint, or restore the file") from None
         # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
         for candidate in [model_json] if model_json else [folder / MODEL_JSON, folder / META, run / MODEL_JSON]:
@@ -96,8 +100,8 @@ class TrainedModel:
                 f"it, if it is a GPT-2: convert_hf.py import {folder} RUN"
             )
         raise UserError(
-            f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS, or "
-            "--model-json"
+            f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS "
+            "(convert_hf.py: --model-json)"
         )
 
     @property

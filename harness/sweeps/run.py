@@ -8,6 +8,7 @@ folder. Therefore a sweep that was killed can simply be started again.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
 import re
@@ -319,7 +320,10 @@ class SweepRunner:
         command += ["--runs-dir", str(run.directory.path.parent), "--processes", str(self.planner.processes)]
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
         begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        log = run.directory.sweep_log.open("ab", buffering=0)
+        path = run.directory.sweep_log
+        if path.exists() and not path.is_file():  # to open a pipe could wait forever
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        log = path.open("ab", buffering=0)
         try:
             log.write(f"\n$ {' '.join(command)}  # {begun}{shared}\n".encode())
             return subprocess.Popen(

@@ -28,7 +28,7 @@ import click
 import torch
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import replace_text
+from harness.common.files import check_writable, replace_text
 from harness.common.memory import (
     MemoryLimit,
     is_out_of_memory,
@@ -77,6 +77,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     possible on this device with the settings in train.json, or if `write` is true and training would refuse every size.
     """
     world, config = World.join(), experiment.config
+    if write:  # before a search that may take minutes
+        world.on_rank0(lambda: check_writable(experiment.run.train_json.resolve().parent))
     remark_on_machine(experiment, world)
     data = fetch_data(world, experiment)
     world.on_each_node(lambda: data.check_token_ids(["train"], experiment.model.vocab_size))
@@ -412,7 +414,11 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
 
 def write_microbatch_size(path: Path, size: int) -> None:
     """Change the value of `microbatch_size` in the train.json at `path`, and nothing else in the file. The key may have
-    its other name there, `minibatch_size`."""
-    text = path.read_text(encoding="utf-8")
+    its other name there, `minibatch_size`. Raises UserError if the key is written with an escape (\\u0062 for b)."""
+    with path.open(encoding="utf-8", newline="") as file:  # keeps the file's line ends
+        text = file.read()
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'
-    replace_text(path, re.sub(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1))
+    changed, count = re.subn(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1)
+    if not count:
+        raise UserError(f'{path}: not changed, because "microbatch_size" is written with escapes; set it to {size}')
+    replace_text(path, changed)

@@ -350,7 +350,7 @@ def test_results_that_cannot_be_written(shop: Workshop, harm: str) -> None:
     if harm == "forbidden" and os.access(path, os.W_OK):
         pytest.skip("root may write everywhere")
     for arguments in ([], ["--restart"]):
-        refused(shop.attempt(*arguments), str(path))
+        refused(shop.attempt(*arguments), str(path), *(["which does not exist"] if harm == "dangling" else []))
     assert not (run / "metrics.jsonl").exists()
 
 

@@ -161,6 +161,15 @@ def test_metrics_without_a_line_of_ours_are_no_progress(tmp_path: Path) -> None:
     assert read_progress(tmp_path / "none") is None
 
 
+@pytest.mark.parametrize("name", ["sweep.log", "metrics.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    run = RunFolder(tmp_path, "a").directory
+    os.mkfifo(run.path / name)
+    state = RunRecord.read(run).state
+    expected = ("never trained", "") if name == "sweep.log" else ("damaged", f"{run.metrics}: not a regular file")
+    assert (state.word, state.detail) == expected
+
+
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_link_that_leads_to_itself_is_no_checkpoint(tmp_path: Path, is_finished: bool) -> None:
     run = RunFolder(tmp_path, "a").train_to(0, 10)

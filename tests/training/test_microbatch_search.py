@@ -243,20 +243,32 @@ def test_write_changes_one_number_and_nothing_else(
         '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
     )
     odd += '\n\t"microbatch_size"  :   1 ,"min_train_tokens" : -1,"start_train_token":100,"checkpoint_interval": 7,\n'
-    odd += batches + "}"
-    (run / "train.json").write_text(odd, encoding="utf-8")
+    odd = (odd + batches + "}").replace("\n", "\r\n")
+    (run / "train.json").write_text(odd, encoding="utf-8", newline="")
     model = (run / "model.json").read_bytes()
     result = shop.attempt("-f", "--write") if ranks == 1 else search(shop, "--write", limit=None, ranks=ranks)
     assert answer(result) == found
     assert "limited by the data" in result.stdout
     assert f"microbatch_size is now {written}" in result.stdout
-    text = (run / "train.json").read_text(encoding="utf-8")
+    text = (run / "train.json").read_bytes().decode()
     assert text == odd.replace('"microbatch_size"  :   1 ', f'"microbatch_size"  :   {written} ')
     config = load_train_config(run / "train.json")
     for size in config.global_batches:
         assert config.accumulation_steps(ranks, size) * ranks * written == size
     assert (run / "model.json").read_bytes() == model
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
+
+
+def test_write_refuses_a_key_that_it_cannot_find(tmp_path: Path) -> None:
+    shop = InProcess(tmp_path)
+    shop.add_dataset(tokens=117)
+    path = shop.add_run(min_train_tokens=-1) / "train.json"
+    path.write_text(path.read_text().replace("microbatch_size", "microb\\u0061tch_size"))
+    before = path.read_bytes()
+    result = shop.attempt("-f", "--write")
+    assert result.status == 2
+    assert 'train.json: not changed, because "microbatch_size" is written with escapes' in result.stderr
+    assert path.read_bytes() == before
 
 
 # For each forward pass on rank 0, writes the bytes of gradients then allocated.
