@@ -1,4 +1,4 @@
-"""Check a rented machine before the meter matters: rates of each device, of the exchange between them, of disk and
+"""Check a rented machine before a long training: rates of each device, of the exchange between them, of disk and
 network, and the speed of a run's training step.
 
 uv run check_machine.py RUN --processes 8

@@ -1,4 +1,5 @@
-"""Save a run's checkpoints, and resume from a checkpoint so that training continues with exactly the same bits.
+"""Save a run's checkpoints, and resume from a checkpoint so that training continues with exactly the same bits (on GPUs
+only if train.json's `deterministic` is true).
 
 A checkpoint holds the weights, the states of the optimizer and the gradient scaler, and every rank's random state and
 losses since the last report. Its meta.json holds the progress of training. harness/runs/checkpoints.py reads and writes
@@ -39,8 +40,8 @@ PIECE = 2**22  # elements summed at a time, because torch converts a whole opera
 
 
 class Checkpointer:
-    """Saves checkpoints of the run and resumes from a checkpoint. Every method is called on every rank; only rank 0
-    reads and writes files."""
+    """Saves checkpoints of the run and resumes from a checkpoint. Every public method is called on every rank; only
+    rank 0 reads and writes files."""
 
     def __init__(
         self, prepared: PreparedRun, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter
@@ -71,7 +72,8 @@ class Checkpointer:
         weights, if it names any, move earlier results aside, and seed the random generators.
 
         In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
-        Raises UserError if the checkpoint or the initial weights do not fit this run's model or optimizer.
+        Raises UserError if the checkpoint or the initial weights do not fit this run's model or optimizer, or if
+        train.json's `compile` is true and the model cannot be compiled.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -106,7 +108,7 @@ class Checkpointer:
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
         """Save a checkpoint of the last completed step. `planned` is true if the checkpoint was due by train.json, and
-        false if it is saved because of a request to stop. meta.json records `interrupted_evaluation` ("validation",
+        false if it is saved because the run stops early. meta.json records `interrupted_evaluation` ("validation",
         "benchmarks" or None), so that the resumed run repeats the evaluation that was interrupted and does the work
         that follows it.
 
@@ -146,8 +148,9 @@ class Checkpointer:
         self.saved_step = state.global_step
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint, set the links `latest` and `best`, and remove old checkpoints if train.json sets
-        `keep_checkpoints`. Called on rank 0 by `self.writer`, which may run it in a background thread."""
+        """Write the checkpoint, set the links `latest` and `best`, remove old checkpoints if train.json sets
+        `keep_checkpoints`, and wake the upload to the mirror. Called on rank 0 by `self.writer`, which may run it in a
+        background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -285,8 +288,8 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
 @contextmanager
 def state_errors_as_user_errors(file: Path) -> Iterator[None]:
-    """Context manager that turns errors from a state of unexpected structure into UserError. The message names `file`,
-    whose hash must have been verified before."""
+    """Context manager that turns errors from a state of unexpected structure into UserError, whose message names
+    `file`."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:

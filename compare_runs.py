@@ -21,14 +21,23 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @RUNS_DIR
-@click.option("--baseline", metavar="RUN|ARM", help="Test whether others are better or worse than this run or arm.")
+@click.option(
+    "--baseline",
+    metavar="RUN|ARM",
+    help="Test whether others are better or worse than this run or arm (runs that differ only in their seeds).",
+)
 @click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
 @click.option("--html", type=PATH, help="Write table, curves and verdicts into one self-contained HTML file.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
 @click.option("--over", type=AXIS, default="tokens", show_default=True, help="X axis of the chart.")
-@click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="Draw a line at this loss into the charts.")
+@click.option(
+    "--reference",
+    multiple=True,
+    metavar="LABEL=LOSS",
+    help="Draw a line at this loss into the charts; can be given several times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def main(
     runs: tuple[str, ...],

@@ -99,7 +99,11 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @DTYPE
 @click.option("--public", is_flag=True, help="Make a new repository public.  [default: private]")
 @click.option("--license", "license_", help="License on the card, as the Hub spells it: apache-2.0, mit, ...")
-@click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on a dataset in PATH.")
+@click.option(
+    "--datasets-dir",
+    type=click.Path(path_type=Path),
+    help="Measure the test loss on the datasets that the model was trained on, in PATH.",
+)
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
 @RUNS_DIR
 def publish(checkpoint: str, name: str, **options: Any) -> None:

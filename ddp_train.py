@@ -31,7 +31,7 @@ from harness.common.processes import PARENT, exit_when_launcher_dies
 from harness.distributed.signals import StopRequest
 from harness.distributed.watchdog import Place
 
-# A run has diverged if its loss has been too high in so much of the run, and in so many reports at least.
+# A run has diverged if its loss has been too high for this part of its steps, and for at least this many reports.
 PATIENCE, LEAST_PATIENCE = 0.05, 20
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Trainer:
         then loads those to train from. `stop` holds the signal that asks this process to stop. Collective.
 
         Raises UserError if the machine's memory cannot hold the model, if the device cannot compute what train.json
-        demands, or if a benchmark cannot be loaded.
+        demands, or if a benchmark cannot be loaded or its tokens are not in the model's vocabulary.
         """
         load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
         import torch
@@ -130,8 +130,12 @@ class Trainer:
     def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
         """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
         of the other work. If the evaluation "validation" or "benchmarks" of this step was interrupted in an earlier
-        process, only that evaluation and the work after it are done. Raises RunStopped on every rank if the training
-        loss has diverged."""
+        process, only that evaluation and the work after it are done.
+
+        Raises RunStopped on every rank if any rank is asked to stop during an evaluation or the checkpoint, or, with
+        `stop_if_diverged`, if the training loss has diverged before the last step. Raises RunError on every rank as
+        `report`, `Checkpointer.save` and `Checkpointer.check_weights` do.
+        """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = position.due_after(step, config, interrupted_evaluation)
         if "report" in due:
@@ -202,11 +206,11 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume G GiB of memory per device.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s without validation.")
-@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s with validation.")
+@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, validation not counted.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
-@click.option("--mirror", metavar="URL", help="In place of train.json's mirror; none: without one.")
+@click.option("--mirror", metavar="URL", help="Mirror (docs/mirror.md) in place of train.json's; none: without.")
 @click.option("--wait", is_flag=True, help="Wait if another machine trains the run in the same mirror.")
 @click.option("--take-over", is_flag=True, help="Take the run from that machine.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
@@ -299,9 +303,9 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions, *, began: float) -> None:
-    """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the time of
+    """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
     `time.perf_counter()` from which the run's clock counts. If the run is finished, only complete its links, metrics
-    and summary, in case an earlier process was killed before it wrote them."""
+    and summary, in case an earlier process was killed before it wrote them, and send them to its mirror."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock

@@ -35,10 +35,20 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
 @click.command(cls=Command)
 @click.argument("base")
 @click.argument("new")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of model.json or train.json.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set a key of model.json or train.json; can be given several times.",
+)
 @RUNS_DIR
 @click.option(
-    "--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"), show_default=True, help="DATASETS_DIR"
+    "--datasets-dir",
+    type=click.Path(path_type=Path),
+    default=Path("datasets"),
+    show_default=True,
+    help="DATASETS_DIR, the folder of all datasets.",
 )
 def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, datasets_dir: Path) -> None:
     """Create the run NEW as a copy of BASE with some keys changed.

@@ -1,4 +1,4 @@
-"""Is the model any good? Print its scores in the benchmarks by which language models are usually compared.
+"""Print a model's scores in the benchmarks by which language models are usually compared.
 
 uv run --extra benchmarks evaluate_benchmarks.py RUN --tasks hellaswag,arc_easy,piqa
 """

@@ -27,8 +27,18 @@ FORMATS = (".png", ".pdf", ".svg")
     help="CSV file to fit instead of RUNS; columns: parameters, flops, loss, optionally tokens.",
 )
 @click.option("--drop-highest", type=click.IntRange(0), default=0, metavar="K", help="Leave out the K highest losses.")
-@click.option("--predict", multiple=True, metavar="PLAN", help="Predict the loss of parameters=N,tokens=D or a run.")
-@click.option("--budget", type=QUANTITY, multiple=True, help="Print the best size and tokens for these FLOPs.")
+@click.option(
+    "--predict",
+    multiple=True,
+    metavar="PLAN",
+    help="Predict the loss of parameters=N,tokens=D or a run; can be given several times.",
+)
+@click.option(
+    "--budget",
+    type=QUANTITY,
+    multiple=True,
+    help="Print the best size and tokens for these FLOPs; can be given several times.",
+)
 @click.option(
     "--tolerance",
     type=FiniteNumber(0, 1),
@@ -85,7 +95,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
     """Return the points from the runs named in `runs`, or from the CSV file `points`. Raises UserError if both or
-    neither are given."""
+    neither are given, and as `read_points`, `RunDirectory.find_all` and `points_of_runs` do."""
     from harness.runs.directory import RunDirectory
     from harness.scaling.data import points_of_runs, read_points
 

@@ -327,7 +327,8 @@ def computes_in_groups(x_RxC: Tensor) -> bool:
     """Return True to compute the experts with `grouped_experts`, or False to compute them with `experts_one_by_one`.
 
     `experts_one_by_one` reads the number of rows of each expert, which waits for the GPU, or breaks the graph when
-    compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`.
+    compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`. torch has no
+    grouped product in fp64.
     """
     suits = torch.compiler.is_compiling() or (x_RxC.is_cuda and torch.is_grad_enabled())
     return suits and x_RxC.dtype != torch.float64

@@ -4,8 +4,8 @@ of all models in one prompt.
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
 RESPONSES are files written by test_ift.py, or by the programs of Sebastian Raschka's book Build a Large Language Model
-(From Scratch) or of Giles Thomas's lab notebook. Every answer of the judge is kept. If judging is
-stopped, the same command resumes it, and no answer is paid for twice.
+(From Scratch) or of Giles Thomas's lab notebook (github.com/gpjt/ddp-base-model-from-scratch). Every answer of the
+judge is kept. If judging is stopped, the same command resumes it, and no answer is paid for twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
     type=click.IntRange(1, 100),
     default=5,
     show_default=True,
-    help="Largest number of requests for one valid judgement.",
+    help="Largest number of requests for one valid judgment.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds to wait for the answer to a request."

@@ -69,14 +69,14 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle all training documents with this seed. By default, if there are more than 16,384, most keep their "
-    "order.",
+    help="Shuffle all training documents with this seed. By default, up to 16,384 are shuffled, and of more only a "
+    "part; with --split-order given, none.",
 )
 @click.option(
     "--exclude",
     multiple=True,
     metavar="DATASET:SPLIT",
-    help="Leave out documents that stand in this split of a dataset; can be given several times.",
+    help="Leave out documents that this split of a dataset has; can be given several times.",
 )
 @click.option("--max-documents", type=click.IntRange(1), metavar="N", help="Stop after N documents with text.")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Stop at the end of the document with token N.")
@@ -174,7 +174,9 @@ def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
     if vocab_size is None:
         raise UserError("--special-token belongs with --train-tokenizer")
     if "" in names or len({END_OF_TEXT, *names}) <= len(names):
-        raise UserError(f"--special-token: give each name once, and not {END_OF_TEXT}, which there is always")
+        raise UserError(
+            f"--special-token: give each name once, no empty one, and not {END_OF_TEXT}, which there is always"
+        )
     if vocab_size < (least := SMALLEST_VOCABULARY + len(names)):
         raise UserError(f"--train-tokenizer {vocab_size}: must be at least {least} with --special-token")
 

@@ -19,7 +19,7 @@ GROUPS = click.option(
 PROCESSES = click.option(
     "--processes",
     type=click.IntRange(1, 1024),
-    help="Processes of each run. Default: one per GPU of a group, or 1 without GPUs.",
+    help="Processes of each run. Default: the number of GPUs divided by --groups, or 1 without GPUs.",
 )
 TRAIN = Path(__file__).with_name("ddp_train.py")
 
@@ -83,8 +83,16 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more than this.")
-@click.option("--max-hours", type=POSITIVE, help="Stop once all runs together have taken so many hours.")
+@click.option(
+    "--max-dollars",
+    type=POSITIVE,
+    help="Stop before all runs together have cost more than this.  [default: SWEEP.json's max_dollars]",
+)
+@click.option(
+    "--max-hours",
+    type=POSITIVE,
+    help="Stop once all runs together have taken so many hours.  [default: SWEEP.json's max_hours]",
+)
 @RUNS_DIR
 def run_(
     sweep: Path,

@@ -197,14 +197,14 @@ def compare(
     "numbers",
     multiple=True,
     type=click.IntRange(1, len(SHAPES)),
-    help="Number of a shape; can be repeated.  [default: all]",
+    help="Number of a shape in SHAPES, from 1; can be repeated.  [default: all]",
 )
 @click.option(
     "--peer",
     "peers",
     multiple=True,
     type=click.Choice(PEERS),
-    help="Program to compare with; can be repeated.  [default: all]",
+    help="Program to compare with (upstream: Giles Thomas's lab notebook); can be repeated.  [default: all]",
 )
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Number of processes (DDP).")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of each process.")

@@ -3,10 +3,10 @@
     uv run bench/on_gpu.py                                   # all stages, the most decisive first
     uv run bench/on_gpu.py "step --fast --microbatch 13"     # one stage, with options of its own
 
-Each stage is a process with its own time limit; if it fails, the next stages still run. If the command is run again, it
-repeats only the stages that failed or took too long. All rows are written into one JSON file (--out), and as tables
-into a Markdown file beside it. At the end, the rows of the table in docs/performance.md that are for this GPU are
-printed, with the measured speed in their last column. However the command ends, its stages end with it.
+Each stage is a process with its own time limit; if it fails, the next stages still run. If the command is run again
+without stages, it runs those that have not succeeded yet. All rows are written into one JSON file (--out), and as
+tables into a Markdown file beside it. At the end, the rows of the table in docs/performance.md that are for this GPU
+are printed, with the measured speed in their last column. However the command ends, its stages end with it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ STAGE = "from bench.on_gpu import run_stage; run_stage()"
 
 
 def run_stages(bench: Workbench, stages: list[str], seconds: float) -> bool:
-    """Run each stage in its own process, one after another. Kill a stage after its share of `seconds`, which are for
-    all: its LIMIT_SECONDS, if they are SECONDS. Return True if all succeeded."""
+    """Run each stage in its own process, one after another. Kill a stage after its LIMIT_SECONDS (240 if it is not
+    listed) times `seconds` / SECONDS. Return True if all succeeded."""
     statuses: list[int | str] = []
     for stage in stages:
         own = replace(bench, stage=stage)

@@ -27,8 +27,8 @@ class Norm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return self.scale * centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5) + self.shift
+        centered = x - x.mean(-1, keepdim=True)
+        return self.scale * centered / torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5) + self.shift
 
 
 class Attention(nn.Module):
@@ -96,8 +96,8 @@ class NanoBlock(nn.Module):
 
 
 class NotebookModel(nn.Module):
-    """GPT as in Giles Thomas's lab notebook: separate query, key and value projections, norms and attention in
-    elementary operations, and all logits stored."""
+    """GPT as in Giles Thomas's lab notebook, but without dropout: separate query, key and value projections, norms and
+    attention in elementary operations, and all logits stored."""
 
     def __init__(
         self, config: ModelConfig, block: Callable[..., nn.Module] = Block, norm: Callable[..., nn.Module] = Norm

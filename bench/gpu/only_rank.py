@@ -1,5 +1,6 @@
 """A world of one rank that does all that a rank does among several: it joins a process group, with NCCL on a GPU, wraps
-the model in DistributedDataParallel, and shards the optimizer's state. NCCL refuses two ranks on one GPU."""
+the model in DistributedDataParallel, and shards the optimizer's state if train.json says so. On one GPU there is no
+other way to measure this, because NCCL refuses two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def train_alone() -> None:
     store = socket.create_server(("127.0.0.1", 0))  # the rank takes it over
     host, port = store.getsockname()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), STORE_DESCRIPTOR: str(store.detach())}
-    # On its machine it counts as one, because there may be only one GPU. So this must be set as for several machines.
+    # local_world_size is a plain 1, because there may be only one GPU. This looks like several machines to
+    # `rendezvous.join`, which then does not choose the loopback interface itself.
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     environment.read_ranking = lambda: Ranking(world_size=OnlyRank(1), local_world_size=1)
     runpy.run_path("ddp_train.py", run_name="__main__")

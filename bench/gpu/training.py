@@ -27,7 +27,7 @@ def measure_step(bench: Workbench, *options: str) -> None:
 
 
 @click.command
-@click.option("--fast", is_flag=True, help="The shipped run with Muon and the other levers.")
+@click.option("--fast", is_flag=True, help="The shipped run with Muon and other options of docs/levers.md.")
 @click.option("--ddp", is_flag=True, help="In DistributedDataParallel and with NCCL, in a world of one rank.")
 @click.option("--microbatch", type=int, help="In place of the shipped run's.")
 @click.option("--model", multiple=True, callback=keys, metavar="KEY=JSON", help="Set a key of model.json.")
@@ -61,13 +61,14 @@ def measure_search(bench: Workbench) -> None:
 
 def measure_continue(bench: Workbench) -> None:
     """Check that a killed run and a stopped run, continued by the same command, end bit for bit with the weights of an
-    uninterrupted run, and record their hashes. The runs have dropout, Muon, sharded state and accumulation."""
+    uninterrupted run, and record for each run whether it does. The runs have dropout, Muon, sharded state and
+    accumulation."""
     steps = 20 if bench.tiny else 60
     train: Row = {"microbatch_size": 4, "gradient_accumulation_steps": 2, "train_steps": steps, "deterministic": True}
     train |= {"report_interval": 1, "checkpoint_interval": steps // 5, "validation_interval": steps // 2}
     train |= {"validation_sequences": 16, "start_val_token": 0}
     model = {"n_layers": 2, "value_embeddings": 1, "bigram_embedding": 1024, "drop_rate": 0.1}
-    middle, whole = f"global step {steps // 2 + 2}/", ""  # two checkpoints are due before; the first is complete
+    middle, whole = f"global step {steps // 2 + 2}/", ""  # three checkpoints are due before; two are complete
     for name, number in (("whole", None), ("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
         bench.add_run(name, model, train, fast=True)
         ends = [bench.train(name, ddp=True, signal_at=(middle, number) if number else None)]

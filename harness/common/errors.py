@@ -39,7 +39,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """Failure of work that was under way (no space, a diverged loss, a lost peer). Exit status 1."""
+    """Failure of work that was under way (no space, gradients that are not finite, a lost peer). Exit status 1."""
 
     exit_status = 1
 
@@ -79,7 +79,8 @@ class Exit:
     has_lost_peer: bool = False
     is_explained: bool = False  # the reason why this machine's processes end has been printed, or is being printed
     stop_signal: int = 0  # number of the last signal that asked this process for an orderly end; 0 if there was none
-    # Called with the exit status by a process that ends in order, after its last message.
+    # Called with the exit status after this process's last message, also after an error. Not called if the watchdog,
+    # the end of the launcher or a closed pipe ends the process.
     before_end: Callable[[int], None] = lambda status: None
 
 
@@ -260,7 +261,7 @@ def described(signal_number: int) -> str:
 
 
 class DetachableOutput(io.FileIO):
-    """File descriptor for writing that drops all output once its reader or terminal is gone."""
+    """Stream on a file descriptor, for writing. It drops all output once its reader or terminal is gone."""
 
     def __init__(self, descriptor: int, when_gone: Callable[[], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)

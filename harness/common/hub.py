@@ -115,7 +115,7 @@ class HubWork:
 
 
 def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[RepoSibling]]:
-    """Return the commit hash of `revision` (by default the newest commit), and its files with their hashes.
+    """Return the commit hash of a dataset's `revision` (by default the newest commit), and its files with their hashes.
 
     Raises UserError if the Hub cannot be read, if the repository has no files, or if a file's path leads out of the
     download folder. With such a path, a hostile endpoint could have any file of this machine overwritten, or deleted
@@ -142,7 +142,7 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
     """Return a text that says how the hash of a downloaded file differs from the Hub's, or that there is no such file,
-    or None if the hashes are equal.
+    or None if the hashes are equal or the Hub gave none.
 
     The hash is SHA-256 for an LFS file. For other files it is the SHA-1 of the git blob, which also covers the object's
     type and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).

@@ -91,7 +91,7 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:
     """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA). Raises
-    MemoryError if the process has more already: the limit would not stop it from using memory that it has freed."""
+    MemoryError if the process has more already, because the limit only refuses new memory and takes none away."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux takes 0 for no limit
     if usable < _status_bytes("VmData"):
@@ -117,8 +117,8 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in. On
-    macOS, return the bytes of all memory."""
+    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in if
+    these are fewer (known only with cgroup v2). On macOS, return the bytes of all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free

@@ -66,8 +66,8 @@ WITHOUT_KEY = {
 
 
 def advice(key: str, file: str) -> str | None:
-    """Return the error message about another program's `key` in `file`, with this program's name for it, or None if
-    `key` is in none of the tables above."""
+    """Return the error message about another program's `key` in `file`, with this program's name for it if there is
+    one, or None if `key` is in none of the tables above."""
     name = key.lower().replace("-", "_")
     if name in WITHOUT_KEY:
         return WITHOUT_KEY[name]

@@ -23,7 +23,8 @@ from pathlib import Path
 from harness.common.errors import EXIT, tell_soon
 
 ENDED_STATES = (["Z"], ["X"])  # zombie, dead
-# Environment variable with the pid of the ddp_train.py that has started this rank (distributed/environment.py).
+# Environment variable with the pid of the process that has started this rank for --processes
+# (distributed/environment.py).
 PARENT = "DDP_TRAIN_PARENT"
 POLL_SECONDS = 0.5
 # Time that a rank has for its current step and a checkpoint after it has noticed the launcher's end. Including the time
@@ -113,7 +114,7 @@ def started_by_torchrun() -> bool:
 
 
 def is_launched() -> bool:
-    """True if torchrun or `ddp_train.py --processes` started this process."""
+    """True if torchrun or the option --processes of a command started this process."""
     return PARENT in os.environ or started_by_torchrun()
 
 
@@ -175,7 +176,7 @@ def _leave(where: str) -> None:
     is_told = EXIT.is_explained or EXIT.has_own_reason
     EXIT.is_explained = True
     if os.environ.get("LOCAL_RANK", "0") == "0" and not is_told:
-        name = "ddp_train.py --processes" if PARENT in os.environ else "torchrun"
+        name = "the process that started all ranks (--processes)" if PARENT in os.environ else "torchrun"
         tell_soon(
             f"{name} has ended (killed?), and its processes with it{where}; run the same command again to continue"
         )

@@ -30,8 +30,9 @@ from harness.runs.results import LossResult, read_window_losses
 class BaselineComparison:
     """Verdicts on all arms but the baseline's; the runs of an arm differ only in the seed. `verdicts` is empty if
     nothing can be compared. `title` says what is compared, or why nothing can be compared. `closing` describes training
-    noise and how many seeds of each arm it takes to detect a difference. `notes` has remarks such as which runs were
-    left out. `loss` is "test loss" or "validation loss", or "" if nothing can be compared."""
+    noise (the spread of the loss over seeds) and how many seeds of each arm it takes to detect a difference; it is ""
+    if nothing can be compared. `notes` has remarks such as which runs were left out. `loss` is "test loss" or
+    "validation loss", or "" if nothing can be compared."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -78,12 +79,11 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     own = arms.arm_of(baseline)
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
-        verb = "was" if state == "never trained" else "is"
-        reason = f"it {verb} {state}: only runs that were trained here to their end are compared"
+        reason = f'its state is "{state}": only runs that were trained here to their end are compared'
     elif len(arms.run_names) == 1:
         reason = "no other arm has finished"
     else:
-        # A diverged run stays part of its arm, with NaN for a loss that is not finite.
+        # A finished run whose loss is not finite stays part of its arm, with NaN for the loss.
         for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
             values = [losses_of(record) for record in records]
             for basis, measured in by_basis(values).items():
@@ -98,9 +98,12 @@ def _compare(
     own: str, arms: Arms, loss: str, basis: Basis, values: Sequence[Values], records: Sequence[RunRecord]
 ) -> BaselineComparison:
     """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
-    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts. If a run of an arm has no loss on
-    this text, a note says what its loss was measured on, or why it has none. If an arm's losses
-    by window cannot be read, a note says so, and the verdicts are computed without them."""
+    name of the loss. `values[i]` has the losses of the run `records[i]` on all texts, or the reason why it has none.
+
+    A note names the checkpoint of a loss that is not of the best checkpoint. If a run of an arm has no loss on this
+    text, a note says what its loss was measured on, or why it has none. If the losses of an arm's windows (sequences of
+    context length) cannot be read, a note says so, and the verdicts are computed without them.
+    """
     measured = by_basis(values)[basis]
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in measured.items()}

@@ -37,7 +37,8 @@ SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of r
 class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
     runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
-    expect them. `chance` has those values of SEEDS that differ between runs of one arm, for any arm."""
+    expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as "dropout") whose seed
+    differs between two runs of any arm."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -50,8 +51,9 @@ class Arms:
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
     """Divide the finished runs into arms, each of runs that differ only in their seeds. The arms are in the order of
-    their first runs in `records`. A run whose settings are not known is an arm of its own. If several runs of an arm
-    have the same seeds, only one of them is kept: the run called `baseline` if it is among them, or else the first."""
+    their first runs in `records`. A run whose replicates cannot be recognized (see `settings_of`) is an arm of its own.
+    If several runs of an arm have the same seeds, only one of them is kept: the run called `baseline` if it is among
+    them, or else the first."""
     unfinished: dict[str, list[str]] = {}
     by_settings: dict[tuple[str, ...], list[RunRecord]] = {}  # by the run's name if its settings are not known
     unknown, repeated, arms = [], [], []
@@ -132,9 +134,9 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     """Return two JSON texts of a finished run. Runs that differ only in their seeds (replicates) have the same two
-    texts. The first has the settings that affect the result, without seeds, and their changes while the run was
-    trained.
-    The second has torch's version, the device, the number of ranks, and the attention kernel unless torch chose it.
+    texts. The first has the dataset and the settings that affect the result, without seeds, and the changes of settings
+    while the run was trained. The second has torch's version, the device, the number of ranks, and the attention kernel
+    unless torch chose it.
 
     Returns Inconclusive if the run's replicates cannot be recognized: because a setting was not recorded, because
     `initial_weights` is not a path, or because the run has used no seed.

@@ -24,16 +24,16 @@ LEAST_POINTS = 2
 WARM_PART = 0.2
 HEADROOM = 0.06
 CUT_RATIO = 2.0  # the first part is cut off if the whole range is more than this multiple of the rest's range
-LEAST_REACH = 0.1  # nats; a reference is shown if it is at most this, or the curves' range, away from the curves
+LEAST_REACH = 0.1  # nats; references are in the range up to this far from the curves, or as far as the curves span
 MOST_MARKERS = 12  # along a curve
-LARGEST_LOSS = 1e6  # nats per token; a run with a larger loss has diverged
+LARGEST_LOSS = 1e6  # nats per token; larger losses, of runs that have diverged, are not drawn
 # Three shades, which differ in lightness, and four line styles: twelve curves can be told apart, also in grayscale.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
-MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a line in the legend; the others are thin and grey
+MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a line in the legend; the others are thin and gray
 FAINT = "#555555"
-GREY = "#bbbbbb"
+GRAY = "#bbbbbb"
 LONGEST_LABEL = 40
 BasisOf = Callable[[RunRecord], Basis | None]
 WITH_LOSS = (TrainEvent, ValidationEvent)
@@ -79,10 +79,10 @@ class Chart:
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
-    training losses if no run has enough validation losses for a curve. Runs are left out if their losses were not
-    measured on the text that most runs share. Finished runs that differ only in the seed share a curve, which has the
-    name of their arm in the comparison with the run `baseline`. A chart may have no curves; its `problems` then have
-    the reasons."""
+    training losses if no run has enough validation losses for a curve. A run is left out if its losses cannot be read,
+    are fewer than LEAST_POINTS, or were not measured on the text that most runs share. Finished runs that differ only
+    in the seed share a curve, which has the name of their arm in the comparison with the run `baseline`. A chart may
+    have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -159,8 +159,9 @@ def _curves_on(
 
 
 def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -> Curve:
-    """Return the curve of the runs' mean loss at the steps at which all runs have a loss. Each of the `runs` maps a
-    global step to a place on the axis and a loss."""
+    """Return the curve of the runs' mean loss over their mean place on the axis, at the steps at which all runs have a
+    loss. Each of the `runs` maps a global step to a place on the axis and a loss. The curve is empty without such
+    steps."""
     steps = [step for step in runs[0] if all(step in run for run in runs)] if runs else []
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
     if len(runs) < 2:
@@ -171,8 +172,8 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
-    the axis's unit. Raises UserError for the axis "dollars" if the run's price per hour is not known, and for "flops"
-    if its model's FLOPs per token are not known."""
+    the axis's unit. Raises UserError for the axis "dollars" if the run's cost or time is not known, and for "flops" if
+    its model's FLOPs per token are not known."""
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if dollars is None or not seconds:
@@ -215,7 +216,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     has losses by label. Each is a dotted line, or, if the loss is outside the shown range, only a line of the legend
     with an arrow. A curve of several runs has a band from their lowest loss to their highest. Of more than MOST_NAMED
     curves, the legend names the MOST_NAMED lowest, one of them replaced by the baseline's if that is not among them.
-    The others are thin and grey. `note` is printed below the axes."""
+    The others are thin and gray. `note` is printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -239,9 +240,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
             axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
     others = [curve for curve in chart.curves if curve not in named]
     for curve in others:
-        axes.plot(curve.x, curve.y, c=GREY, lw=0.6, zorder=1)
+        axes.plot(curve.x, curve.y, c=GRAY, lw=0.6, zorder=1)
     if others:
-        axes.plot([], [], c=GREY, lw=0.6, label=f"and {len(others):,} more")
+        axes.plot([], [], c=GRAY, lw=0.6, label=f"and {len(others):,} more")
     for name, loss in references.items():
         arrow = "↓ " if loss < low else "↑ " if loss > high else ""
         label = f"{arrow}{_plain(name)}: {loss:.3f}"
@@ -277,7 +278,8 @@ def _plain(text: str) -> str:
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
     """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves, unless the
     steep first part of the curves would take more than half of the height; then it contains the curves without this
-    part. The range also contains those `references` (losses drawn as dotted lines) that are near the curves."""
+    part. Of a band, only the lower end at the last step is sure to be in the range. The range also contains those
+    `references` (losses drawn as dotted lines) that are near the curves."""
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]
     whole = [*settled, *(y for curve in curves for y in curve.y)]

@@ -83,7 +83,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
             dollars = cost(tokens / speed.tokens_per_second, machine.price_per_hour)
             found.append((speed.basis, dollars, machine, speed))
             continue
-        reason = "no speed of this model was measured or reported there; --plan estimates one"
+        reason = "no speed of this model was measured or reported there; ddp_train.py --plan estimates one"
         if sequences % machine.gpus:
             reason = f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
         reasons.setdefault(reason, []).append(machine.machine)
@@ -117,9 +117,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
 
 def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
     """Return the model, train.json with defaults, the number of sequences per global batch, and the number of tokens in
-    the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the number of tokens
-    is unknown, if a global batch is not a whole number of microbatches, or if the training is shorter than one global
-    batch. Raises UserError if a file of the run is wrong."""
+    the whole training of the run. The run need not have been trained yet. Returns Inconclusive if the run has no
+    train.json, if the number of tokens is unknown, if a global batch is not a whole number of microbatches, or if the
+    training is shorter than one global batch. Raises UserError if a file of the run is wrong."""
     if not run.train_json.exists():
         return Inconclusive("it was not trained here, and has no train.json, which says how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)

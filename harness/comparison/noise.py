@@ -98,9 +98,9 @@ def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
 
 
 def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the adjusted p-value of each comparison and the alpha for its interval, by Holm's method, which controls
-    the family-wise error rate at ALPHA (Holm 1979, Scandinavian Journal of Statistics 6: 65). The interval excludes
-    zero if the adjusted p-value is below ALPHA."""
+    """Return the adjusted p-value of each comparison and the alpha for its interval, by Holm's method, which keeps the
+    probability of one false alarm or more (the family-wise error rate) at ALPHA or below (Holm 1979, Scandinavian
+    Journal of Statistics 6: 65). The interval excludes zero if the adjusted p-value is below ALPHA."""
     adjusted, alphas = [1.0] * len(p_values), [ALPHA] * len(p_values)
     highest, first_kept = 0.0, None
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda each: p_values[each])):
@@ -117,7 +117,7 @@ def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
     """Return how many runs with different seeds each of two configurations needs, so that a two-sided t test at 5 %
-    detects a difference of `difference` nats with a power of 80 %.
+    detects a difference of `difference` nats in 80 % of experiments (POWER).
 
     Returns three numbers. The first assumes the estimated variance over seeds, `spread`; the second and the third
     assume the low and the high end of that variance's 95 % chi-squared interval. A number above MOST_SEEDS is returned

@@ -24,8 +24,8 @@ LESS, MORE = True, False  # values of lower_is_better
 SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}
 MEASURED_BY: dict[type[Result], str] = {
     LossResult: "no result of test_loss.py",
-    InstructionResult: "no result of judge_ift.py",
-    BenchmarkResult: "no result of evaluate_benchmarks.py",
+    InstructionResult: "no score by judge_ift.py",
+    BenchmarkResult: "no such score by evaluate_benchmarks.py",
 }
 MEASURED_TOO = "; measured, too: "  # in remarks, before the names of the other measured checkpoints
 UNKNOWN = "not recorded"
@@ -88,9 +88,10 @@ def by_basis(values: Sequence[Values]) -> ByBasis:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Heading of a column and source of its numbers. `measure` returns a run's own number, or the reason why it has
-    none. `report` selects the number that others reported: it is the name of a figure in reported.json, the name of a
-    property of `Reported`, or a function that computes the number. It is "" if others report no such number."""
+    """Heading of a column and source of its numbers. `measure` returns a run's own number or its measurements, or the
+    reason why it has none, or None if it is not recorded. `report` selects the number that others reported: it is the
+    name of a figure in reported.json, the name of a property of `Reported`, or a function that computes the number. It
+    is "" if others report no such number."""
 
     key: str  # in --sort and --json
     title: str
@@ -232,7 +233,8 @@ def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
 
 
 def _epochs(record: RunRecord) -> Number:
-    """Return the number of passes over the train split; of a mixture, over that which has the most passes."""
+    """Return the number of passes over the train split; for a mixture of datasets, the largest number of passes over
+    one of their train splits. Returns None if it is not known."""
     found = tokens_by_source(record.model, record.train, record.dataset, record.tokens_seen or 0)
     return max((seen / once for seen, once in found.values() if seen), default=None)
 
@@ -262,8 +264,9 @@ def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
 
     Results do not record whether two datasets with different tokenizers hold the same text. Here they count as the same
     text under three conditions: the precision is the same; both were measured from the first token of a split of the
-    same name; and the measured numbers of bytes differ by at most a batch. The numbers of bytes may differ, because
-    the last tokens of a split are not measured if they do not fill a batch.
+    same name; and the measured numbers of bytes are known exactly and differ by at most a batch of MEASURED_BATCH
+    sequences. The numbers of bytes may differ, because the last tokens of a split are not measured if they do not fill
+    a batch.
     """
     bases: dict[Basis, Basis] = {}
     firsts: list[tuple[LossResult, float | None, float]] = []  # result, bytes if known exactly, bytes of a window
@@ -299,8 +302,8 @@ def _measurements(
 
     For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
     checkpoint with the highest step. The measurement's `remark` names this checkpoint, unless it is the best one and no
-    other was measured. Results of an earlier training, whose checkpoints were moved to the run's folder aside/, are
-    left out.
+    other was measured. A basis is left out if the number of this result is None. Results of an earlier training, whose
+    checkpoints were moved to the run's folder aside/, are left out.
     """
 
     def preference(result: Result) -> tuple[bool, bool, int, str]:
@@ -380,7 +383,7 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 def judging_basis(result: InstructionResult) -> Basis:
     """Return the basis of an instruction score, which identifies what was measured; scores with the same basis can be
     compared. Scores have the same basis if the answers were judged together. If each model's answers were judged alone,
-    the judge, prompt, questions and number of repeats must be the same."""
+    the judge, its URL, the prompt, questions and number of repeats must be the same."""
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
     words = f"{result.questions} questions ({result.questions_sha256[:8]}), judge {result.judge}"
     if len(result.judged_with) > 1:

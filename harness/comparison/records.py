@@ -249,7 +249,8 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
     """Return True if model.json differs in shape from the model that `summary` records, or if train.json has another
-    kind of budget or a larger budget. Returns False if model.json or train.json cannot be read."""
+    kind of budget, a larger budget, or another number of epochs. Returns False if model.json or train.json cannot be
+    read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         wanted = train.model_dump(include={*BUDGETS})

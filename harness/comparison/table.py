@@ -138,8 +138,8 @@ class RunsTable:
     def sorted(self, key: str | None) -> RunsTable:
         """Return the table sorted by the column `key`, the best or lowest value first and empty cells last. The key
         "name" sorts by the runs' names. If `key` is None, sorts by the first column of LOSSES that two runs have; runs
-        without this loss are sorted by the next column of LOSSES. Raises UserError naming the nearest key if no column
-        has the given key."""
+        without this loss are sorted by the next column of LOSSES. If the table has no such column, sorts by the names.
+        Raises UserError naming the nearest key, or all keys if none is near, if no column has the given key."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -333,7 +333,8 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
     for record in table.records:
         if record.changes:
             changes = abbreviated(record.changes, separator="; ")
-            yield f"{record.name}: no replicate of runs that kept their settings while they were trained: {changes}"
+            said = "its settings changed while it was trained, so it is no replicate of a run without these changes"
+            yield f"{record.name}: {said}: {changes}"
     if table.absent:
         yield f"No run has: {', '.join(table.absent)}."
 

@@ -1,5 +1,5 @@
 """Verdicts on arms (runs that differ only in the seed) against the baseline: better, worse or inconclusive, with the
-reason."""
+reason. Training noise comes from the seed, text noise from the choice of the text that was measured (noise.py)."""
 
 from __future__ import annotations
 
@@ -112,16 +112,15 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     arms that can be tested.
 
     The caller ensures that all losses are of one kind, such as test losses, and of the same text, and that the runs of
-    an arm differ only in the seed (harness/comparison/arms.py). Training noise comes from the seed, text noise from the
-    choice of the text.
+    an arm differ only in the seed (harness/comparison/arms.py).
 
     - The arm and the baseline have two runs or more each: Welch's interval for training noise. Text noise is added if
       it is known.
     - The arm or the baseline has a single run: the spread over seeds is pooled from all arms that have replicates, and
       the sentence says so. If the arm of the single run is 4 times as noisy as the others, the 95 % interval contains
       the true difference in 65 % of experiments or fewer.
-    - No arm has replicates: inconclusive. `difference.text` still has the interval of the difference that these trained
-      models would have on other text.
+    - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
+      the interval of the difference that these trained models would have on other text.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
     standard deviations differ by up to a factor of 4. With 2 runs in an arm, 90 to 98 % of them do, because Welch's
@@ -211,8 +210,8 @@ def _tested(
 ) -> Verdict:
     """Return the verdict on an arm (runs that differ only in the seed). `both` is `difference.both`. The verdict is
     inconclusive if the interval of `both` at level 1 − alpha contains 0. Its sentence then names each kind of noise
-    whose interval at the same level contains 0, too. `tests` is the number of tested arms; the sentence mentions it if
-    there are several."""
+    whose interval at the same level contains 0, too, or both kinds together if neither does alone. `tests` is the
+    number of tested arms; the sentence mentions it if there are several."""
     low, high = interval = both.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     digits, is_unclear = _digits(interval), both.may_be_zero(alpha)
@@ -228,7 +227,7 @@ def _tested(
     if is_unclear:
         kinds = {"training noise": difference.training, "text noise": difference.text}
         alone = [kind for kind, each in kinds.items() if isinstance(each, LossEstimate) and each.may_be_zero(alpha)]
-        which = alone[0] if len(alone) == 1 else "either kind of noise" if alone else "both kinds of noise"
+        which = alone[0] if len(alone) == 1 else "either kind of noise" if alone else "both kinds of noise together"
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         reason = Inconclusive(f"{difference.value:+.{digits}f} nats is within {which}")
         sentence = f"{arm.name} against {baseline.name}: {reason}"

@@ -41,8 +41,8 @@ class SplitMeta(BaseModel):
 
 
 class DatasetMeta(BaseModel):
-    """Contents of a dataset folder's meta.json. The published datasets of Giles Thomas's lab notebook have only the
-    first three keys, and their tokens are GPT-2's."""
+    """Contents of a dataset folder's meta.json. The published datasets of Giles Thomas's lab notebook, the project that
+    this one grew from, have only the first three keys, and their tokens are GPT-2's."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -140,8 +140,8 @@ class Dataset:
         """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
         folder's path. Reads meta.json, but no token file.
 
-        Raises UserError if the folder is missing, if meta.json is invalid, or missing beside a tokenizer, or if the
-        folder lacks the tokenizer or one of the files that meta.json lists.
+        Raises UserError if the folder is missing, if meta.json is invalid, if there is a tokenizer.json but no
+        meta.json, or if the folder lacks the tokenizer or one of the .safetensors and .json files that meta.json lists.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
@@ -263,7 +263,8 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
 
     The message names the file, the token id, and the vocab_size that the whole dataset needs. The first call scans the
-    whole file. The result is saved in DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
+    whole file, unless the file's dtype has no id beyond the vocabulary. The result is saved in DATASETS_DIR/.scans,
+    never in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype has no larger token id, so the scan is not needed
@@ -308,9 +309,9 @@ def remembered(
     scan: Callable[[], dict[str, Any]],
     parse: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """Return what `parse` makes of the result of `scan`. The result is saved by `name` in DATASETS_DIR/.scans, and read
-    from there if `files`, which identifies the scanned files, is the same. `parse` raises an error for a result that is
-    not of this program."""
+    """Return `parse(result)` of the result of `scan()`. The result is saved under `name` in DATASETS_DIR/.scans. If it
+    was saved there with the same `files` (a JSON value that identifies the scanned files), `scan` is not called. If
+    `parse` raises ValueError, LookupError or TypeError for the saved result, `scan` is called again."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a foreign file
         known = json.loads(memory.read_text())

@@ -14,8 +14,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     """Make sure that DATASETS_DIR/<name> holds the splits: build or download the dataset if the folder is missing or
     empty, and print a line about it. A folder that holds the splits is left unchanged, without a network call.
 
-    Several processes of one machine may call this at the same time. Raises UserError if the name is invalid, if the
-    folder is incomplete, or if the dataset cannot be obtained.
+    Several processes of one machine may call this at the same time. Raises UserError if the name or meta.json is
+    invalid, if the folder is incomplete, or if the dataset cannot be obtained.
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):

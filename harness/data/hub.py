@@ -166,8 +166,8 @@ CARD_TEXT = """---
 |---|---|---|---|
 {rows}
 
-Each split is a safetensors file with one 1-D tensor `tokens`. Tokenizer: {tokenizer}. An end-of-text
-token follows each document.
+Each split is a safetensors file with one 1-D tensor `tokens`. Tokenizer: {tokenizer}. End-of-text
+tokens separate the documents.
 
 To train on it with ddp-pretrain, put this into train.json:
 

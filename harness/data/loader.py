@@ -1,7 +1,8 @@
-"""Microbatches of a split for each rank. The windows of a split have an order (order.py), in which they form a sequence
-of microbatches, and one formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a step. The
-data loader keeps no state between steps, so a run can resume at any step. If the global batch size changes during a
-run, the size at a step depends only on the number of tokens before that step (`BatchSchedule`).
+"""Microbatches of a split for each rank. The windows of a split (the tokens of one sequence each) have an order
+(order.py), in which they form a sequence of microbatches, and one formula (`TokenLoader._indexes`) gives the
+microbatches that a rank reads at a step. The data loader keeps no state between steps, so a run can resume at any step.
+If the global batch size changes during a run, the size at a step depends only on the number of tokens before that step
+(`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -105,9 +106,10 @@ class BatchSchedule:
         """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
         number of steps for which there are enough tokens.
 
-        `available` is the number of tokens in the file from the starting token on. The steps need one token more than
-        they read as inputs, because the last input's target is the token after it. Raises UserError with the needed and
-        the available number if there are too few tokens or, for -1, too few for one step.
+        `available` is the number of tokens that may be read from the starting token on, in all passes over the data.
+        The steps need one token more than they read as inputs, because the last input's target is the token after it.
+        Raises UserError with the needed and the available number if there are too few tokens or, for -1, too few for
+        one step.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -125,7 +127,8 @@ class Microbatch:
     inputs shifted by one."""
 
     windows: np.ndarray  # (B, T + 1) in the file's dtype
-    # Number of windows, from the first one on, that count in an evaluation; the others only fill the microbatch.
+    # Number of windows, from the first one on, that count in an evaluation; the others only fill the microbatch. None:
+    # all of them.
     counted: int | None = None
 
     @classmethod
@@ -178,13 +181,13 @@ class TokenLoader:
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
         """Return microbatch number `index`. Microbatch 0 begins with `first_window`. The file must have all of the
-        microbatch's tokens. If there are only `windows` windows in all microbatches, the last one is filled up with
-        copies of its last window, which do not count."""
+        microbatch's tokens. `windows` is the number of windows of all microbatches together, if it is limited. The last
+        microbatch is then filled up with copies of its last window, which do not count."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)
             starts[counted:] = starts[counted - 1]
-        # A pass from front to back ends within the microbatch if its last window does not follow from its first one.
+        # The windows are not consecutive if a pass ends within the microbatch, or if copies fill it up.
         if self.order.is_front_to_back and starts[-1] - starts[0] == (len(starts) - 1) * length:
             return Microbatch.consecutive(self.tokens.read(int(starts[0]), len(starts) * length + 1), length)
         return Microbatch(np.stack([self.tokens.read(int(start), length + 1) for start in starts]), counted)

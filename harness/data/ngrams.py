@@ -22,7 +22,7 @@ from harness.data.order import hash64
 
 NGRAM = 13  # tokens
 COPIED_SHARE = 0.5  # a document is a copy if more of its 13-grams stand in the other text
-MOST_NGRAMS = 2**23  # of a text that are looked for; of a longer text, those with the smallest hashes
+MOST_NGRAMS = 2**23  # about as many are looked for at most; of a longer text, those with the smallest hashes
 MOST_LOOKUP_BITS = 26
 READ_TOKENS = 2**20
 BLOCK_TOKENS = 2**16  # that are hashed at once, so that they stay in the processor's cache
@@ -41,8 +41,8 @@ POWERS, INVERSE_POWERS = _powers(FACTOR), _powers(pow(FACTOR, -1, 2**64))  # mod
 def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
     """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens.
 
-    The hash is that of a polynomial with the 13 tokens as coefficients, computed as the difference of two sums over all
-    tokens before (Karp and Rabin, "Efficient randomized pattern-matching algorithms", 1987).
+    The hash is that of a polynomial with the 13 tokens, plus 1 each, as coefficients. The polynomial is computed as the
+    difference of two prefix sums (Karp and Rabin, "Efficient randomized pattern-matching algorithms", 1987).
     """
     hashes = np.empty(max(0, len(tokens) - NGRAM + 1), np.uint64)
     for at in range(0, len(hashes), BLOCK_TOKENS):
@@ -58,7 +58,8 @@ def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def sampled_below(tokens: int) -> np.uint64:
-    """Return the number that about MOST_NGRAMS hashes are below, if a text has this many tokens."""
+    """Return a bound below which about MOST_NGRAMS of a text's hashes lie, or all if it has fewer than MOST_NGRAMS
+    tokens. `tokens` is its number of tokens."""
     return np.uint64((2**64 - 1) * MOST_NGRAMS // max(tokens, MOST_NGRAMS))
 
 
@@ -94,7 +95,8 @@ def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
 
 
 class Overlap(BaseModel):
-    """Numbers of documents and 13-grams of a held-out split, and how many of them stand in the training text, too."""
+    """Numbers of compared documents and 13-grams of a held-out split (`find_overlap`), and how many of them stand in
+    the training text, too. A document does if more than COPIED_SHARE of its compared 13-grams do."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -115,7 +117,9 @@ class Overlap(BaseModel):
 
 def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: int) -> Overlap:
     """Read the whole training text once, and return how much of a held-out split stands in it. Both have the same
-    tokenizer. Documents of fewer than 13 tokens are not counted. On a terminal, a bar shows the progress."""
+    tokenizer. Of a split with more than MOST_NGRAMS tokens, a sample of about MOST_NGRAMS 13-grams is compared.
+    Documents without a compared 13-gram, such as those of fewer than 13 tokens, are not counted. For a long training
+    text, a bar shows the progress on a terminal."""
     below = sampled_below(len(held_out))
     every, owners = _ngrams_by_document(held_out, eot_token, below)
     index = NgramIndex(every)
@@ -143,8 +147,8 @@ def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: 
 
 
 def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes, as uint64, of the 13-grams within documents whose hash is less than `below`, and for each the
-    number of its document, as int32."""
+    """Return the hashes less than `below`, as uint64, of the 13-grams that lie within one document, and for each hash
+    the number of its document, as int32."""
     ended = 0
     hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int32)]
     for start in range(0, len(file), READ_TOKENS):

@@ -1,7 +1,8 @@
 """Order in which the windows of one or more splits are read: front to back or shuffled, once or several times.
 
-A window is the T tokens of a sequence. The order is a function of the window's number in the run alone, so that a run
-resumes at any window, on any number of ranks, and no list of windows is kept.
+A window is the T input tokens of a sequence; the token after them is its last target, and begins the next window. The
+order is a function of the window's number in the run alone, so that a run resumes at any window, on any number of
+ranks, and no list of windows is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 ROUNDS = 8  # of the Feistel network; four make it a pseudo-random permutation (Luby and Rackoff, 1988)
-PERIOD = 1000  # windows in which a mixture has its shares exactly, to a thousandth
+PERIOD = 1000  # windows in the longest repeating pattern of a mixture, about; shares are rounded to 1 / PERIOD
 
 
 class WindowOrder:
@@ -20,8 +21,8 @@ class WindowOrder:
 
     A pass over a split reads each of its windows once. With a `seed`, each pass reads them in another random order,
     which the seed determines; without, from front to back. The windows of several splits alternate in a fixed pattern,
-    in which each split has its share, and each split begins its next pass for itself. Positions count the tokens of all
-    splits one after another.
+    in which each split has its share, and each split begins its next pass independently of the others. Positions count
+    the tokens of all splits one after another.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class WindowOrder:
         weights: Sequence[float] = (1.0,),
     ) -> None:
         """`splits` are the numbers of tokens of the splits. The tokens before `first_token` of each split are not read.
-        The last window of a split has one token more, its last target."""
+        A token must follow the last window of a split, as its last target."""
         self.context_length = context_length
         self.first_token = first_token
         self.seed = seed
@@ -43,6 +44,7 @@ class WindowOrder:
         self._pattern = interleave(weights)  # the split of each window of a period
         self._counts = np.bincount(self._pattern, minlength=len(splits))  # of each split's windows in a period
         of_split = self._pattern == np.arange(len(splits))[:, None]  # (splits, period)
+        # For each place in a period, the number of earlier windows of the same split in the period.
         self._before = np.take_along_axis(of_split.cumsum(1) - 1, self._pattern[None], 0)[0]
 
     @property
@@ -76,7 +78,7 @@ class WindowOrder:
         return periods * self._counts + np.bincount(self._pattern[:rest], minlength=len(self.windows))
 
     def passes(self, windows: int) -> np.ndarray:
-        """Return the number of passes over each split that the run's first `windows` windows are."""
+        """Return how many passes over each split the run's first `windows` windows make: (splits,) float64."""
         return self.read(windows) / self.windows
 
     def available(self, passes: float) -> int:
@@ -89,11 +91,12 @@ class WindowOrder:
 
 
 def interleave(weights: Sequence[float]) -> np.ndarray:
-    """Return the sequence in which items of these weights take turns, as their indices. The sequence is to be repeated;
-    it has at most PERIOD entries, in which each item has its share, rounded to 1 / PERIOD but at least that.
+    """Return the sequence in which items of these weights take turns, as their indices. The sequence is to be repeated.
+    It has at most PERIOD entries, or a few more if items with shares below 1 / PERIOD get one entry each. In it, each
+    item has its share, rounded to a multiple of 1 / PERIOD, but not to 0.
 
     The turns are those of smooth weighted round-robin, as in nginx: each item has credit, which grows by its share in
-    each turn; the item with the most credit is next, and pays for it.
+    each turn; the item with the most credit is next, and loses the sum of all shares.
     """
     shares = np.asarray(weights) / sum(weights) * PERIOD
     counts = np.maximum(1, np.floor(shares).astype(int))
@@ -112,9 +115,10 @@ def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
     """Return the images of `numbers`, all of them below `size`, under a random permutation of range(size), as int64.
     `seed` determines the permutation. Time and memory do not depend on `size`.
 
-    It is a Feistel network on the numbers of as many bits as `size` needs. An image that is not below `size` is
-    permuted again until it is (the cycle-walking cipher of Black and Rogaway, "Ciphers with arbitrary finite domains",
-    CT-RSA 2002). At most half of these numbers are not below `size`, so that two networks suffice on average.
+    A Feistel network (`_feistel`) permutes all numbers that have as many bits as `size` needs. An image that is not
+    below `size` is permuted again until it is (the cycle-walking cipher of Black and Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002). If `size` is above 1, at most half of the numbers are not below it, so that the
+    network is applied at most twice on average.
     """
     bits = max(2, (size - 1).bit_length())
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
@@ -126,8 +130,8 @@ def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
 
 
 def _feistel(numbers: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers of `bits` bits, which are split into two halves (of an odd number, the lower one is larger). Each
-    key changes one half by a hash of the other one."""
+    """Permute numbers of `bits` bits, which are split into two halves (if `bits` is odd, the lower half has one bit
+    more). In turn, each key changes one half by a hash of the other half and the key."""
     low_bits, high_bits = np.uint64(bits - bits // 2), np.uint64(bits // 2)
     high, low = numbers >> low_bits, numbers & ((np.uint64(1) << low_bits) - np.uint64(1))
     for index, key in enumerate(keys):

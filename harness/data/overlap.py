@@ -89,13 +89,16 @@ class HeldOutSplits:
 
     def __init__(self, names: Sequence[str], datasets_dir: Path) -> None:
         """Open the splits that `names` has as DATASET:SPLIT; DATASET is a folder, or the name of a dataset in
-        `datasets_dir`. Raises UserError if there is none."""
+        `datasets_dir`. Raises UserError if a name has another form, or if a dataset or split cannot be opened."""
         self.splits: list[tuple[Dataset, str]] = []
         self.described: list[list[str]] = []
         for name in names:
             place, _, split = name.rpartition(":")
             if not place or split not in ("train", "validation", "test"):
-                raise UserError(f"--exclude {name}: must be DATASET:SPLIT, such as me/books:test")
+                raise UserError(
+                    f"--exclude {name}: must be DATASET:SPLIT with the split train, validation or test, such as "
+                    "me/books:test"
+                )
             try:
                 dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
                 self.described.append([name, dataset.split(split).fingerprint()])

@@ -77,7 +77,7 @@ def verify(dataset: Dataset) -> list[str]:
         ("eot_token", meta.eot_token, tokenizer.eot_token),
     ):
         if said not in {None, found}:
-            wrong.append(f"meta.json: {key} is {said}, but the tokenizer has {found:,}")
+            wrong.append(f"meta.json: {key} is {said}, but the tokenizer has {found}")
     tokenizer_hash = (meta.model_extra or {}).get("tokenizer_sha256")
     if tokenizer_hash is not None and isinstance(tokenizer.place, Path) and sha256(tokenizer.place) != tokenizer_hash:
         wrong.append(f"{tokenizer.place.name}: its SHA-256 is not the one in meta.json")

@@ -145,7 +145,7 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
 
 def load_gpt2_offline() -> Tokenizer | None:
     """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. Meanwhile, no
-    other thread can load a vocabulary, because tiktoken's function for downloads is replaced."""
+    other thread can download a vocabulary, because tiktoken's function for downloads is replaced."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:
@@ -231,7 +231,7 @@ def load_bpe(path: Path) -> Tokenizer:
     backend.encode_special_tokens = True  # encodes their names as ordinary text, despite the option's name
     name = next((name for name in ENDS_OF_TEXT if backend.token_to_id(name) is not None), None)
     if name is None:
-        raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
+        raise UserError(f"{path}: has no {' or '.join(ENDS_OF_TEXT)} token; use a tokenizer that has one of them")
     # The file may list end-of-text as an ordinary token. Its name inside a text would then end the document.
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
 
@@ -264,10 +264,10 @@ def character_of_byte() -> dict[int, str]:
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens: Sequence[str] = ()) -> None:
     """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as `path`. Token 0 is end-of-text, and the
-    next ones are `special_tokens`, which no text is encoded as.
+    next ones are `special_tokens`; no text is encoded as any of them.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
-    `vocab_size` is at least 257 (every byte, and end-of-text) and the number of `special_tokens`. Raises UserError if
+    `vocab_size` is at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises UserError if
     training on the texts yields fewer tokens, or OSError if the file cannot be written.
     """
     from tokenizers import Tokenizer as Backend

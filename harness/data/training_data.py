@@ -28,7 +28,7 @@ class JoinedTokens:
         return self.ends[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the tokens from `start` on, at most `count`. They end where the file ends that has the first one."""
+        """Return `count` tokens from `start` on, or fewer if the file that holds the first one ends before."""
         index = bisect_right(self.ends, start)
         return self.files[index].read(start - (self.ends[index - 1] if index else 0), count)
 
@@ -67,7 +67,7 @@ class TrainingData:
 
     @property
     def vocab_size(self) -> int | None:
-        """The size of the tokenizer's vocabulary, or None if no meta.json has it."""
+        """The size of the tokenizer's vocabulary, or None if the first dataset's meta.json lacks it."""
         return self.parts[0].meta.vocab_size
 
     def lengths(self, split: str) -> list[int]:
@@ -86,8 +86,8 @@ class TrainingData:
 
     def record(self) -> dict[str, Any]:
         """Return name and fingerprint of the data, as checkpoints and the summary record them. Of several datasets,
-        each one's fingerprint and weight are recorded under "sources", and for each split the sum of the tokens and a
-        hash of all fingerprints and weights."""
+        each one's fingerprint and weight are recorded under "sources", and for each split that all of them have, the
+        sum of the tokens and a hash of all fingerprints and weights."""
         name, *others = (part.name for part in self.parts)
         if not others:
             return {"name": name, **self.parts[0].fingerprint()}

@@ -24,7 +24,7 @@ class Heartbeat:
     place: str
     progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
     stalled: float | None  # seconds without progress; None where a lack of progress is no fault
-    stopping: bool  # a signal has asked this rank to stop
+    stopping: bool  # this rank has a reason to stop: a signal, or a ceiling of time or cost
     leaving: bool = False  # this rank ends because of a fault that it or another rank of its machine prints
 
     def encode(self) -> str:

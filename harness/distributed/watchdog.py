@@ -138,7 +138,7 @@ def device_progress(device: torch.device) -> Progress:
 
     def record() -> Callable[[], bool]:
         """Record a CUDA event after all work that the calling thread's stream has been given so far. Returns a function
-        that returns True once the device has reached the event. Any thread may call this function."""
+        that returns True once the device has reached the event. Any thread may call the returned function."""
         event = torch.cuda.Event()
         event.record()
 
@@ -230,7 +230,7 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def is_anyone_stopping(self) -> bool:
-        """Return True if a signal has asked any rank to stop, according to the heartbeats received so far."""
+        """Return True if any rank has a reason to stop, according to the heartbeats received so far."""
         return any(last.heartbeat.stopping for last in self.heartbeats.last)
 
     def stop(self) -> None:
@@ -246,7 +246,7 @@ class Watchdog:
     def _exchange(self, store: Any, keys: list[str]) -> None:
         """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped."""
         number = 0
-        # torchrun holds the store. If torchrun has been killed, the ranks end soon and print the reason themselves.
+        # The launcher may hold the store. If it has been killed, the ranks end soon and print the reason themselves.
         while not self._ended.wait(self._pause) and not is_launcher_gone():
             number += 1
             try:

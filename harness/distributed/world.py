@@ -47,9 +47,9 @@ class World:
         """Join the world that the launcher's environment variables describe and choose this process's device. Unless
         OMP_NUM_THREADS is set, torch gets this rank's share of the machine's cores as threads.
 
-        `is_stopping` returns True if a signal has asked this rank to stop. Heartbeats send its value to the other
-        ranks. Raises UserError if there is no device for this process, or if the variables contradict one another, and
-        RunError or PeerError if another rank does not join.
+        `is_stopping` returns True if this rank has a reason to stop. Heartbeats send its value to the other ranks.
+        Raises UserError if there is no device for this process, or if a variable is missing or wrong, and RunError or
+        PeerError if another rank does not join.
         """
         here, timeout = read_ranking(), collective_timeout_seconds()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -123,7 +123,7 @@ class World:
     def all_reduce_seconds(self, size: int, least: float) -> float:
         """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. It is
         the mean of as many as take about `least` seconds, because ranks leave a barrier up to a millisecond apart, in
-        which NCCL exchanges hundreds of megabytes. Collective."""
+        which NCCL exchanges hundreds of megabytes. Needs at least two ranks. Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
 
         def seconds_of(count: int) -> float:

@@ -1,3 +1,3 @@
-"""Evaluation of a finished model in one process: loss on held-out tokens, samples, benchmark scores (`benchmarks/`),
-and, after fine-tuning on instructions (`instruct/`), the scores of a judge (`judge/`).
+"""Evaluation of a model: loss on held-out tokens, samples, benchmark scores (`benchmarks/`), and, after fine-tuning on
+instructions (`instruct/`), the scores of a judge (`judge/`). Training uses the first three, too, on one or all ranks.
 """

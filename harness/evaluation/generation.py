@@ -19,7 +19,7 @@ from harness.data.tokenizers import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
 
 CHARACTER_BYTES = 4  # of the longest character in UTF-8
-COLDEST = 1e-4  # at a lower temperature the division would overflow, and the likeliest token would always be drawn
+COLDEST = 1e-4  # at a lower temperature, practically only the likeliest token would be drawn; 0 cannot be divided by
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the prompt's tokens. Raises UserError if the prompt is empty, or if the tokenizer is not the model's (it
-    gives a token beyond the model's vocabulary)."""
+    """Return the prompt's tokens. Raises UserError if the prompt is empty or not valid Unicode, or if the tokenizer is
+    not the model's (it gives a token beyond the model's vocabulary)."""
     tokens = tokenizer.encode(prompt)
     vocab_size = model.config.vocab_size
     if not tokens:

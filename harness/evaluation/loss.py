@@ -37,12 +37,16 @@ from harness.model.precision import Precision
 from harness.runs.results import MEASURED_BATCH, LossResult, Text, now, write_loss
 from harness.runs.trained_model import TrainedModel, model_in_run, warned_if_not_kept
 
-# Test text of the lab notebook: the part of FineWeb's validation split that none of the notebook's runs validated on.
+# Test text of Giles Thomas's lab notebook, the project that this one grew from: the part of FineWeb's validation split
+# that none of its runs validated on.
 NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
 NOTEBOOK_START_TOKEN = 50_000_000
 NOTEBOOK_BATCHES = 3200
 COLUMNS, NAME_WIDTH = 80, 32
-BY_MEAN = "from the mean bytes per token of the whole split, since the tokenizer's vocabulary is not on this machine"
+BY_MEAN = (
+    "from the mean bytes per token of the whole split, since the tokenizer's vocabulary is not on this machine, or "
+    "lacks some of the tokens"
+)
 
 
 def microbatch_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
@@ -69,7 +73,8 @@ def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision
 
 
 def _losses_of_windows(model: GPTModel, microbatch: Microbatch) -> torch.Tensor:
-    """Return the mean cross-entropy of each of B windows in nats per token: (B,) fp64. The model is not compiled."""
+    """Return the mean cross-entropy of each of B windows in nats per token: (B,) fp64. Calls `model.features`, which is
+    not compiled even if `model` is."""
     tokens_BxT, targets_BxT = microbatch.to(next(model.parameters()).device)
     features_NxC = model.features(tokens_BxT).flatten(0, 1)
     head, targets_N = model.out_head, targets_BxT.flatten()
@@ -97,7 +102,7 @@ class TestLoss:
     description: str  # `text` and `precision` in words
     precision: str
     loss: float  # nats per token
-    bits_per_byte: float | None
+    bits_per_byte: float | None  # None: the number of bytes is not known
     is_exact: bool  # True: the predicted tokens' bytes were counted. False: the split's mean bytes per token were used
     trained_on: Overlap | Inconclusive  # how much of the split the model was trained on, or why this is not known
 
@@ -242,8 +247,8 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the text of `dataset` for testing a model, or of each dataset that the model was trained on. The `options`
-    and errors are those of `HeldOutText.choose`."""
+    """Return the texts for testing a model: that of `dataset` or, if it is None, one of each dataset that the model was
+    trained on (not known: the default of `HeldOutText.choose`). The `options` and errors are those of that method."""
     names: list[str | None] = [dataset] if dataset else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 
@@ -270,8 +275,9 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
     """Yield the lines of a report, of at most 80 columns.
 
     A single model's report has its loss on each text and, if known, its bits per byte. For several models, there is one
-    table for each text and precision, with the lowest loss first. A description of the text and precision follows the
-    losses. Several tables are followed by a remark that losses of different tables are not comparable.
+    table for each text and precision, with the lowest loss first. The losses are followed by a description of the text
+    and precision, and by how much of the split the model was trained on. Several tables are followed by a remark that
+    losses of different tables are not comparable.
     """
     if len({model.label for model, _ in measured}) == 1:
         for number, (_, test) in enumerate(measured):

@@ -36,8 +36,9 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     `source` is a folder with a GPT-2 in transformers' format, or with a model that Giles Thomas (github.com/gpjt) has
     published. meta.json records `name`, the model's name on the Hub, or None for a local folder.
 
-    Raises UserError if the folder holds anything else, if its weights are not those that its config.json describes, or
-    if `run` exists and is not empty. Raises RunError if the run cannot be written. No partial run directory remains.
+    Raises UserError if the folder holds anything else, if its weights are not those that its config.json describes, if
+    its tokenizer is damaged, or if `run` exists and is not empty. Raises RunError if the run cannot be written. No
+    partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():
@@ -160,7 +161,8 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     config.json holds the contents of model.json under "cfg", and every tensor's name begins with `model.`. The
     wrapper's own code is never run. It is not needed, because all it does is to pass "cfg" to the model.
 
-    Raises UserError, naming the key, if the model computes something that our models do not.
+    Raises UserError, naming the key, if `raw` is of another type of model, or if the model computes something that our
+    models do not.
     """
     if raw.get("model_type") != NOTEBOOK_TYPE:
         kind = quoted(raw.get("model_type"))
@@ -205,7 +207,7 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
 
 def _from_vocabulary(source: Path, path: Path) -> None:
     """Convert vocab.json and merges.txt, the format in which GPT-2's tokenizer was published, to a tokenizer.json at
-    `path`."""
+    `path`. Raises UserError if they are not a tokenizer."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     try:

@@ -87,13 +87,13 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     """Fetch the newest whole checkpoint in the mirror, with its metrics and results and the best checkpoint, if it is
-    of a later step than the one in the run's folder. Return its name, or None if the folder's is at least as new.
+    of a later step than the one in the run's folder. Return its name, or None if no such checkpoint was fetched.
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
-    checkpoint whose files do not have the hashes in its meta.json is left out with a warning, and an older one is
-    taken. A download that was interrupted resumes. Local files that are replaced are moved to a folder below `aside/`.
-    Raises RunError if the mirror cannot be read, and UserError if all checkpoints there are damaged and there is none
-    here.
+    damaged checkpoint (a file is missing or does not have its hash in meta.json, or meta.json cannot be read) is left
+    out with a warning, and an older one is taken. A download that was interrupted resumes. Local files that are
+    replaced are moved to a folder below `aside/`. Raises RunError if the mirror cannot be read, and UserError if all
+    checkpoints there are damaged and there is none here.
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
     for name in names_in(files):
@@ -122,10 +122,11 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta
 ) -> bool:
-    """Fetch a checkpoint and all that belongs to it, and point `latest` and `best`. Return False if it is damaged.
+    """Fetch a checkpoint and all that belongs to it, and point the links `latest` and `best`. Return False if it is
+    damaged.
 
-    The rename of the checkpoint comes after all other files, so that a process that is killed before it begins again,
-    and a process that is killed after it has everything.
+    The checkpoint gets its name after all other files have been fetched. If the process is killed before that, the next
+    one fetches what is missing; if it is killed later, nothing is missing.
     """
     best = name if meta.best_step == meta.global_step else None
     best = best or next((each for each in names_in(files) if step_of(each) == meta.best_step), None)
@@ -237,8 +238,8 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
 
 
 def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns. If it fails, it is called again, up to FETCHING_TRIES times in all with growing
-    pauses. Raises RunError if all fail."""
+    """Return what `work` returns. If it fails with an error other than UserError and RunError, it is called again, up
+    to FETCHING_TRIES times in all with growing pauses. Raises RunError if all fail."""
     for attempt in range(FETCHING_TRIES):
         try:
             return work()
@@ -247,8 +248,8 @@ def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
         except Exception as error:
             if attempt == FETCHING_TRIES - 1:
                 raise RunError(
-                    f"mirror {mirror.name}: cannot be read: {reason_of(error)}; the same command resumes, and --mirror "
-                    "none trains without it"
+                    f"mirror {mirror.name}: cannot be read: {reason_of(error)}; the same command resumes, and "
+                    "ddp_train.py --mirror none trains without it"
                 ) from None
             if attempt == 0:
                 print(f"mirror {mirror.name}: {reason_of(error)}; trying again", file=sys.stderr, flush=True)

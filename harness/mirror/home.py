@@ -23,7 +23,8 @@ POLL_SECONDS = 10.0
 
 
 def describe_runs(url: str) -> list[str]:
-    """Return a line for each run at `url`: its name, its newest whole checkpoint, and who trains it."""
+    """Return a line for each run at `url`: its name, its newest whole checkpoint, its size in GB, and who trains it. If
+    there are no runs, return one line that says so."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
     for name in mirror.runs():
@@ -44,10 +45,12 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
-    """Fetch a run into `runs_dir` and return its folder. model.json and train.json are not replaced if they are there.
-    Metrics are replaced only together with the newest checkpoint, or if there is no checkpoint here.
+    """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
+    train.json and results are not replaced if they are there; summary and chart are. Metrics are replaced only together
+    with the newest checkpoint, or if there is no checkpoint here.
 
-    Raises UserError if there is no such run, and RunError if the mirror cannot be read.
+    Raises UserError if there is no such run, if the run here is another experiment or, with weights, in use by another
+    process, and RunError if the mirror cannot be read.
     """
     mirror = open_mirror(url, name, writes=False)
     files = _files_of(mirror)
@@ -82,7 +85,8 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 def follow_run(url: str, name: str) -> Iterator[str]:
     """Yield a line for each training and validation loss of a run in a mirror: those that are there, then new ones as
-    they come. Ends when no machine trains the run any more."""
+    they come. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS; the last line
+    says which. Raises UserError if there is no such run, and UserError or RunError if the mirror cannot be read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
     done = 0
@@ -111,9 +115,9 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
-    """Send a run's newest and best checkpoint and all its small files to a mirror, and return the name of the run's
-    folder there. Raises UserError if another machine trains the run, or if the mirror holds another experiment or a
-    later checkpoint; otherwise the errors of the store."""
+    """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
+    folder there. Raises UserError if another machine, or a process here, trains the run, or if the mirror holds another
+    experiment or a later checkpoint; otherwise the errors of `Uploads.push`."""
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
     mirror = open_mirror(url, run.path.name)

@@ -26,7 +26,7 @@ from harness.runs.metrics import rough_duration
 OWNER = "owner.json"
 KEPT = ".mirror.json"
 CLOCK = ".clock"  # written to learn the time of the store's clock
-LEASE_SECONDS = 300.0  # an owner that has not been heard of for longer has lost the run
+LEASE_SECONDS = 300.0  # from an owner that has not been heard of for longer, another machine may take the run
 REFRESH_SECONDS = 30.0  # between two writes of owner.json
 WAITING_SECONDS = 5.0  # between two looks at another machine's owner.json
 
@@ -40,7 +40,8 @@ class Lease:
     over restarts, so that a killed run does not wait for its own lease."""
 
     def __init__(self, mirror: Mirror, run: RunDirectory) -> None:
-        self._mirror = Mirror(mirror.url, mirror.run_name)  # of this thread's own: not every library can be shared
+        # Not the mirror that uploads use: not every library can be used by several threads.
+        self._mirror = Mirror(mirror.url, mirror.run_name)
         self._run = run
         self._id = own_id(run)
         self._since = time.time()
@@ -50,7 +51,8 @@ class Lease:
     def take(self, *, wait: bool, take_over: bool) -> None:
         """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard of within
         LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at once.
-        Without both, raises UserError that names the other machine."""
+        Without both, raises UserError that names the other machine. Also raises UserError if owner.json cannot be read,
+        and the errors of the store if it cannot be written."""
         told = False
         while not take_over:
             other, silent = owner_of(self._mirror, own=self._id)
@@ -59,8 +61,9 @@ class Lease:
             heard = f"last heard of {rough_duration(max(0.0, silent))} ago"
             if not wait:
                 raise UserError(
-                    f"mirror {self._mirror.name}: {other} trains this run, {heard}: stop it there; --wait waits until "
-                    f"it has ended or was silent for {rough_duration(LEASE_SECONDS)}, --take-over takes the run now"
+                    f"mirror {self._mirror.name}: {other} trains this run, {heard}: stop it there; --take-over takes "
+                    "the run now, and ddp_train.py --wait waits until it has ended or was silent for "
+                    f"{rough_duration(LEASE_SECONDS)}"
                 )
             if not told:
                 print(f"waiting for {other}, which trains this run, {heard}", flush=True)
@@ -94,7 +97,7 @@ class Lease:
                         self._write()
             except LeaseLost:
                 return
-            except Exception:  # told by the thread that sends the run's files, to the same store
+            except Exception:  # the thread that sends files to the same store fails, too, and tells the user
                 with suppress(Exception):
                     self._mirror.open()
 
@@ -105,11 +108,12 @@ class Lease:
 
 
 def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, float]:
-    """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if
-    nobody owns it, or the machine with the id `own`.
+    """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if it
+    has no owner, or if the owner is the machine with the id `own`.
 
-    If `own` is given, which may write to the mirror, and the store says when files were written, both times are the
-    store's. Otherwise the owner's clock is compared with this machine's. Raises UserError if the mirror cannot be read.
+    With `own`, if the store says when files were written, the silence is measured by the store's clock alone, for which
+    a file is written and deleted. Otherwise the owner's clock is compared with this machine's. Raises UserError if the
+    mirror cannot be read.
     """
     try:
         owner = _parse(mirror.read(OWNER))
@@ -141,7 +145,8 @@ def own_id(run: RunDirectory) -> str:
 
 
 def remembered(run: RunDirectory) -> dict[str, Any]:
-    """Return what `remember` has kept in the run's folder on this machine."""
+    """Return what `remember` has kept in the run's folder on this machine: an empty dict if there is nothing, or if the
+    file is damaged or from another host."""
     with suppress(OSError, ValueError):
         known = json.loads((run.path / KEPT).read_text(encoding="utf-8"))
         if isinstance(known, dict) and known.get("host") == socket.gethostname():

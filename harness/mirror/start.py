@@ -24,7 +24,7 @@ def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
     if url is None or url == "none":
         if options.wait or options.take_over:
             option = "--wait" if options.wait else "--take-over"
-            raise UserError(f"{option} belongs with a mirror; give --mirror URL, or the key in train.json")
+            raise UserError(f'{option} belongs with a mirror; give --mirror URL, or the key "mirror" in train.json')
         return None
     refuse_own_folder(url, experiment.run)
     return url
@@ -41,8 +41,8 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
     command's CHECKPOINT; with it or --restart, training continues from no checkpoint in the mirror.
 
-    Without --plan, a probe is written. Raises UserError for a wrong URL, a missing library, and a mirror that cannot be
-    read or written.
+    Without --plan, a probe is written. Raises UserError for a wrong URL, a missing library, a mirror that cannot be
+    read or written, and one that holds another experiment, and RunError if reading it fails later.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -64,7 +64,7 @@ def connect(
     the run's own. Return the mirror and the lease, or None if the run has no mirror.
 
     Raises UserError if the mirror cannot be written, if another machine has the lease, or if the mirror holds another
-    experiment.
+    experiment or only damaged checkpoints. Raises RunError if fetching fails.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -92,8 +92,9 @@ def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> 
 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
-    """Raise UserError if the mirror's model.json or train.json has another model, or another of FIXED_KEYS, than the
-    run's. Damaged files there are ignored, since they will be written anew."""
+    """Raise UserError if the mirror's model.json or train.json has another model than the run's, or another value of
+    one of FIXED_KEYS, which must not change when a run resumes. Missing or damaged files there are ignored, since they
+    will be written anew. Also raises the errors of the store."""
     try:
         model, train = (strict_json((mirror.read(name) or b"null").decode()) for name in ("model.json", "train.json"))
         then = model and ModelConfig.model_validate(model).model_dump(mode="json")

@@ -31,7 +31,7 @@ CREDENTIALS = {
 FOLDERS = {"file", "sftp"}  # the schemes whose folders must be made, and whose files must be renamed to appear whole
 DRAFT_ENDING = ".partial"
 PROBE = ".probe"  # written to see that files can be written
-PIECE = 2**25  # bytes that a download asks for at once, and the least that an interrupted one loses
+PIECE = 2**25  # bytes that a download asks for at once, and the most that an interrupted one loses
 NETWORK_SECONDS = 60.0  # silence after which a connection has failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
@@ -54,7 +54,8 @@ class Mirror:
     _opened: Any
 
     def open(self) -> None:
-        """Make the file system anew, without any cache or connection of an earlier one."""
+        """Drop the file system with its caches and connections. The next use connects anew. Raises UserError if the
+        library is not installed."""
         import fsspec
 
         options: dict[str, Any] = {"skip_instance_cache": True}
@@ -62,7 +63,7 @@ class Mirror:
             options |= {"config_kwargs": {"connect_timeout": 10, "read_timeout": NETWORK_SECONDS}}
         try:
             fsspec.get_filesystem_class(self.scheme)
-            if self.scheme == "hf":  # which writes a line for each of its retries
+            if self.scheme == "hf":  # huggingface_hub writes a line for each of its retries
                 from huggingface_hub import logging
 
                 logging.set_verbosity_error()
@@ -171,7 +172,7 @@ class Mirror:
         )
 
         _, owner, name, target = f"{self.name}/{path}".removeprefix("hf://").split("/", 3)
-        were_disabled = are_progress_bars_disabled()  # otherwise a dataset is downloaded later, with a bar
+        were_disabled = are_progress_bars_disabled()  # restored below, since a later download of a dataset has a bar
         disable_progress_bars()
         try:
             HfApi().batch_bucket_files(f"{owner}/{name}", add=[(source, target)])
@@ -186,8 +187,8 @@ class Mirror:
                 self._fs.rm(self._at(path), recursive=True)
 
     def modified(self, path: str) -> float | None:
-        """Return the time at which a file was written, in seconds by the store's own clock, or None if the store does
-        not say, or if there is no such file."""
+        """Return the time at which a file was written, in seconds since 1970 by the store's own clock, or None if the
+        store does not say, or if there is no such file."""
         fs, file = self._fs, self._at(path)
         with suppress(FileNotFoundError, NotImplementedError):
             time_of_store = fs.info(file).get("uploaded_at") or fs.modified(file)
@@ -213,8 +214,9 @@ def _known_hosts_only() -> Any:
 
 
 def check_url(url: str) -> str:
-    """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, or if the
-    URL has credentials in it, which would be recorded in the run's files."""
+    """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, if a path
+    has `..` or a character of a pattern, or if the URL has credentials in it, which would be recorded in the run's
+    files."""
     scheme, separator, rest = url.partition("://")
     shown = quoted(printable_url(url))
     known = [name for name in CREDENTIALS if name != "memory"]
@@ -257,8 +259,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
-    """Return a mirror that has been read and, with `writes`, written to. Raises UserError if that fails
-    OPENING_TRIES times, or once for a reason that waiting does not remove."""
+    """Return a mirror after a trial: with `writes`, a file is written and deleted; otherwise the folder is listed.
+    Raises UserError if the trial fails OPENING_TRIES times, or once for a reason that waiting does not remove."""
     mirror = Mirror(url, run_name)
     for left in reversed(range(OPENING_TRIES)):
         try:
@@ -276,7 +278,7 @@ def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
                 verb = "written" if writes else "read"
                 raise UserError(
                     f"mirror {mirror.name}: cannot be {verb} ({reason_of(error)}): check the address and "
-                    f"{CREDENTIALS[mirror.scheme]}; --mirror none trains without it"
+                    f"{CREDENTIALS[mirror.scheme]}; ddp_train.py --mirror none trains without it"
                 ) from None
         time.sleep(2.0 ** (OPENING_TRIES - left - 1))
         mirror.open()

@@ -29,19 +29,20 @@ from harness.runs.checkpoints import BEST, LATEST, list_checkpoints
 from harness.runs.directory import CACHE_SECRET, RunDirectory
 from harness.runs.metrics import rough_duration
 
-ASIDE = "meta-aside.json"  # the meta.json of a checkpoint that the run has gone back behind
+ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
-END_PATIENCE_SECONDS = 900.0  # at the end of a run, without any byte sent, before it is left as it is
-LEAST_SPEED = 2e6  # bytes per second: END_PATIENCE_SECONDS is longer by the time that the file in flight takes with it
+END_PATIENCE_SECONDS = 900.0  # the wait at the end of a run is given up if no byte was sent for so long
+LEAST_SPEED = 2e6  # bytes per second; that wait is longer by the time that the file in flight takes at this speed
 FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  # sent besides metrics and results
 
 
 class Uploads:
-    """Sends a run's checkpoints and files to its mirror while the run trains. `keep` is train.json's
-    `keep_checkpoints`, and `start_step` the global step from which this process continues (-1: a new run).
+    """Sends a run's checkpoints and files to its mirror while the run trains. `keep` is train.json's `keep_checkpoints`
+    (None: keep all), and `start_step` the global step of the checkpoint from which this process continues (-1: a new
+    run).
 
-    Without a mirror (None), the methods that training calls do nothing. All methods are called on rank 0's main thread,
-    except `send_now`, which any thread may call.
+    Without a mirror (None), the methods that training calls do nothing. All public methods are called on rank 0's main
+    thread, except `send_now`, which any thread may call.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Uploads:
         self._woken.set()
 
     def finish(self) -> None:
-        """Wait until everything is in the mirror, with a progress bar on a terminal, and release the run. The wait also
-        ends at a signal that asks to stop, or if nothing could be sent for END_PATIENCE_SECONDS; a warning then names
-        what is missing. Raises no exception."""
+        """Wait until everything is in the mirror, with a progress bar on a terminal, and the lease is released. The
+        wait also ends at a signal that asks to stop, or if nothing could be sent for END_PATIENCE_SECONDS; a warning
+        then names what is missing. Raises no exception."""
         if self._mirror is None:
             return
         self._closing = True
@@ -116,7 +117,8 @@ class Uploads:
         return [*(path.name for path in self._wanted() if path.name not in self._whole), *changed]
 
     def push(self) -> None:
-        """Send everything now, in the calling thread, once. Raises the errors of the store."""
+        """Send everything now, in the calling thread, once. Raises LeaseLost if another machine has taken the run, and
+        the errors of the store."""
         self._pass()
 
     # In the thread ---------------------------------------------------------------------------------------------------
@@ -262,7 +264,8 @@ class Uploads:
 
     def _prune(self, there: dict[str, int]) -> None:
         """Delete checkpoints by the rule of `keep_checkpoints`, meta.json first, and what machines that were lost have
-        left of checkpoints that they did not finish. Called when the newest checkpoint is whole."""
+        left of checkpoints that they did not finish. Does nothing unless the newest and the best checkpoint are whole.
+        Checkpoints that were set aside stay."""
         names, wanted = names_in(there), {path.name for path in self._wanted()}
         if not wanted <= self._whole:
             return

@@ -87,7 +87,7 @@ class ExpertCounts(Part):
     log_moe_balance_file: str | None = Field(
         default=None,
         exclude=True,
-        description="The notebook's log of the experts' load; without effect, since metrics.jsonl has the load.",
+        description="Log of the experts' load in Giles Thomas's trainer; no effect here: metrics.jsonl has the load.",
     )
 
     @model_validator(mode="after")
@@ -116,12 +116,13 @@ class ModelConfig(RunFile):
     )
     n_layers: int = Field(ge=1, le=LARGEST_LAYERS, description="Transformer blocks.")
     drop_rate: DropRate = Field(
-        description="Dropout on embeddings, attention weights and residuals: one rate, or an object with one for each."
+        description="Dropout on embeddings, attention weights and the outputs of attention and feed-forward layer: "
+        "one rate, or an object with one for each."
     )
     qkv_bias: bool = Field(description="Biases on the query, key and value projections.")
     tie_weights: bool = Field(default=False, description="Output head shares the token embedding.")
     position: Literal["learned", "rope"] = Field(default="learned", description="Position encoding.")
-    norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Normalisation.")
+    norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Normalization.")
     mlp: Literal["gelu", "relu2", "swiglu"] = Field(default="gelu", description="Feed-forward activation.")
     qk_norm: bool = Field(default=False, description="RMS-normalize the queries and keys of each head.")
     n_kv_heads: Count | None = Field(default=None, ge=1, description="Key-value heads; null: n_heads.")
@@ -140,7 +141,8 @@ class ModelConfig(RunFile):
     )
     logit_softcap: float | None = Field(
         default=None,
-        # Far outside this range, half precision cannot hold the capped logits, or fp32 the cap. Gemma 2's cap is 30.
+        # Far below this range, half precision cannot hold the capped logits; far above, fp32 cannot hold the cap. Gemma
+        # 2's cap is 30.
         ge=0.01,
         le=10_000,
         description="Logits become c tanh(logits / c); null: no cap.",

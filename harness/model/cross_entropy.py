@@ -8,6 +8,9 @@ compares the timings with torch's.
 
 torch.compile sees a single custom operation, whatever the number of chunks. The kernel that this operation calls for
 each chunk is compiled separately.
+
+Tensor names end in the shape: N rows (tokens), R rows in a chunk, C features, V the size of the vocabulary, W = V plus
+padding.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 # row adds at most 1 times a feature, and which must stay below fp16's limit of 65,504. Loss scaling cannot help, since
 # the scale is applied after this product.
 FP16_ROWS = 2**14
-# Tile size of the hardware's matrix units. Chunks have a multiple of TILE rows. The head's weight is padded to such a
-# multiple where it is copied anyway.
+# Tile size of the hardware's matrix units. Chunks have a multiple of TILE rows. On a GPU and in compiled code, the
+# head's weight is padded to such a multiple.
 TILE = 128
 INPUTS = 7  # number of inputs of the custom operation
 # Number of logits on which `eager_kernel` works at once. On a CPU it is per thread, and small enough for the caches; on

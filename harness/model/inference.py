@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-FIRST_PLACES = 64  # number of positions for which a new cache has room
+FIRST_PLACES = 64  # a new cache has room for at least this number of positions
 NO_TOKEN = -1  # stands for the predecessor of a sequence's first token
 
 

@@ -26,7 +26,7 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"  # part of torch's error message
 
-CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16; cuDNN 9.19 did not (docs/LOG.md)
+CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention may round a drop rate to multiples of 1/16; 9.19 did not (docs/LOG.md)
 # Values of train.json's `attention`, with torch's names and its tests of a GPU and a shape
 ATTENTION = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
@@ -36,7 +36,7 @@ ATTENTION = {
 # FlashAttention of other packages than torch, in order of preference, and the major compute capabilities it is made for
 NEWER_FLASH = {"FA3": (9,), "FA4": (9, 10)}
 ATTENTION_FAILED = re.compile(r".*(No available kernel|cuDNN Frontend error|FlashAttention|\bFA[34]\b).*")
-NOT_COMPILED = "the model is not compiled, trains more slowly and takes more memory (-f measures)"
+NOT_COMPILED = "the model is not compiled, trains more slowly and takes more memory (-f finds what still fits)"
 OTHER_ATTENTION = 'choose another kernel with "attention": "cudnn", "flash" or "efficient"'
 _chosen_attention = ExitStack()  # undoes this process's choice
 
@@ -90,10 +90,11 @@ def missing_tool(device: torch.device) -> str | None:
 def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Make this process compute attention with the kernel that `setting`, train.json's `attention`, names. "auto" means
     FlashAttention 3 or 4 if it is installed and can compute this model's attention, and else torch's choice. Calls that
-    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel. Does nothing on a
-    CPU.
+    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel. On a CPU it only
+    undoes an earlier call.
 
-    Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU.
+    Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU, or if "auto" finds a
+    FlashAttention package that cannot be loaded.
     """
     _chosen_attention.close()
     drop_rate = model.drop_rates.attention_weights
@@ -111,7 +112,7 @@ def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: 
     backend, can_use = ATTENTION["flash" if setting == "auto" else setting]
     if not can_use(call):
         shared = ", shared by several query heads" if key.shape != query.shape else ""
-        what = f"heads of {model.head_width}{shared}, in {dtype} and with a drop rate of {drop_rate:g}"
+        what = f"heads of width {model.head_width}{shared}, in {dtype} and with a drop rate of {drop_rate:g}"
         raise UserError(
             f'train.json: key "attention": "{setting}" has no kernel for {what} on this GPU; use another one, or "auto"'
         )
@@ -167,17 +168,17 @@ def explain_failed_attention(error: BaseException) -> str | None:
 
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
-    """Disable cuDNN's attention kernel in this process if it would round `drop_rate`, which it does unless the rate is
-    a multiple of 1/16. From version 2.12 on torch itself avoids the kernel then; earlier versions prefer it on Hopper
-    and Blackwell whatever the rate is (https://github.com/pytorch/pytorch/pull/174245)."""
+    """Disable cuDNN's attention kernel in this process if it may round `drop_rate`, that is, unless the rate is a
+    multiple of 1/16. From version 2.12 on torch itself avoids the kernel then; earlier versions prefer it on Hopper and
+    Blackwell whatever the rate is (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
-    """Return a note for the user if attention in half precision drops a slightly different share of weights than
-    `drop_rate`, or None if the share is exact.
+    """Return a note for the user if FlashAttention 2 drops a slightly different share of weights than `drop_rate`, or
+    None if the share is exact or `device` is not a GPU. The caller checks that FlashAttention may be used.
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
     multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
@@ -228,7 +229,7 @@ def compute_deterministically() -> None:
             f'{CUBLAS_VARIABLE}={workspace}: with "deterministic": true in train.json it must be '
             f"{' or '.join(CUBLAS_WORKSPACES)}; unset it"
         )
-    # NCCL chooses its algorithm, and thus the order in which ranks are added, by size, machine and version.
+    # NCCL chooses its algorithm, and thus the order in which it adds the ranks' values, by size, machine and version.
     os.environ.setdefault("NCCL_ALGO", "Ring")
     # Affects scatter, index_add, and the backward passes of attention and embeddings. Compiled code falls back to these
     # eager operations.

@@ -40,9 +40,9 @@ TensorKind = tuple[tuple[int, ...], str]  # shape and dtype (torch's name) of a 
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
-    """Return the entries of a weights file (tensors, or values of any other type) by public name: without `att.mask`
-    buffers, and without the prefixes of wrappers around the model. If the output head and the token embedding are
-    `tied` and only one of them is in the file, its entry is returned under both names."""
+    """Return the entries of a weights file (tensors, or values of any other type) by public name: without the causal
+    masks (`att.mask` buffers), and without the prefixes of wrappers around the model. If the output head and the token
+    embedding are `tied` and only one of them is in the file, its entry is returned under both names."""
     found = {name: value for name, value in offered.items() if not name.endswith(".att.mask")}
     while prefix := next((each for each in WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
         found = {name.removeprefix(prefix): value for name, value in found.items()}
@@ -65,7 +65,7 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
         elif found != shape:
             faults.append(f"tensor {name} is {list(found)} in the file, {list(shape)} in model.json")
         elif dtype not in LOADABLE:
-            faults.append(f"tensor {name} is {dtype}; weights are fp32, fp16 or bf16")
+            faults.append(f"tensor {name} is {dtype}; weights are fp64, fp32, fp16 or bf16")
     faults += [f"tensor {name} is not in the model" for name in sorted(offered.keys() - wanted.keys())]
     if faults:
         raise UserError(f"{source}: not the model's weights: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
@@ -79,7 +79,7 @@ def unreadable(path: Path, error: SafetensorError | OSError) -> UserError:
 
 
 def check_weights_file(path: Path, config: ModelConfig) -> None:
-    """Raise UserError if a safetensors file is missing, damaged or holds another model. Reads only its header."""
+    """Raise UserError if a safetensors file is missing or unreadable, or holds another model. Reads only its header."""
     try:
         refuse_special(path)
         with safe_open(path, "numpy") as file:

@@ -22,7 +22,7 @@ from harness.runs.optimizer_state import is_muons, newton_schulz_flops
 from harness.runs.throughput import KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-UNCERTAINTY = 0.2  # assumed relative error of an estimated speed, up or down; not measured yet
+UNCERTAINTY = 0.2  # assumed relative error of an estimated speed, up or down (docs/performance.md: 5 % on two GPUs)
 LARGEST_MACHINE = 8  # number of GPUs joined by NVLink; a network between machines is not covered
 
 # Bytes that the kernels between the matrix products read and write, by Inductor's own counts for GPT-2 small in bf16
@@ -96,9 +96,10 @@ def estimated_speed(
     precision, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have their
     defaults.
 
-    There is no estimate for experts, for a key of KERNEL_KEYS whose effect is not in PRICED, or for more than
-    LARGEST_MACHINE ranks. There is also none if the CPU needs longer to launch the kernels of a step than the GPU needs
-    to run them, because the error could then exceed UNCERTAINTY.
+    There is no estimate for experts, for a key of KERNEL_KEYS (except bucket_mb, which is ignored) whose value is
+    neither the default nor in PRICED, or for more than LARGEST_MACHINE ranks. There is also none if the CPU needs
+    longer to launch the kernels of a step than the GPU needs to run them, because the error could then exceed
+    UNCERTAINTY.
     """
     if model.moe is not None:
         return 'the estimate does not cover "moe" in model.json'

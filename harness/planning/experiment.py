@@ -45,8 +45,8 @@ class Position:
 
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step. Work is done in the order "report",
-        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in
-        one of the two evaluations of this step, the names before that evaluation are left out."""
+        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in an
+        evaluation of this step ("validation" or "benchmarks"), give its name, and the names before it are left out."""
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -127,9 +127,8 @@ IRRELEVANT_TO_LOSSES = {
 
 def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return the changes since a checkpoint that affect the losses, each as "key: old -> new after global step N".
-    `train` is train.json now, and `here` has today's values of keys of meta.json, such as `device` and
-    `accumulation_steps`, which both keys of the global batch determine. A value that the checkpoint does not record
-    counts as the same."""
+    `train` is train.json now. `here` has today's values of keys of meta.json, such as `device` and
+    `accumulation_steps`. A value that the checkpoint does not record counts as the same."""
     ignored = {*keys_affecting(Affects.SPEED), *keys_affecting(Affects.NOTHING), *IRRELEVANT_TO_LOSSES}
     ignored -= {"residual_precision"}  # affects the speed, but changes the losses by more than rounding errors
     scale = train["scale_with_batch"] or {}
@@ -215,8 +214,8 @@ class Experiment:
         return ["train", "validation"] if self.config.validates else ["train"]
 
     def check_dataset(self, *, ask_hub: bool) -> None:
-        """Raise UserError if a dataset is not on this machine and cannot be downloaded or made (see
-        `check_obtainable`)."""
+        """Raise UserError if a dataset is not on this machine and cannot be downloaded or made. Unless `ask_hub`, the
+        Hub is assumed to have it (see `check_obtainable`)."""
         for name in self.config.dataset_weights:
             check_dataset_name(name, f'{self.run.train_json}: key "dataset":')
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
@@ -254,7 +253,7 @@ class Experiment:
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
         """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run. `layout`
-        is the batch layout of this process's world (see the method of this name)."""
+        is a result of the method of this name."""
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
@@ -297,7 +296,9 @@ class Experiment:
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
         """Return the number of tokens that training may read, in all passes over the train splits that train.json's
-        `epochs` allows, and one token more for the last target. It is zero or negative if a split is too short."""
+        `epochs` allows, and one token more for the last target: sys.maxsize for "repeat". If a split is shorter than
+        one sequence, return the number of the shortest split's tokens from `start_train_token` on, which may be
+        negative."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token
@@ -384,7 +385,8 @@ class Experiment:
                 )
 
     def validation_order(self, data: TrainingData) -> WindowOrder:
-        """Return the order of the windows of the validation splits, whose first ones are validated on."""
+        """Return the order of the windows of the validation splits; validation uses the first ones. train.json must
+        have `start_val_token`."""
         start, weights = self.config.start_val_token, [*self.config.dataset_weights.values()]
         assert start is not None
         return WindowOrder(data.lengths("validation"), self.model.context_length, first_token=start, weights=weights)

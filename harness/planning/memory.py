@@ -13,7 +13,7 @@ from harness.runs.train_config import TrainConfig
 
 # Bytes per element: of weights, gradients and, by default, the residual stream; of everything else in bf16.
 FP32, BF16 = 4, 2
-CHUNK_BYTES = 2**29  # of the logits of which the loss is computed at once
+CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOGITS in harness/model/cross_entropy.py)
 
 
 def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:

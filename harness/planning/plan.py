@@ -125,8 +125,8 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self) -> int:
-        """Return by how many the checkpoints on the disk will at most outnumber those that are there now. Checkpoints
-        that training moves to `aside/` do not count as there, because they stay on the disk."""
+        """Return how many checkpoints more than now will be on the disk, at most. Those that training moves to `aside/`
+        are never pruned, so they make no room for new ones."""
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
         there = sum(at < self.position.first_step for at in steps)
@@ -192,9 +192,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     """Return the plan of the remaining work after the checkpoint that `meta` describes, or of the whole run if `meta`
     is None.
 
-    If the dataset is on this machine, the run's settings are checked against it, and all its token ids are checked.
-    Raises UserError for settings with which training cannot run, and if the run differs from the checkpoint (see
-    `check_continuable`).
+    If the dataset is on this machine, the run is checked against it and against the checkpoint (see
+    `check_continuable`), and all its token ids are checked. Raises UserError if a check fails, and for settings with
+    which training cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -236,7 +236,7 @@ def checked_plan(
     mirrored: InMirror | None = None,
 ) -> Plan:
     """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
-    there is any), or starts anew if `restart` is true. A checkpoint in the run's mirror takes their place.
+    there is any), or starts anew if `restart` is true. If `mirrored` has a checkpoint, training resumes from that one.
 
     Raises UserError for settings, data and checkpoints that training would refuse. Not checked are the free disk space,
     the names of benchmarks, the checkpoint's hashes, and whether the device supports the settings.
@@ -267,8 +267,7 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
     training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
-    keys that its meta.json lacks are filled in. Raises UserError if training would refuse the checkpoint, except that
-    hashes are not verified."""
+    keys that its meta.json lacks are filled in. Raises UserError as `open_start` does, but does not verify hashes."""
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None
@@ -455,7 +454,7 @@ def print_plan(
     `ranks` is the number of processes that were started. The plan is for this number of ranks, unless
     --assume-world-size gives another one. If this machine has no GPUs, but `machine_of_run` knows the machine that the
     run is meant for, the plan is for that machine. In this case, if only one process was started, the default number
-    of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan`.
+    of ranks is the number of that machine's GPUs. Raises UserError like `checked_plan` and `plan_speed`.
     """
     said, meant, memory, assumed = None, None, None, options.assume_world_size
     if not gpu_names() and (means := machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)):

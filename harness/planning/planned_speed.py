@@ -53,7 +53,7 @@ def plan_speed(
 ) -> PlannedSpeed:
     """Return the speed for this model and batch from the first source that has one, in this order: given by the user,
     measured by an earlier run, published by somebody else in the run's reported.json (not with --assume-device),
-    estimated for a GPU.
+    estimated for a GPU. If none has one, `tokens_per_second` is None.
 
     An estimate is for the GPU of --assume-device, or else for this machine's GPUs, or else for `meant`, the GPU of the
     machine on which the run is meant to train.

@@ -27,8 +27,8 @@ class Schedule:
 
         With `scale_with_batch`, train.json's values have been scaled for the largest global batch of the run. If the
         batch grows during the run (`batch_ramp`), the factors therefore also scale each step for its own batch, by the
-        square-root rule (`batch_factor`). The number of tokens over which a weight's past decays, B/(η·λ), is then
-        the same at each batch size B.
+        square-root rule (`batch_factor`). With η the learning rate and λ the weight decay, the number of tokens over
+        which a weight's past decays, B/(η·λ), is then the same at each batch size B.
         """
         ramp = 1.0 if self.ramp_tokens is None else batch_factor(batch_tokens, self.ramp_tokens)
         return self.multiplier(step) * ramp, ramp
@@ -135,8 +135,8 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
             said = f"{batch.reference_train_tokens:,} / {train_tokens:,}"
             decay_factors.append((said, batch.reference_train_tokens / train_tokens))
     if depth is not None:
-        # The rule of nanochat's first depth setting, which was tuned at 12 layers. Learning rates are not scaled,
-        # because nanochat's "fixed rates" were found to hold from 6 to 20 layers.
+        # nanochat's earlier rule for the number of layers, with a decay tuned at 12. Learning rates are not scaled,
+        # because nanochat's were found to suit 6 to 20 layers.
         decay_factors.append((f"({depth.reference_layers} / {layers})^2", (depth.reference_layers / layers) ** 2))
     values: dict[str, float] = {}
     explained = []

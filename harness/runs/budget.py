@@ -1,7 +1,7 @@
 """The training budget of train.json, resolved to a number of tokens.
 
-A budget is resolved when a run starts and recorded in every checkpoint. The recorded budget is used until train.json
-gives another one.
+A budget is resolved when a run starts and recorded in every checkpoint, unless it is `min_train_tokens`, which is in
+tokens already. The recorded budget is used until train.json gives another one.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
     up to whole batches. `target_flops` is divided by the model's FLOPs per token and rounded down to whole batches.
 
     `tokens_per_parameter` counts all parameters except the inactive experts of a mixture, because the training FLOPs of
-    N active parameters and D tokens are about 6ND. The three fits of Hoffmann et al. (arXiv:2203.15556) agree on a
-    value of about 20. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
+    N active parameters and D tokens are about 6ND. The first two fits of Hoffmann et al. (arXiv:2203.15556) give about
+    20. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)

@@ -23,7 +23,7 @@ from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEv
 
 matplotlib.use("Agg")  # works on machines without a display
 
-TRAIN_COLOUR, VALIDATION_COLOUR = "#3b75af", "#d1602f"
+TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
 # The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses of
 # the first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
 WARM_PART = 0.02
@@ -73,6 +73,7 @@ def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]
             found.setdefault((event.task, event.metric), []).append((event.global_step, event.value))
     lines = {}
     for task in dict.fromkeys(task for task, _ in found):
+        # The name of an answer filter may follow the metric's, after a comma. Of several filters, the first is drawn.
         metrics = {metric.partition(",")[0]: metric for name, metric in reversed(found) if name == task}
         shown = next((metrics[metric] for metric in ACCURACIES if metric in metrics), None)
         if shown is not None:
@@ -94,8 +95,8 @@ def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
     train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
     steps = [event.global_step for event in train]
     losses, low, high = ([getattr(event, key) for event in train] for key in ("loss", "loss_min", "loss_max"))
-    axes.fill_between(steps, low, high, color=TRAIN_COLOUR, alpha=0.18, linewidth=0, label="training, min–max")
-    axes.plot(steps, losses, color=TRAIN_COLOUR, linewidth=1.4, label="training, mean")
+    axes.fill_between(steps, low, high, color=TRAIN_COLOR, alpha=0.18, linewidth=0, label="training, min–max")
+    axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=1.4, label="training, mean")
     validated = [
         (event.global_step, event.loss)
         for event in events
@@ -103,10 +104,10 @@ def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
     ]
     if validated:
         shape: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3.5, "label": "validation"}
-        axes.plot(*zip(*validated, strict=True), color=VALIDATION_COLOUR, **shape)
+        axes.plot(*zip(*validated, strict=True), color=VALIDATION_COLOR, **shape)
         step, loss = min(validated, key=lambda point: point[1])
         label = f"best: {loss:.3f} at step {step:,}"
-        axes.plot([step], [loss], color=VALIDATION_COLOUR, marker="*", markersize=13, linestyle="none", label=label)
+        axes.plot([step], [loss], color=VALIDATION_COLOR, marker="*", markersize=13, linestyle="none", label=label)
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

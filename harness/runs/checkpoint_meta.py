@@ -55,8 +55,8 @@ class Progress(BaseModel):
     # replaces it by the mean over all reports since the previous such checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
-    best_loss: Loss | None = None
-    best_step: Count | None = None
+    best_loss: Loss | None = None  # lowest val_loss of a checkpoint due by train.json; null without validation
+    best_step: Count | None = None  # its global step; without validation, that of the last checkpoint
     skipped_steps: Count = 0  # steps without an update, because a gradient was not finite
     loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
     loss_count: Count = 0  # number of these microbatches
@@ -117,15 +117,17 @@ class TrainState(Progress):
         """Update `has_diverged` after a report was added. `patience` is a number of reports, `interval` the number of
         global steps between two reports.
 
-        The level is the moving mean of the loss over `patience` / 2 reports. The run has diverged if the level has been
-        more than DIVERGED_BY above its lowest value for at least `patience` reports, and the last validation loss, if
-        the run validates, is not near the best one. In the moving mean a loss is at most the lowest level plus twice
-        DIVERGED_BY, and a loss that is not finite counts as that. So a spike, however high, is forgotten after a few
-        more reports.
+        The level is the exponential moving mean of the loss, in which a new report has the weight 2 / `patience` (the
+        first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
+        DIVERGED_BY above its lowest value for at least `patience` reports, and the last validation loss, if there is
+        one, is more than DIVERGED_BY / 2 above `best_loss`. In the moving mean a loss is at most the lowest level plus
+        twice DIVERGED_BY, and a loss that is not finite counts as that. So a spike, however high, is forgotten after a
+        few more reports.
 
         Detected is a loss that had fallen and then rises, suddenly or slowly, to the loss of guessing, to a plateau or
         to NaN. Not detected is a loss that never fell, or a rise of less than DIVERGED_BY. Without validation there are
-        false alarms if the text becomes much harder for long, or if reports over some hundred tokens are noisy.
+        false alarms if the text becomes much harder for long, or if the loss is noisy because a report covers only some
+        hundred tokens.
         """
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:
@@ -162,14 +164,14 @@ class TrainState(Progress):
 
     @property
     def is_best(self) -> bool:
-        """True if the best loss so far is that of the last completed step."""
+        """True if the last completed step is `best_step`. Without validation it is that in every checkpoint."""
         return self.best_step == self.global_step
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a checkpoint, as JSON values: model.json, the number of parameters, train.json, and the dataset's
-    name and fingerprint."""
+    """The origin of a checkpoint, as JSON values: model.json, the number of parameters, train.json, and what
+    `TrainingData.record` returns for the dataset."""
 
     model: dict[str, Any]
     parameters: int
@@ -180,7 +182,7 @@ class Provenance:
 class ValidationText(NamedTuple):
     """The part of a validation split on which a run measures its validation loss."""
 
-    sha256: str  # of the validation split
+    sha256: str  # fingerprint of the validation split (see `TrainingData.record`)
     start_token: int
     sequences: int
     context_length: int
@@ -238,8 +240,8 @@ def tokens_by_source(
 def epochs_of(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, float]:
-    """Return the number of passes over each dataset by its name, as summaries and metrics record it: of a run that may
-    take several passes, or that trains on several datasets. Empty for other runs. The arguments are those of
+    """Return the number of passes over each dataset, by the dataset's name, as summaries and metrics record it. Empty
+    for a run on one dataset without train.json's key `epochs`, or if `tokens_by_source` is. The arguments are those of
     `tokens_by_source`."""
     if train.get("epochs") is None and "sources" not in dataset:
         return {}

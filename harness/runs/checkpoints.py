@@ -46,7 +46,8 @@ def find_checkpoint(folder: Path, name: str) -> Path:
     """Return the path of the checkpoint `name` (a folder's name, `latest` or `best`) in `folder`. For a link, return
     the path of the checkpoint that it points to.
 
-    Raises NoCheckpointError if there is no such checkpoint, or UserError if the link leads out of `folder`.
+    Raises NoCheckpointError if there is no such checkpoint, or UserError if `name` is not a plain name or leads out of
+    `folder`.
     """
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
@@ -97,7 +98,7 @@ class Checkpoint:
     """Everything that a run needs to continue as if it had not stopped."""
 
     weights: dict[str, Tensor]  # by their names in published checkpoints
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any]  # states by parameter name; of an upstream checkpoint (upstream.py), AdamW's state dict
     scaler: dict[str, Any]  # empty without fp16
     train_state: dict[str, Any]  # of each rank: its random state, and the losses that it has not reported yet
     meta: CheckpointMeta
@@ -205,9 +206,10 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
     there is nothing to resume from. Half-written files that killed processes left are removed, so only one process of
     the run may call this. With `verify` false, only read meta.json, and change no file.
 
-    Raises UserError if the checkpoint is damaged; the message names the newest complete checkpoint of the run. Also
-    raises UserError if a finished run has no checkpoint left. A checkpoint that the training program of Giles Thomas's
-    lab notebook (upstream.py) wrote has no hashes to verify. For such a checkpoint, raises UserError if `name` is None.
+    Raises UserError as `choose_start` does, and if the checkpoint is damaged; the message names the newest complete
+    checkpoint of the run, if there is one. Also raises UserError if a finished run has no checkpoint left. A checkpoint
+    that the training program of Giles Thomas's lab notebook (upstream.py) wrote has no hashes to verify. For such a
+    checkpoint, raises UserError if `name` is None.
     """
     folder = run.checkpoints
     if verify:

@@ -19,7 +19,8 @@ from harness.model.tensor_names import WEIGHTS
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
-# A secret that users set on machines that may read each other's compiled code (see harness/training/compile_cache.py).
+# Environment variable with a secret, set on machines that may read each other's compiled code (see
+# harness/training/compile_cache.py).
 CACHE_SECRET = "DDP_PRETRAIN_CACHE_SECRET"
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
@@ -37,8 +38,8 @@ def is_run(path: Path) -> bool:
 
 def _plain_name(runs_dir: Path, text: str) -> str:
     """Return the name of a run, given as `text`: its name, or the path of its folder in `runs_dir`. The run need not
-    exist. Raises UserError if `text` is not a valid name, or if the path leads to no place directly in `runs_dir`; then
-    the message suggests the run that was probably meant."""
+    exist. Raises UserError if `text` is not a valid name, or if the path is not directly inside `runs_dir`. In the
+    second case the message suggests the run that was probably meant, if there is one."""
     text = text.rstrip(os.sep)
     if os.sep not in text or "\0" in text:
         return check_name(text, "run")
@@ -67,8 +68,8 @@ def unused_name(folder: Path, ending: str = "") -> Path:
 
 
 class RunDirectory:
-    """The paths in the folder of one run. `model.json` and `train.json` are the run's inputs, and may be missing;
-    commands write the other files."""
+    """The paths in the folder of one run. `model.json` and `train.json` are the run's inputs, and `reported.json` is
+    written by hand; all three may be missing. Commands write the other files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +92,7 @@ class RunDirectory:
         """Return the run `runs_dir/name`. `name` may also be the path of that folder, as tab completion in a shell
         gives it. Only the folder must exist, not its files.
 
-        Raises UserError if the name leads out of `runs_dir`, or if there is no such folder.
+        Raises UserError if the name is not valid or leads out of `runs_dir`, or if there is no such folder.
         """
         path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
@@ -105,7 +106,7 @@ class RunDirectory:
         if not known:
             there = "there are none in" if runs_dir.is_dir() else "there is no folder"
             hint = f"{there} {os.path.abspath(runs_dir)}; --runs-dir names the folder of your runs"
-        quote = ", and quote a pattern: 'name*'" if Path(name).is_file() else ""
+        quote = "; if the shell expanded a pattern, quote it: 'name*'" if Path(name).is_file() else ""
         raise UserError(f"{path}: no such run; {hint}{quote}")
 
     @classmethod
@@ -113,7 +114,8 @@ class RunDirectory:
         """Return the run `name` in a list. If `name` is a pattern like `lr-*` (which may follow the path of
         `runs_dir`), return all runs whose names match, sorted by name.
 
-        Raises UserError as `find` does, and also if no run's name matches the pattern.
+        Raises UserError as `find` does, and also if no run's name matches the pattern, or if one that matches is not a
+        valid name.
         """
         if not PATTERN.search(name):
             return [cls.find(runs_dir, name)]
@@ -193,5 +195,5 @@ class RunDirectory:
 
     def lock(self) -> RunLock:
         """Lock this run for this process, and return the lock, which is held until `release` or the process's end.
-        Raises UserError if another process has the lock."""
+        Raises UserError if another process has the lock, and RunError if the lock file cannot be written."""
         return RunLock.take(self.lock_file, "trained")

@@ -59,9 +59,9 @@ def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
 
 
 def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | None) -> None:
-    """Start the process that runs train.json's `on_end` after this process has printed its last message and everything
-    is in the mirror at the URL `mirror`, and sends messages to `notify`. `rank0` is the pid of rank 0, whose parent or
-    own process this is. Does nothing if train.json has neither key.
+    """Start the process that sends messages to train.json's `notify`, and that runs its `on_end` once this process has
+    printed its last message and the last upload to the mirror at the URL `mirror` (None: no mirror) has ended. `rank0`
+    is the pid of rank 0, which is this process or a child of it. Does nothing if train.json has neither key.
 
     This process waits for the command at its end, unless torchrun has started it: torchrun may start its ranks again,
     and the command then runs once torchrun has ended.
@@ -102,8 +102,8 @@ def main() -> None:
     lock = run.lock_file
 
     def is_of_this_command() -> bool:
-        """True if rank 0 took the run's lock, and no later process did. Otherwise another command trains the run, or
-        torchrun has started rank 0 again, which has a watcher of its own."""
+        """True if rank 0 took the run's lock, and no later process did. Otherwise rank 0 has not taken it, another
+        command trains the run, or torchrun has started rank 0 again, which has a watcher of its own."""
         owner = last_owner(lock)
         return owner is not None and owner.is_here() and owner.process.pid == job["rank0"]
 
@@ -116,7 +116,8 @@ def main() -> None:
     status = sys.stdin.read()
     while not status and is_held(lock):  # the launcher was killed: rank 0 may still be saving
         time.sleep(POLL_SECONDS)
-    while " " in job["launcher"] and not has_ended(job["launcher"]):  # without a start time its end cannot be seen
+    # `launcher_name` has a space only if it has a start time, without which the launcher's end cannot be seen.
+    while " " in job["launcher"] and not has_ended(job["launcher"]):
         time.sleep(POLL_SECONDS)
     if not is_of_this_command():
         return
@@ -132,7 +133,7 @@ def main() -> None:
 
 def warn(text: str) -> None:
     """Print a warning on standard error. Returns even if nobody can read it (full disk, closed or paused terminal),
-    because the command that ends the rental must run all the same."""
+    because `on_end` must run all the same."""
 
     def write() -> None:
         with suppress(OSError):
@@ -144,8 +145,8 @@ def warn(text: str) -> None:
 
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
-    """Send an event to `url` as JSON, or do nothing if there is no URL. Returns after NOTIFY_SECONDS at the latest. If
-    there is no answer, print a line without the URL, which is a secret."""
+    """Send an event to `url` as JSON, or do nothing if there is no URL. Waits at most NOTIFY_SECONDS for the answer. If
+    there is none, or an error, print a warning without the URL, which is a secret."""
     if url is None:
         return
     from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits
@@ -176,7 +177,8 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
     """Send to the mirror at `url` everything that training's process, which may have been killed, has not sent. Return
-    what went wrong, or None. A mirror that fails is tried again until UPLOAD_SECONDS are over."""
+    what went wrong, or None. A failed upload is tried again until UPLOAD_SECONDS are over, unless it was refused with a
+    UserError."""
     command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
     deadline = time.monotonic() + UPLOAD_SECONDS
     fault = ""

@@ -199,8 +199,8 @@ def _is_line_of(line: bytes, meta: CheckpointMeta) -> bool:
 
 
 def _end_of_earlier_lines(content: bytes, meta: CheckpointMeta) -> int:
-    """Return the length of a metrics.jsonl up to the end of its last whole line that is an event of a step up to the
-    checkpoint's and is not the checkpoint's own line; 0 if there is none."""
+    """Return the length of a metrics.jsonl up to the end of the last event from before the checkpoint: one whose step
+    is at most the checkpoint's, and which is not the checkpoint's own line. Returns 0 if there is none."""
     end = content.rfind(b"\n") + 1
     while end:
         start = content.rfind(b"\n", 0, end - 1) + 1

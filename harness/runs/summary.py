@@ -97,7 +97,7 @@ def read_summary(path: Path) -> RunSummary:
     return summary
 
 
-def summarise(
+def summarize(
     run: str, meta: CheckpointMeta, model: ModelConfig, *, peak_memory_gib: float | None = None
 ) -> RunSummary:
     """Return the summary of the run named `run`, which ended in the state that `meta` records. `meta` must have the

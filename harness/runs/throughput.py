@@ -22,9 +22,8 @@ BELIEVED_SECONDS = 10.0
 
 
 class Measured(BaseModel):
-    """The part of a run's training over which the speed was measured. In this part no other program trained (such as
-    the notebook's), and the device, the number of ranks, and train.json's keys for batch and kernels stayed the
-    same."""
+    """The part of a run's training over which the speed was measured. In this part no other program trained, and the
+    device, the number of ranks, and train.json's keys for batch and kernels stayed the same."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -33,7 +33,9 @@ class BatchScale(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    reference_tokens: Positive = Field(description="Tokens of the global batch that learning_rate was tuned with.")
+    reference_tokens: Positive = Field(
+        description="Tokens of the global batch that learning rates and weight decay were tuned with."
+    )
     reference_train_tokens: Positive | None = Field(
         default=None,
         description="Tokens of the run that weight_decay was tuned with; null: weight decay does not depend on them.",
@@ -97,10 +99,17 @@ class TrainConfig(RunFile):
         default=None, description="A budget in place of min_train_tokens: global steps."
     )
     tokens_per_parameter: float | None = Field(
-        default=None, gt=0, le=1e9, description="A budget in place of min_train_tokens: tokens for each parameter."
+        default=None,
+        gt=0,
+        le=1e9,
+        description="A budget in place of min_train_tokens: at least this many tokens for each parameter (of experts, "
+        "the active ones).",
     )
     target_flops: float | None = Field(
-        default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
+        default=None,
+        gt=0,
+        le=1e40,
+        description="A budget in place of min_train_tokens: at most this many floating-point operations.",
     )
     start_train_token: Index = Field(description="Position in the train split of the first token to train on.")
     shuffle: bool = Field(
@@ -128,7 +137,9 @@ class TrainConfig(RunFile):
     )
 
     initial_weights: Text | None = Field(
-        default=None, description="Start from this safetensors file (in the run's folder, or a path)."
+        default=None,
+        description="Start from the weights in this safetensors file: an absolute path, or one relative to the run's "
+        "folder.",
     )
     random_seed: Index = Field(
         default=42,
@@ -254,7 +265,9 @@ class TrainConfig(RunFile):
     activation_checkpointing: Annotated[bool, Affects.SPEED] = Field(
         default=False, description="Recompute each block in the backward pass."
     )
-    checkpoint_interval: Positive | None = Field(default=None, description="null: as validation_interval.")
+    checkpoint_interval: Positive | None = Field(
+        default=None, description="Global steps between checkpoints; null: as validation_interval."
+    )
     keep_checkpoints: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None, description="Keep the newest N besides best and latest; null: all."
     )
@@ -271,7 +284,7 @@ class TrainConfig(RunFile):
     )
     weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
         default=None,
-        description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",
+        description="Global steps between comparisons of all ranks' weights; null: only before each checkpoint.",
     )
     validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = Field(
         default="rank0", description="The ranks that validate."
@@ -528,11 +541,8 @@ def _check_intervals(config: TrainConfig) -> None:
     # `start_val_token` alone is accepted, because later runs of the notebook have it. They were trained without
     # validation.
     if config.validates != bool(sizes):
-        missing = "validation_interval" if sizes else "validation_sequences"
-        raise ValueError(
-            f'key "{missing}": missing; validation needs it; give validation_interval and validation_sequences, or '
-            "neither"
-        )
+        missing, given = ("validation_interval", sizes[0]) if sizes else ("validation_sequences", "validation_interval")
+        raise ValueError(f'key "{missing}": missing; validation needs it; give it, or remove {given}')
     if sizes and config.start_val_token is None:
         raise ValueError('key "start_val_token": missing; validation needs it (0 is the split\'s beginning)')
     if not sizes and config.checkpoint_interval is None:

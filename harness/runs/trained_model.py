@@ -56,8 +56,8 @@ class TrainedModel:
         The configuration is read from `model_json`. If `model_json` is None, it is read from the first of these files
         that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
         checkpoint. `label` is the model's name in tables. If it is None, it is RUN:CHECKPOINT for a run's checkpoint,
-        and otherwise the path of the weights. Raises UserError if there are no weights or no configuration, or if
-        the weights are damaged.
+        and otherwise the path of the weights. Prints a warning if a checkpoint's folder has no meta.json. Raises
+        UserError if there are no weights or no valid configuration, or if the weights are damaged.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
@@ -138,9 +138,10 @@ class TrainedModel:
 
     @property
     def dataset(self) -> str | None:
-        """Name of the dataset that the model was trained on, from the meta.json beside the weights. If that does not
-        name it (as in the lab notebook's checkpoints), from the train.json of the run whose checkpoint the weights are.
-        None if neither gives it."""
+        """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "), from the
+        meta.json beside the weights. If that does not name it (as in the lab notebook's checkpoints), from the
+        train.json of the run whose checkpoint the weights are. None if neither gives it. Raises UserError if that
+        train.json is not valid."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])
@@ -290,9 +291,9 @@ class _PlaceInRun(NamedTuple):
 
 
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
-    """Return the run, and the checkpoint's folder, that contain this weights file, or None if it is not in a run's
-    `checkpoints/`. For an imported model, which has no train.json, both are the run's folder. The path may lead through
-    links: `best`, a link to the run's folder, or a `checkpoints` that is a link."""
+    """Return the run, and the checkpoint's folder, that contain this weights file. For an imported model, which has no
+    train.json, both are the run's folder. Return None if the file is in neither. The path may lead through links:
+    `best`, a link to the run's folder, or a `checkpoints` that is a link."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)

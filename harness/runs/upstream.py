@@ -37,8 +37,8 @@ PARTS = ("weight", "bias", "scale", "shift")
 
 
 def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
-    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. Its
-    warmup_period_percent, which without a schedule has no effect, is then left out.
+    """Return `raw`, the contents of a train.json, with the keys that only upstream uses replaced by ours. If upstream's
+    schedule_learning_rate is false, warmup_period_percent is left out, because upstream ignores it then.
 
     `has_experts` is true if the model is a mixture of experts. Upstream does not balance experts. So if the model has
     experts and `raw` has any key that only upstream uses, the result has moe_router_loss_scale 0, unless `raw` itself
@@ -66,8 +66,7 @@ def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dic
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state `saved` of an upstream checkpoint as a dict from our parameters' names to their
-    states. `saved` is the contents of optimizer.pt, AdamW's state dict, in which parameters are numbered. Upstream is
-    the training program of Giles Thomas's lab notebook.
+    states. `saved` is the contents of optimizer.pt, AdamW's state dict, in which parameters are numbered.
 
     `shapes` gives the shape of each state tensor that the run's optimizer keeps for each parameter. The result has the
     same keys and shapes, in fp32. Our model may fuse parameters that upstream keeps apart, such as query, key and

@@ -24,8 +24,8 @@ from harness.scaling.laws import LawFit, bounded
 from harness.scaling.report import Analysis, power, short
 
 # Viridis runs from dark to light, also when printed in grayscale. Its lightest part would vanish on white.
-COLOURS = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, 256)))
-LINE_COLOUR, LAW_COLOUR = "#3b75af", "#a63d10"
+COLORS = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, 256)))
+LINE_COLOR, LAW_COLOR = "#3b75af", "#a63d10"
 CURVE_POINTS = 200
 REASON_WIDTH = 44
 # Pairs (n, digits): an axis that spans fewer than n powers of ten is labeled at numbers that begin with these digits.
@@ -53,7 +53,7 @@ def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
 
 def _colors(values: np.ndarray) -> ScalarMappable:
     """Return a logarithmic color scale for sizes or FLOPs."""
-    return ScalarMappable(LogNorm(values.min(), max(values.max(), values.min() * 1.01)), COLOURS)
+    return ScalarMappable(LogNorm(values.min(), max(values.max(), values.min() * 1.01)), COLORS)
 
 
 def _write_reason(axes: Axes, reason: str, y: float) -> None:
@@ -130,13 +130,13 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
         for profile in isoflop.profiles:
             if isinstance(profile.optimum, Optimum):
                 best = getattr(profile.optimum, quantity)
-                axes.errorbar(profile.flops, best.value, yerr=_error(best), color=LINE_COLOUR, marker="o", capsize=2)
+                axes.errorbar(profile.flops, best.value, yerr=_error(best), color=LINE_COLOR, marker="o", capsize=2)
         if isinstance(isoflop.laws, dict):
             power_law = isoflop.laws[quantity]
             exponent = power_law.exponent
             label = f"profiles: exponent {exponent.value:.3f} [{exponent.low:.3f}, {exponent.high:.3f}]"
-            axes.fill_between(along, *power_law.interval_at(along), color=LINE_COLOUR, alpha=0.15, linewidth=0)
-            axes.plot(along, power_law.at(along), color=LINE_COLOUR, linewidth=1.4, label=label)
+            axes.fill_between(along, *power_law.interval_at(along), color=LINE_COLOR, alpha=0.15, linewidth=0)
+            axes.plot(along, power_law.at(along), color=LINE_COLOR, linewidth=1.4, label=label)
     if isinstance(law, LawFit):
         intervals = []
         for flops in along:
@@ -146,9 +146,9 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
         # The band is left open where the interval is unbounded or reaches zero, which a logarithmic axis cannot show.
         ends = np.array([[each.low for each in intervals], [each.high for each in intervals]])
         low, high = np.where((ends > 0) & np.isfinite(ends), ends, np.nan)
-        axes.fill_between(along, low, high, color=LAW_COLOUR, alpha=0.12, linewidth=0)
+        axes.fill_between(along, low, high, color=LAW_COLOR, alpha=0.12, linewidth=0)
         middle = [each.value for each in intervals]
-        axes.plot(along, middle, color=LAW_COLOUR, linestyle="--", linewidth=1.4, label="law L(N, D)")
+        axes.plot(along, middle, color=LAW_COLOR, linestyle="--", linewidth=1.4, label="law L(N, D)")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", **QUIET)
     elif not axes.has_data():
@@ -169,7 +169,7 @@ def _draw_losses(axes: Axes, analysis: Analysis) -> None:
         return
     along = _along(analysis, predictions=True)
     best = np.array([law.law.best_size(flops, cost) for flops in along])
-    axes.plot(along, law.law.loss(best, cost.tokens(along, best)), "--", color=LAW_COLOUR, label="law, best size")
+    axes.plot(along, law.law.loss(best, cost.tokens(along, best)), "--", color=LAW_COLOR, label="law, best size")
     label = "predicted, 95% interval"
     for prediction in analysis.predictions:
         loss, flops = prediction.loss, prediction.plan.flops

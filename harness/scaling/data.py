@@ -39,7 +39,7 @@ class Point:
 
 class Points:
     """Data points of n trained models, with an array [n] for each of parameters, tokens, FLOPs and loss. `left_out` has
-    a line for each model that is not included, with its name and the reason."""
+    lines that say which models are not included, and why."""
 
     def __init__(self, points: Sequence[Point], left_out: Sequence[str] = ()) -> None:
         self.points, self.left_out = [*points], [*left_out]
@@ -118,8 +118,8 @@ def read_points(path: Path) -> Points:
     """Read points from a CSV file with the columns parameters, flops and loss, and optionally tokens and name.
 
     If tokens are not given, they are flops / 6 / parameters. Lines that begin with # are comments. Lines whose loss is
-    not finite are left out. Raises UserError if the file cannot be read or has no points, or, naming line and column,
-    if a value is invalid.
+    not finite are left out. Raises UserError if the file cannot be read, if its columns are wrong, if no point is left,
+    or, naming line and column, if a value is invalid.
     """
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:

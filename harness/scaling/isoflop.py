@@ -15,7 +15,7 @@ from harness.scaling.data import CostLaw, Points, different
 
 LEAST_PROFILES = 3
 OWN_SCATTER_POINTS = 8  # profiles of fewer points share one estimate of the scatter
-NEGLIGIBLE_SPREAD = 0.005  # range of ln FLOPs in a profile
+NEGLIGIBLE_SPREAD = 0.005  # range of ln FLOPs in a profile; up to it, FLOPs count as equal
 NOT_COMPUTED = Inconclusive("the intervals have not been computed")
 UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may have no lowest point
 
@@ -195,7 +195,8 @@ def _optimum(
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
     """Return three power laws over FLOPs: of the best size, of its tokens and of its loss. Each is a straight line,
     fitted to the profiles' optima on logarithmic axes, with one more line for each bootstrap draw. `lowest` has (FLOPs,
-    optimum, optima of the draws) for each profile. Returns Inconclusive if there are too few profiles."""
+    optimum, optima of the draws as returned by `_minima`) for each profile. Returns Inconclusive if there are too few
+    profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
         return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs at least {LEAST_PROFILES}")

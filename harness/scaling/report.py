@@ -47,7 +47,8 @@ def describe(analysis: Analysis) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number with three digits, and a unit if it is 1,000 or more: 1.46M."""
+    """Format a number with three digits, and a unit if it is 1,000 or more: 1.46M. From 1e15 on, it has a power of ten.
+    Infinity is "unbounded"."""
     for size, unit in UNITS:
         if size <= value < 1000 * UNITS[0][0]:
             return f"{value / size:.3g}{unit}" if value / size < 999.5 else f"{value / size:.0f}{unit}"

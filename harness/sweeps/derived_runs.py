@@ -176,7 +176,8 @@ def load_base(runs_dir: Path, name: str) -> DerivedRun:
 def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
     """Return a run called `name` with the settings of `base`, updated by `changes`. A change to None removes a key, so
     that its default applies. A changed key also removes those that exclude it (ALTERNATIVES), and `on_end` is not
-    inherited. Writes nothing.
+    inherited. A relative path of `initial_weights` that is inherited is rewritten to lead to the same place. Writes
+    nothing.
 
     Raises UserError if `name`, a key or a value is invalid; for a value, the message names the file that would be
     wrong.
@@ -211,9 +212,10 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns. If `changes` name other datasets that are in `datasets_dir`, also fit the
-    run to them: set their vocabulary size, and a microbatch size and validation batches that the validation splits can
-    fill. If the train splits are too short for the training that the base's train.json asks for, train on all that
-    they have, with `warmup_steps` lowered to a tenth of the steps if it is more. `changes` take precedence.
+    run to them: set their vocabulary size, and a microbatch size and a number of validation batches or sequences that
+    the validation splits can fill. Turn validation off if a dataset has no validation split. If the train splits are
+    too short for the training that the base's train.json asks for, train on all that they have, with `warmup_steps`
+    lowered to a tenth of the steps if it is more. `changes` take precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.
     """
@@ -241,8 +243,9 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 
 
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
-    """Return the changes that fit a run to the vocabulary and the validation splits of its data. A microbatch size in
-    `given` is kept. Raises UserError if a validation split is shorter than one sequence and its targets."""
+    """Return the changes that fit a run to the vocabulary and the validation splits of its data. They turn validation
+    off if a dataset has no validation split. A microbatch size in `given` is kept. Raises UserError if a validation
+    split is shorter than one sequence and its targets."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:

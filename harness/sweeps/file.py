@@ -71,8 +71,8 @@ class Sweep(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _explain_settings(cls, raw: Any) -> Any:
-        """Reject settings at the top level with a message that they belong in "set" or in "vary". Remove the key
-        "$schema", which only editors use."""
+        """Reject settings at the top level with a message that they belong in "set" or in "vary", and "search", a key
+        of earlier versions. Remove the key "$schema", which only editors use."""
         if not isinstance(raw, dict):
             return raw
         if "search" in raw:
@@ -91,7 +91,9 @@ class Sweep(BaseModel):
             if wrong := unknown_key(keys):
                 raise ValueError(f'in "{place}": {wrong}')
             if "on_end" in keys:
-                raise ValueError(f'in "{place}": key "on_end": would run after each run; put it after sweep_runs.py')
+                raise ValueError(
+                    f'in "{place}": key "on_end": would run after each run; start its command after sweep_runs.py ends'
+                )
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
         for key, values in self.vary.items():
@@ -133,8 +135,9 @@ class Sweep(BaseModel):
 
 
 def labels(points: list[Settings]) -> list[str]:
-    """Return a label for each point (the settings that appear in a run's name). Labels are short and all different. If
-    points are added, the labels of the old points do not change, unless a new point would get the same label.
+    """Return a label for each point (the settings that appear in a run's name). Labels are short, and differ if the
+    points differ. If points are added, the labels of the old points do not change, unless a new point would get the
+    same label.
 
     Labels consist of letters, digits and _ . + -. A label ends in a hash if it would otherwise be too long, or the same
     as another label.
@@ -183,7 +186,7 @@ class SweepRuns:
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
     """Read a SWEEP.json, derive its runs and check them. Writes nothing.
 
-    Raises UserError with the file, the key and the remedy.
+    Raises UserError if the file, its base run or a derived run is wrong, or if two derived runs are the same.
     """
     sweep = parse_config(Sweep, read_json_object(path), path)
     name = path.stem if sweep.name is None else sweep.name

@@ -34,8 +34,8 @@ TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one run. `said` describes it: the losses, the progress, or the reason of a failure and its remedy.
-    `dollars` is what the run has cost so far."""
+    """Status of one run. `said` describes it: for a finished run its loss, time and cost, otherwise its progress or
+    what is wrong. `dollars` is what the run has cost so far."""
 
     run: DerivedRun
     state: StateWord
@@ -269,8 +269,8 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     groups = "one after the other" if planner.groups == 1 else f"{planner.groups} at a time"
     ranks = f"{planner.processes} {'process' if planner.processes == 1 else 'processes'} each"
     place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
-    # Runs that are trained at the same time share the machine's cost. The machine costs as much while some groups have
-    # no run.
+    # Runs that are trained at the same time share the machine's cost. The machine costs its whole price even while some
+    # groups have no run.
     seconds = sum(each.seconds or 0.0 for each in left)
     cost = sum(each.dollars or 0.0 for each in left) * (plan.seconds() / seconds if seconds else 1.0)
     said = []

@@ -156,8 +156,8 @@ class SweepRunner:
     be read, are left unchanged.
 
     `planner` plans the remaining work of a run, and `script` is ddp_train.py. `max_dollars` limits the cost of all
-    `runs` together, and `max_hours` their time on this machine. Both include what the runs took before this sweep
-    began.
+    `runs` together, including all that they have cost before. `max_hours` limits their time on this machine, including
+    that of earlier sweeps.
     """
 
     def __init__(
@@ -194,10 +194,9 @@ class SweepRunner:
         self._said_waiting: set[str] = set()
 
     def run(self) -> None:
-        """Train the runs. Returns when all runs are finished or have failed, or when a signal, `max_dollars` or
-        `max_hours` has ended the sweep and its processes have stopped. Handles the signals that ask a process to
-        stop. On a terminal, progress is shown in place of the last line; elsewhere it is printed every
-        REPORT_SECONDS."""
+        """Train the runs. Returns when the process of each run has ended, or when a signal, `max_dollars` or
+        `max_hours` has ended the sweep and its processes have stopped. Handles the signals that ask a process to stop.
+        On a terminal, progress is shown in place of the last line; elsewhere it is printed every REPORT_SECONDS."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and self.stop_reason is None):

@@ -1,2 +1,3 @@
 """Parts that the training loop in ddp_train.py uses: start-up, the optimizer step, losses, evaluations on all ranks,
-and reports. No other package of `harness` imports this one."""
+saving and reports. Also the microbatch search (ddp_train.py -f) and the measurements of check_machine.py. No other
+package of `harness` imports this one."""

@@ -23,8 +23,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
-    """Return `parameters` in groups, by peak learning rate and weight decay. In `config`, heads, embeddings, vectors
-    and other matrices can have different rates, and vectors another decay. Within a group, parameters are by name."""
+    """Return `parameters` in groups, by peak learning rate and weight decay. In `config`, the head, embeddings, vectors
+    and other matrices can have different rates, and vectors no decay. Within a group, parameters are by name."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -43,8 +43,8 @@ class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
 
     Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. A rank keeps the
-    moments of only those shards that `partition` assigns to it (see zero1.py), and updates only those. Every method
-    must be called on every rank.
+    moments of only those shards that `partition` assigns to it (see zero1.py), and updates only those. `set_factors`,
+    `update` and `load_named_state` must be called on every rank.
     """
 
     grad_scale: Tensor | None
@@ -79,7 +79,7 @@ class AdamW(torch.optim.AdamW):
 
     def set_factors(self, rate_factor: float, decay_factor: float = 1.0) -> None:
         """Set each group's learning rate to `rate_factor` times its peak, and its weight decay to `decay_factor`
-        times its value in train.json."""
+        times the decay that `adamw_groups` gave it."""
         for group in self.param_groups:
             group["lr"] = group["peak_learning_rate"] * rate_factor
             group["weight_decay"] = group["full_weight_decay"] * decay_factor
@@ -146,7 +146,7 @@ class AdamW(torch.optim.AdamW):
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():
             # Use the same string objects as torch for the keys. pickle stores an equal string that is another object
-            # differently, so the bytes of the file would differ.
+            # differently, so the bytes of optimizer.pt would differ.
             state = {key: saved[shard.name][key] for key in ("step", *MOMENTS["adamw"])}
             if self.partition.size > 1:  # clone: views would keep the whole tensors in memory
                 state = {key: (shard.of(value) if value.dim() else value).clone() for key, value in state.items()}

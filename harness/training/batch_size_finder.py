@@ -55,8 +55,8 @@ from harness.training.startup import choose_precision, fetch_data, remark_on_mac
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
-# Bytes of the tensors exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it
-# first uses an algorithm: as large as the head's gradient, DDP's usual buckets, and a scalar.
+# Bytes of the tensors exchanged before the search: a large gradient, such as an embedding's, one of DDP's buckets, and
+# a scalar. NCCL allocates its buffers, up to a GiB or more, when it first uses an algorithm.
 EXCHANGE_BYTES = (2**26, 25 * 2**20, 4)
 STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settles within three
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
@@ -72,9 +72,10 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     the largest size with which training can run, of at most the size found. Collective: joins the other ranks, and
     leaves them at the end.
 
-    Raises RunError if not even one sequence fits. Raises UserError if the train split is too short or has token ids
-    outside the model's vocabulary, if a global batch is not a multiple of the number of ranks, if training is not
-    possible on this device with the settings in train.json, or if `write` is true and training would refuse every size.
+    Raises RunError if not even one sequence fits. Raises UserError if a dataset cannot be downloaded, if the train
+    split is too short or has token ids outside the model's vocabulary, if a global batch is not a multiple of the
+    number of ranks, if training is not possible on this device with the settings in train.json, if the device is a CPU
+    and the system is not Linux, or if `write` is true and training would refuse every size.
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
@@ -131,6 +132,7 @@ class MicrobatchSearcher:
         self.alone = World(0, world.local_rank, 1, 1, world.device)  # a step that is tried exchanges nothing
         self.tokens = data.tokens("train")
         self.compiles = should_compile(config.compile, world.device)
+        # If train.json sets the global batch, the steps depend on the microbatch; 2 then stands for more than one.
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
         self.peaks: dict[int, int] = {}  # this rank's peak bytes by size that fits, in the order of the search
         self.failed: list[int] = []  # sizes that do not fit
@@ -195,7 +197,8 @@ class MicrobatchSearcher:
         """Run optimizer steps with this microbatch. Return the peak bytes of this rank's memory (see
         `peak_of_limited_memory`), or None if this rank ran out of memory.
 
-        Raises UserError if the steps fail because the model cannot be compiled or is not deterministic on this device.
+        Raises UserError if the steps fail because the model cannot be compiled, is not deterministic, or has no working
+        attention kernel on this device.
         """
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
@@ -247,7 +250,7 @@ class MicrobatchSearcher:
         del kept  # kept until now, as training's background save keeps the copy during the following steps
 
     def _save(self, step: OptimizerStep) -> object:
-        """Copy the tensors of a checkpoint and write them to a temporary folder, as training does. Returns the copy if
+        """Copy the tensors of a checkpoint as training does, and write them to a temporary folder. Returns the copy if
         training keeps it in memory (train.json's `async_checkpoint`), else None."""
         keep = self.experiment.config.async_checkpoint
         copies = HostCopies(self.world.device, keep=keep)
@@ -317,7 +320,7 @@ class MicrobatchSearcher:
         line, fit = self.line(), "too few sizes to tell"
         if line:
             fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
-        data = ", limited by the data or the global batch" if is_all_data else ""
+        data = "; the size is limited by the data or the global batch" if is_all_data else ""
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
         print(
@@ -389,8 +392,9 @@ def largest_that_fits(
 
 
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
-    """Return the largest microbatch, in sequences, for which the train split has enough tokens for one global batch. If
-    train.json sets the global batch, the result is at most one rank's part of it (of the smallest one in a ramp).
+    """Return the largest microbatch, in sequences, for which the train split (of several datasets, the shortest one)
+    has enough tokens for one global batch. If train.json sets the global batch, the result is at most one rank's part
+    of it (of the smallest one in a ramp).
 
     Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
     number of ranks.

@@ -66,7 +66,8 @@ class ChartProcess:
                 self.draw()
 
     def _close(self) -> None:
-        """Wait for the process to end. If it has failed, warn with the last line of its traceback."""
+        """Wait for the process to end. If it has failed, warn with the last line that it printed or, if a signal ended
+        it or it printed nothing, with its status."""
         if self._process is not None:
             _, printed = self._process.communicate()
             status, lines = self._process.returncode, printed.strip().splitlines()

@@ -63,7 +63,8 @@ class Clock:
         return {"seconds": seconds, "dollars": dollars}
 
     def ceilings(self, config: TrainConfig) -> dict[str, float]:
-        """Return the seconds that are left until the run reaches each ceiling (see `TrainConfig.ceilings`)."""
+        """Return the seconds that are left until the run reaches `max_hours` and `max_dollars`, by these keys. A key
+        that `config` does not set is left out."""
         return config.ceilings(self.total, sum(self.spent().get("dollars", {}).values()))
 
     @property

@@ -33,7 +33,7 @@ from harness.runs.directory import CACHE_SECRET
 from harness.runs.throughput import BATCH_KEYS, KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-SECRET_FILE = "compile-cache-secret"  # the secret if CACHE_SECRET is not set, made at first use
+SECRET_FILE = "compile-cache-secret"  # holds the secret if the variable CACHE_SECRET is not set
 SECRET_BYTES = SIGNATURE_BYTES = 32
 KEY_CHARACTERS = 16
 MOST_PARTS = 8  # files of one rank
@@ -85,11 +85,13 @@ class CompileCache:
 
     def save(self) -> None:
         """If torch has compiled something since the last file, or taken it from its own cache, write it to the next
-        one, and remove files of old keys. If it cannot be written, warn once, on rank 0."""
+        one, and remove files of old keys. Does nothing once there are MOST_PARTS files, or on a rank that does not
+        write. If it cannot be written, warn once, on rank 0."""
         if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
         artifacts = torch.compiler.save_cache_artifacts()
-        # Without this the next call would return these, too, and load_cache_artifacts would read only the new ones.
+        # Otherwise torch would also put these artifacts into the next file, but load_cache_artifacts would then read
+        # only the newest of each kind.
         CacheArtifactManager.clear()
         if artifacts is None or _names(artifacts[1]) <= self.known:
             return
@@ -113,13 +115,14 @@ class CompileCache:
         return self.folder / f"{self.name}-{self.parts}.bin"
 
     def _sign(self, packed: bytes) -> bytes:
-        """Return the signature of the next file with these contents. Raises OSError if there is no secret and none can
-        be made."""
+        """Return the signature of the next file with these contents. Raises OSError or RuntimeError as `_secret`
+        does."""
         return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
 
     def _remove_old_keys(self) -> None:
-        """Remove all files but those of this key and of the newest others, KEPT_KEYS together."""
-        files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")  # no other files, if the folder is a link
+        """Remove the files of all keys but KEPT_KEYS: this one and the newest others."""
+        # The pattern matches no foreign files, which are there if the folder is a link.
+        files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")
         newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
         keys = [*dict.fromkeys([self.key, *(path.name[:KEY_CHARACTERS] for path in newest)])]
         for path in newest:
@@ -128,13 +131,14 @@ class CompileCache:
 
 
 def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
-    """Return kind and key of each result of compilation."""
+    """Return kind and key of each result of compilation that `found` lists (None: of none)."""
     return {(kind, key) for kind, keys in (found.artifacts if found else {}).items() for key in keys}
 
 
 def _secret() -> bytes:
-    """Return this user's secret: the variable's value or, if it is not set, SECRET_FILE in the user's cache, which is
-    made if it is missing. Raises OSError if it cannot be read or made."""
+    """Return this user's secret: the value of the environment variable that CACHE_SECRET names or, if it is not set,
+    the contents of SECRET_FILE in the user's cache, which is made if it is missing. Raises OSError if it cannot be read
+    or made, and RuntimeError if this user has no home directory."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

@@ -33,8 +33,9 @@ class Evaluations:
     ranks."""
 
     def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopRequest) -> None:
-        """Load train.json's benchmarks, if it names any. Collective. Raises UserError if a benchmark cannot be loaded,
-        or if the tokenizer has token ids outside the model's vocabulary."""
+        """Open the validation splits and load the benchmarks, if train.json asks for them. Collective. Raises UserError
+        if a benchmark or the tokenizer for it cannot be loaded, or if the tokenizer has token ids outside the model's
+        vocabulary."""
         self.world = world
         self.config = prepared.experiment.config
         self.tokenizer_file = prepared.data.tokenizer

@@ -1,9 +1,9 @@
 """Rates of a machine, measured before anything is trained on it: matrix products and copies on each device, the ranks'
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
-All ranks measure at the same time, as they train. A rate is that of a whole period, because a device that slows down
-after a while, as a hot one does, is slow in training. If a rank is slow, all measure again, because another program may
-have slowed it for a moment; a bad device stays slow.
+All ranks measure at the same time, as they train. A rate is the mean over a period of time, not the best, because a
+device that slows down after a while, as a hot one does, is slow in training. If a rank is slow, all measure again,
+because another program may have slowed it for a moment; a bad device stays slow.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
 DISK_SECONDS, DISK_BYTES, DISK_PART_BYTES = 3.0, 2**30, 2**26
 DOWNLOAD_SECONDS, DOWNLOAD_BYTES, ANSWER_SECONDS = 4.0, 2**30, 4.0
 DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
-LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if a plan needs more of them
+LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if there are fewer than BELIEVED_STEPS
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ def measure_devices(world: World) -> tuple[list[DeviceRates], list[str]]:
 
 
 def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
-    """Return, for each rank and rate that is below its part in SLOW of the median, how far below (0.25: a quarter)."""
+    """Return by how much each slow rate is below the median of all ranks (0.25: by a quarter), by rank and name of the
+    rate. A rate is slow if it is below the median times its factor in SLOW."""
     found: dict[tuple[int, str], float] = {}
     for what, least in SLOW.items():
         values = {rank: value for rank, each in enumerate(rates) if (value := getattr(each, what)) is not None}
@@ -200,8 +201,9 @@ def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
 
 
 def describe_disk(folder: Path) -> str:
-    """Write a file in `folder` to its disk and read it, each for up to DISK_SECONDS, and return both rates as text. The
-    file has no name, so that it is gone however this process ends. Raises RunError."""
+    """Write a file in `folder` to its disk and read it, each for up to DISK_SECONDS or DISK_BYTES, and return both
+    rates as text. The file has no name, so that it is gone however this process ends. Raises RunError if either
+    fails."""
     part = os.urandom(DISK_PART_BYTES)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -226,13 +228,15 @@ def describe_disk(folder: Path) -> str:
             file.seek(0)
             _, reads = rate(lambda: len(file.read(len(part))))
     except OSError as error:
-        raise RunError(f"{folder}: {error.strerror} while the disk was measured; free some space there") from None
+        remedy = "free some space there, or rent another machine"
+        raise RunError(f"{folder}: {error.strerror} while the disk was measured; {remedy}") from None
     return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s ({count / 2**20:,.0f} MiB)"
 
 
 def describe_download() -> str:
-    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured. Both
-    take at most ANSWER_SECONDS more, in a thread: looking up a name or trying all its addresses can take a minute."""
+    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured.
+    Returns after at most ANSWER_SECONDS more. So the download runs in a thread, since looking up a name or trying all
+    its addresses can take a minute."""
     from huggingface_hub import constants
 
     found = ["not measured: no answer in time"]
@@ -264,7 +268,8 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
     """Train a new model of the experiment on random tokens, with its batch and settings, and return the speed. Writes
     it into the run's folder, where --plan finds it. Collective.
 
-    Raises RunError if the memory is too small, and UserError if this machine cannot compute what train.json demands.
+    Raises RunError if the memory is too small for training. Raises UserError if it cannot even hold the weights, or if
+    this machine cannot compute what train.json demands.
     """
     config, layout = experiment.config, experiment.layout(world.size)
     precision = Precision.for_training(config.precision, world.device).name
@@ -311,8 +316,9 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return the bytes of DDP's buckets: of its first one, of the others and, if it is larger, of the gradient of a
-    token embedding (a run's, or GPT-2 small's), which has a bucket of its own. Gradients are in fp32."""
+    """Return the bytes of DDP's buckets: of its first one by default (1 MiB; with `bucket_mb` it is as large as the
+    others), of the others and, if it is larger, of the gradient of a token embedding (a run's, or GPT-2 small's), which
+    has a bucket of its own. Gradients are in fp32."""
     bucket = 2**20 * ((experiment and experiment.config.bucket_mb) or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
     return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})

@@ -13,7 +13,7 @@ import torch
 SLOWER_BY = 0.1
 REPORTS, LEAST_STEPS = 3, 20  # reports in a row, and steps between the first and the last, before a rank is named
 LEAST_SECONDS = 0.005  # of a step; shorter times vary too much
-LONGEST_WINDOW = 64  # steps
+LONGEST_WINDOW = 64  # steps; of more steps between two reports, only the newest are kept
 
 
 class OwnTime:
@@ -25,7 +25,7 @@ class OwnTime:
         self._is_cuda = device.type == "cuda"
         self._begun: Any = None
         self._marked: Any = None
-        self._steps: deque[tuple[Any, Any]] = deque(maxlen=LONGEST_WINDOW)  # of the last report's window, at most
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=LONGEST_WINDOW)  # begin and last mark
 
     def begin(self) -> None:
         """Record that a step begins."""
@@ -41,8 +41,8 @@ class OwnTime:
             self._steps.append((self._begun, self._marked))
 
     def take(self) -> float:
-        """Return the median seconds of the steps since the last call, or 0 if there were none. The device must have
-        finished these steps."""
+        """Return the median seconds of the steps since the last call (of the newest LONGEST_WINDOW at most), or 0 if
+        there were none. The device must have finished these steps."""
         if self._is_cuda:
             seconds = [begun.elapsed_time(marked) / 1000 for begun, marked in self._steps]
         else:

@@ -36,14 +36,14 @@ from harness.runs.metrics import (
     TrainEvent,
     ValidationEvent,
 )
-from harness.runs.summary import read_summary, summarise, write_summary
+from harness.runs.summary import read_summary, summarize, write_summary
 from harness.runs.throughput import cost, mfu
 from harness.training.chart_process import ChartProcess
 from harness.training.loss_meter import TrainMetrics
 from harness.training.pace import SlowRanks
 from harness.training.startup import PreparedRun
 
-# Seconds to wait for a chart that is still being drawn, when training ends and after a signal. The second wait is short
+# Seconds to wait for a chart that is still being drawn, when training ends and when it stops early. The second is short
 # because torchrun kills its processes 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
@@ -112,10 +112,11 @@ class Reporter:
 
     def starting(self, precision: Precision, saved: Checkpoint | None = None) -> None:
         """Print the number of global steps that are left, and the tokens of a step. For a new run, also print the
-        number of parameters, the devices and the precision. For a run that continues from the checkpoint `saved`, also
-        print the checkpoint's name, and the settings and the precision if they differ from the checkpoint's. If torch
-        does not choose the attention kernel, or did not choose the checkpoint's, also print the kernel. If there are
-        several machines, also print where rank 0 writes the results."""
+        number of parameters, the devices, the precision and the initial weights' file. For a run that continues from
+        the checkpoint `saved`, also print the checkpoint's name, what is used of it if another program wrote it, the
+        settings that have changed, and the precision if it has changed or a faster one is possible. If torch does not
+        choose the attention kernel, or did not choose the checkpoint's, also print the kernel. If there are several
+        machines, also print where rank 0 writes the results."""
         prepared, start, config = self.prepared, self.prepared.checkpoint, self.prepared.experiment.config
         sizes = [f"{stage.layout.global_tokens:,}" for stage in prepared.batches.stages]
         steps = f"{prepared.position.total_steps - prepared.position.first_step:,} global steps"
@@ -152,8 +153,8 @@ class Reporter:
         say(self.world, "\n".join(lines))
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
-        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers on the console.
-        `learning_rate` is that of the last step."""
+        """Write a line with the training metrics to metrics.jsonl, and show the newest numbers and notes on slow ranks
+        on the console. `learning_rate` is that of the last step."""
         if not self.world.is_main:
             return
         tokens, clock = state.tokens_seen, self.clock.now()
@@ -187,13 +188,15 @@ class Reporter:
             self.console.say(note)
 
     def validation(self, loss: float, by_source: Mapping[str, float], state: TrainState) -> None:
-        """Write and print the validation loss. `by_source` has the losses on the datasets of a mixture, by name."""
+        """Write and print the validation loss, and draw the chart. `by_source` has the losses on the datasets of a
+        mixture, by name."""
         self.record(ValidationEvent, state, loss=loss, **({"by_source": dict(by_source)} if by_source else {}))
         parts = ", ".join(f"{name} {each:.3f}" for name, each in by_source.items())
         self._announce(f"validation loss {loss:.3f}{f' ({parts})' if parts else ''}", state)
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
-        """Write each score as a line to metrics.jsonl, and print the scores."""
+        """Write each score as a line to metrics.jsonl, print the scores, and draw the chart. Without scores, do
+        nothing."""
         for score in scores:
             self.record(BenchmarkEvent, state, **asdict(score))
         if scores:
@@ -235,7 +238,8 @@ class Reporter:
             key = min(left, key=lambda each: left[each])
             cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
         elif reason == DIVERGED:
-            cause = f"stop_if_diverged (the training loss left its level at about step {state.above_level_since})"
+            since = state.above_level_since
+            cause = f"stop_if_diverged (the training loss is far above its lowest value since about step {since})"
             remedy = "name a checkpoint well before that and lower learning_rate, or set stop_if_diverged to false"
         else:
             cause, remedy = described(reason), again
@@ -251,7 +255,7 @@ class Reporter:
         if not self.world.is_main:
             return
         meta, model = self.meta(state), self.prepared.experiment.model
-        summary = summarise(self.run.path.name, meta, model, peak_memory_gib=peak)
+        summary = summarize(self.run.path.name, meta, model, peak_memory_gib=peak)
         self.metrics.make_durable()
         write_summary(self.run, summary)
         self.chart.finish(LAST_CHART_SECONDS)
@@ -265,9 +269,10 @@ class Reporter:
         """Return the meta.json of a checkpoint that is saved now. `planned` and `interrupted_evaluation` are
         those of `Checkpointer.save`.
 
-        The keys of ProgramAndSettings are included if they mean anything for the run: `budget` and `scaled` if
-        train.json has a budget that is not in tokens or scaling rules, the keys of experts if the model has experts,
-        and `changed` if settings were changed when the run was resumed.
+        Of the keys of ProgramAndSettings, these are included only if they mean anything for the run: `budget` if
+        train.json's budget is not in tokens, `scaled` if it has scaling rules, `attention` if torch does not choose the
+        kernel, the keys of experts if the model has experts, and `changed` if settings were changed when the run was
+        resumed.
         """
         prepared, experiment = self.prepared, self.prepared.experiment
         resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values}
@@ -295,7 +300,8 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Rank 0 only."""
+        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on other
+        ranks than 0."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
@@ -335,4 +341,4 @@ def restore_summary(prepared: PreparedRun, world: World) -> None:
     # Use this process's values only for keys that a checkpoint of an earlier version lacks.
     missing = {key: value for key, value in machine_and_batch(prepared, world).items() if not getattr(meta, key)}
     # Without the peak memory, which was lost with the process that trained
-    write_summary(run, summarise(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))
+    write_summary(run, summarize(run.path.name, meta.model_copy(update=missing), prepared.experiment.model))

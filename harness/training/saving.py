@@ -80,12 +80,12 @@ class HostCopies:
         self._copied: Any = None  # CUDA event of the last `record`
 
     def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own storage. For a
-        tensor on the device "meta", the copy is uninitialized memory that the caller fills.
+        """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own torch storage
+        in the buffer. For a tensor on the device "meta", the copy is uninitialized memory that the caller fills.
 
-        On a GPU the copies are only enqueued: they run before all later work of the current stream, such as the next
-        step, and can be read after `record` and `wait`. With `keep`, a later call overwrites the copies of an earlier
-        one.
+        Copies from a GPU to a pinned buffer are only enqueued: they run before all later work of the current stream,
+        such as the next step, and can be read after `record` and `wait`. With `keep`, a later call overwrites the
+        copies of an earlier one.
         """
         tensors: list[Tensor] = []
         replace_tensors(tree, tensors.append)

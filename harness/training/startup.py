@@ -47,8 +47,8 @@ class PreparedRun:
     clock: Clock  # its seconds include those before the run was resumed
     lock: RunLock
     checkpoint: Path | None  # the checkpoint to resume from; None: start from scratch
-    meta: CheckpointMeta | None  # the checkpoint's meta.json; keys that the notebook's program lacks are filled in
-    is_from_notebook: bool
+    meta: CheckpointMeta | None  # the checkpoint's meta.json; of a notebook's checkpoint, missing keys are filled in
+    is_from_notebook: bool  # the checkpoint is by the program of Giles Thomas's lab notebook (runs/upstream.py)
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
     budget: Budget | None  # train.json's budget in tokens, computed when the run began; None if given in tokens
     scaled: ScaledSettings  # settings changed by train.json's scaling rules
@@ -86,13 +86,14 @@ class PreparedRun:
 def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
-    """Take the run's lock, download its dataset, choose and verify the checkpoint to resume from, and check the plan.
-    Prints notes on the machine and the plan. Collective.
+    """Take the run's lock, download its dataset, take the lease on its mirror and fetch a newer checkpoint from there,
+    choose and verify the checkpoint to resume from, and check the plan. Prints notes on the machine and the plan.
+    Collective.
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
-    `options` gives --restart, and the assumed speed from which the time and cost of a budget are computed. The seconds
-    and dollars that the checkpoint records are added to `clock`. Raises UserError or RunError, with a remedy, if a
-    check fails.
+    `options` gives --restart, the options of the mirror, and the assumed speed from which the time and cost of a budget
+    are computed. The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError or
+    RunError, with a remedy, if a check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -171,8 +172,8 @@ def check_ceilings(experiment: Experiment, clock: Clock) -> None:
 
 
 def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
-    """Before training starts, print the values that train.json's budget, batch ramp and scaling rules resolve to, and
-    any remark on the dataset. Rank 0 only."""
+    """Before training starts, print the values that train.json's budget, epochs, batch ramp and scaling rules resolve
+    to, and any remark on the dataset. Prints nothing for a finished run. Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
     if plan.dataset_remark:
@@ -185,7 +186,8 @@ def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
     """Return the name of the run's precision. With "auto", a resumed run keeps the precision with which it began, so
     that a move to another processor does not silently change the results. The precision is chosen anew if the run moves
-    between CPU and GPU, or if this GPU does not support the earlier precision."""
+    between CPU and GPU, if this GPU does not support the earlier precision, or if train.json did not have "auto" then.
+    Raises UserError if this device does not support the precision that train.json names."""
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best

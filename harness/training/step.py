@@ -142,7 +142,7 @@ class OptimizerStep:
         gradient averaged over the microbatches and over all ranks, multiplied by the scaler's scale in fp16. With
         `exchange=False` it is averaged over this rank's microbatches alone. Returns `losses_A` and `expert_tokens` of
         StepResult."""
-        # In DDP's buckets are still the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)
+        # DDP's buckets still hold the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)
         # For several microbatches, which are added up, set them to zero, because a gradient of None would be allocated
         # outside its bucket. For a single microbatch set them to None: DDP then copies the new gradient into the bucket
         # and divides it by the number of ranks in one pass, instead of adding it to zeros and dividing the sum.
@@ -245,9 +245,8 @@ def build_training_step(
     uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
 
     `config` is the experiment's train.json, in which the precision is resolved (not "auto") and scaled values have
-    replaced the ones given. `mark` is called before each heartbeat of the watchdog (see `report_progress` of
-    OptimizerStep). Some settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that
-    may be used.
+    replaced the ones given. `mark` is called at each `report_progress` of OptimizerStep, before the watchdog's `beat`.
+    Some settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """

@@ -39,7 +39,7 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
     for name, wanted in shapes.items():
         state = saved[name]
         if state.keys() != wanted.keys():
-            raise ValueError(f"{name} has {sorted(state)}")
+            raise ValueError(f"{name} has {sorted(state)}, not {sorted(wanted)}")
         for key, shape in wanted.items():
             if state[key].shape != shape or state[key].dtype != torch.float32:
                 raise ValueError(

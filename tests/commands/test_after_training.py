@@ -76,7 +76,7 @@ def test_fine_tuned_and_judged(journey: Journey) -> None:
         key = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
         printed = journey.do("test_ift", *options.split(), "--base-url", judge.url, **key).stdout
         assert len(judge.paid) == 4
-        # The other command judges the same answers again. Judgements that were kept cost nothing.
+        # The other command judges the same answers again. Judgments that were kept cost nothing.
         again = journey.do("judge_ift", "responses.json", "--base-url", judge.url, **key).stdout
         assert len(judge.paid) == 4
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", printed)]

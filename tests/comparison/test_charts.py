@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.comparison.against_baseline import BaselineComparison, compare_with
-from harness.comparison.charts import GREY, Chart, Curve, chart_note, charts_of, shown_range, write_png
+from harness.comparison.charts import GRAY, Chart, Curve, chart_note, charts_of, shown_range, write_png
 from harness.comparison.records import RunRecord
 from harness.runs.metrics import MetricsFile, ValidationEvent
 from tests.support.compared_runs import DATASET, LATEST, RunFolder
@@ -187,7 +187,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [12, 90])
 def test_of_many_curves_the_lowest_and_the_baselines_are_named(tmp_path: Path, figures: list[Any], count: int) -> None:
-    """The other curves are grey, no two named ones look alike, and the plot keeps its size."""
+    """The other curves are gray, no two named ones look alike, and the plot keeps its size."""
     curves = [Curve(f"arm{n}", [0, 1, 2], [9.0, 5.0, 3 + n / 100], is_baseline=n == count - 1) for n in range(count)]
     for kind in (curves[:3], curves):
         write_png(Chart("tokens", "validation", kind, []), tmp_path / "c.png", {"GPT-2": 3.2})
@@ -198,7 +198,7 @@ def test_of_many_curves_the_lowest_and_the_baselines_are_named(tmp_path: Path, f
     assert names == [*lowest, *more, "GPT-2"]
     styles = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines[:12]]
     assert len({*styles}) == 12
-    assert {line.get_color() for line in axes.lines[12:-1]} <= {GREY}
+    assert {line.get_color() for line in axes.lines[12:-1]} <= {GRAY}
     assert len(axes.lines) == count + 1 + (count > 12)
     assert axes.get_position().width == pytest.approx(few.get_position().width, rel=0.05)
 

@@ -425,7 +425,7 @@ def test_every_way_to_the_weights_leads_to_the_same_file(shop: Workshop, tmp_pat
     run = shop.runs / "r"
     own = (run / "checkpoints" / "best").resolve().name
     (tmp_path / "mine").symlink_to(run)
-    (tmp_path / "favourite").symlink_to(run / "checkpoints" / "best")
+    (tmp_path / "favorite").symlink_to(run / "checkpoints" / "best")
     (run / "checkpoints").rename(tmp_path / "larger-disk")
     (run / "checkpoints").symlink_to(tmp_path / "larger-disk")
     for weights in (files_of(run), files_of(run, own), files_of(tmp_path / "mine")):
@@ -435,7 +435,7 @@ def test_every_way_to_the_weights_leads_to_the_same_file(shop: Workshop, tmp_pat
         assert (found.run.path, found.dataset) == (run.resolve(), DATASET)
     (run / "checkpoints").unlink()
     (tmp_path / "larger-disk").rename(run / "checkpoints")
-    measure(shop, files_of(run)[0], tmp_path / "favourite" / "model.safetensors", "--batches", 1)
+    measure(shop, files_of(run)[0], tmp_path / "favorite" / "model.safetensors", "--batches", 1)
     assert len(list((run / "results").iterdir())) == 2
     assert losses_in(run)[0].weights.checkpoint == own
 

@@ -43,7 +43,7 @@ from tests.support.launch import ROOT, Result, Workshop, finish, wait_until
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", "cpu")
-WORDS = ("red", "green", "blue", "black", "white", "brown", "grey", "pink")
+WORDS = ("red", "green", "blue", "black", "white", "brown", "gray", "pink")
 ENTRIES = [
     {"instruction": f"Say {word} {number}.", "input": word if number % 2 else "", "output": f"{word}, {number}"}
     for number in range(5)

@@ -18,7 +18,7 @@ from harness.common.errors import RunError, UserError
 from harness.evaluation.instruct.responses import Responses, write_responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.report import JudgeReport
-from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens
+from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgment, JudgeSettings, Tokens
 from tests.support.fake_judge import Fault, status, text
 from tests.support.in_process import call
 from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores
@@ -33,14 +33,14 @@ GUIDE = (ROOT / "docs" / "after-training.md").read_text()
 def test_every_model_gets_its_own_scores_and_nothing_is_asked_twice(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judgement = bench.run(repeats=3)
-    bench.assert_true(judgement)
+    judgment = bench.run(repeats=3)
+    bench.assert_true(judgment)
     requests = bench.judge.requests
     assert len(requests) == QUESTIONS * 3
     assert {request.model for request in requests} == {"referee"}
     assert {request.authorization for request in requests} == {f"Bearer {KEY}"}
     assert not any(label in request.prompt for request in requests for label in LABELS)
-    spent = judgement.spent
+    spent = judgment.spent
     assert (spent.answers, spent.uncounted) == (len(requests), 0)
     assert spent.prompt == sum(request.prompt_tokens for request in requests)
     assert spent.completion == sum(request.completion_tokens for request in requests)
@@ -115,16 +115,16 @@ INVALID = [
 
 def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Bench) -> None:
     bench.judge.faults = [*(fault for fault, _ in INVALID), Fault(has_usage=False)]
-    judgement = bench.run(timeout=1.0, parallel=1, attempts=len(INVALID) + 1)
-    bench.assert_true(judgement)
-    assert len(bench.judge.requests) == judgement.spent.answers == QUESTIONS + len(INVALID)
+    judgment = bench.run(timeout=1.0, parallel=1, attempts=len(INVALID) + 1)
+    bench.assert_true(judgment)
+    assert len(bench.judge.requests) == judgment.spent.answers == QUESTIONS + len(INVALID)
     for said, (_, reason) in zip(bench.invalid(), INVALID, strict=True):
         assert reason in said
     # A reply that is not a chat's, that did not end, or that has no usage has no token count.
     counted = [*bench.judge.requests[:5], *bench.judge.requests[len(INVALID) + 1 :]]
-    assert judgement.spent.prompt == sum(request.prompt_tokens for request in counted)
-    assert judgement.spent.completion == sum(request.completion_tokens for request in counted)
-    assert judgement.spent.uncounted == len(bench.judge.requests) - len(counted)
+    assert judgment.spent.prompt == sum(request.prompt_tokens for request in counted)
+    assert judgment.spent.completion == sum(request.completion_tokens for request in counted)
+    assert judgment.spent.uncounted == len(bench.judge.requests) - len(counted)
     assert KEY not in bench.cache.read_text()
 
 
@@ -191,10 +191,10 @@ def test_questions_without_a_valid_answer_are_left_out_and_asked_again_next_time
     codes = ("context_length_exceeded", "invalid_prompt")
     faults = [text("no"), *(status(400, code=code) for code in codes)]
     bench.judge.always = {f"Question {number}": fault for number, fault in enumerate(faults, start=2)}
-    judgement = bench.run()
-    assert [(each.question, each.repeat) for each in judgement.unanswered] == [(3, 1), (4, 1), (5, 1)]
-    assert np.isnan(judgement.scores[2:]).all()
-    report = JudgeReport(judgement, bench.settings)
+    judgment = bench.run()
+    assert [(each.question, each.repeat) for each in judgment.unanswered] == [(3, 1), (4, 1), (5, 1)]
+    assert np.isnan(judgment.scores[2:]).all()
+    report = JudgeReport(judgment, bench.settings)
     assert report.comparison is not None
     answered = true_scores(bench.models)[:2]
     assert [mean.value for mean in report.comparison.means] == pytest.approx(answered.mean(axis=0))
@@ -427,9 +427,9 @@ def test_tables_fit_a_terminal(count: int) -> None:
     )
     scores = np.random.default_rng(0).integers(0, 101, size=(100, 2, count)).astype(float)
     spent = Tokens(2000, 10**9, 10**7, 3)
-    judgement = Judgement(labels, scores, (), spent, Tokens())
+    judgment = Judgment(labels, scores, (), spent, Tokens())
     settings = JudgeSettings("a-judge-with-a-long-name-20260101", "http://judge.example/v1", repeats=2)
-    report = JudgeReport(judgement, settings, (1.25, 10))
+    report = JudgeReport(judgment, settings, (1.25, 10))
     lines = list(report.lines())
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     joined = "".join("".join(lines).split())

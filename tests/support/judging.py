@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from harness.evaluation.instruct.responses import Response, Responses, write_responses
-from harness.evaluation.judge.requests import Judgement, JudgeSettings, judge
+from harness.evaluation.judge.requests import Judgment, JudgeSettings, judge
 from tests.support.fake_judge import FakeJudge, score
 from tests.support.in_process import call
 from tests.support.launch import Result
@@ -57,15 +57,15 @@ class Bench:
     def settings(self) -> JudgeSettings:
         return JudgeSettings("referee", self.judge.url, 5.0, attempts=3)
 
-    def run(self, **changes: Any) -> Judgement:
+    def run(self, **changes: Any) -> Judgment:
         return judge(self.models, replace(self.settings, **changes), self.cache)
 
-    def assert_true(self, judgement: Judgement) -> None:
+    def assert_true(self, judgment: Judgment) -> None:
         """Assert that the judge answered every request, and that each model has the true scores of its own answers in
         every repeat."""
-        assert not judgement.unanswered
-        for repeat in range(judgement.scores.shape[1]):
-            assert (judgement.scores[:, repeat] == true_scores(self.models)).all()
+        assert not judgment.unanswered
+        for repeat in range(judgment.scores.shape[1]):
+            assert (judgment.scores[:, repeat] == true_scores(self.models)).all()
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.cache.read_text().splitlines()]

@@ -43,7 +43,8 @@ SECONDS_BETWEEN_LINES = 10.0
 BYTES_PER_WORKER = 2**22  # of input; starting a process takes longer than encoding fewer bytes
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
-# The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
+# Options that determine the bytes of the dataset; `_deciding` adds others if they are given. Interrupted work resumes
+# only with the same values of these, except that replace_invalid may be added.
 DECIDING = (
     *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
     *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
@@ -246,8 +247,8 @@ def _begin_within(
     most: StreamSize, total: StreamSize, tokens: np.ndarray, numbers: np.ndarray, *, is_open: bool
 ) -> np.ndarray:
     """Return which pieces of a batch belong to documents that begin before `most` is reached: (pieces,) bool. `total`
-    is the size before the batch, `tokens` has the pieces' tokens, and `numbers` the number of each piece's document
-    within the batch. With `is_open`, the first of these documents has begun in an earlier batch."""
+    is the size before the batch. For each piece, `tokens` has its number of tokens, and `numbers` the number of its
+    document within the batch. With `is_open`, the first of these documents has begun in an earlier batch."""
     before = np.cumsum(tokens) - tokens + total.tokens
     at_start = before[np.searchsorted(numbers, numbers)]  # tokens before the first piece of each piece's document
     within = (at_start < most.tokens) & (total.documents + numbers < most.documents)

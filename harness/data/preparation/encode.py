@@ -52,7 +52,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     are counted and left out.
 
     A batch has about BATCH_CHARACTERS characters, and at most BATCH_PIECES pieces. A batch also ends at the end of a
-    file, unless it is small. The last batch may have no pieces.
+    file if it has at least a sixteenth of BATCH_CHARACTERS. The last batch may have no pieces.
 
     Reading may begin in the middle of the input: `file` is the number of the first piece's file, and `documents` is the
     number of documents before it in that file. A piece with no text and with `ends` False marks the end of a file; its

@@ -75,8 +75,9 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
     held out, the held-out splits are not left out, because they are not known yet.
 
     Of a large text, return about SAMPLE_CHARACTERS characters from the beginnings of the files that
-    `TextSource.sampled` chooses. Some of these documents may be held out later. Raises the errors of reading the files.
-
+    `TextSource.sampled` chooses, and if `rules.order` is "given" without a shuffle, leave out the end of that sample by
+    the shares of the held-out splits. Some of the documents may be held out later. Raises the errors of reading the
+    files.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

@@ -10,9 +10,9 @@ written to the training stream. At the end, the pool's documents that are not he
 stream, in the order of their draws. The training stream then becomes the file of the train split without being copied.
 All documents of a small text are in the pool, so a small text is completely shuffled.
 
-With --split-order given, splits are ranges of one stream. The ranges at its end are copied to the files of the held-out
-splits, and the rest becomes the train split. Token shards (token_input.py) are split already, so that only their
-meta.json is written by this module.
+With --split-order given, or if a held-out split would otherwise get no document, splits are ranges of one stream. The
+ranges at its end are copied to the files of the held-out splits, and the rest becomes the train split. Token shards
+(token_input.py) are split already, so that only their meta.json is written by this module.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SplitRules:
     validation: float = 0.01
     test: float = 0.0
     order: Literal["seeded", "given"] = "seeded"  # hold out in the order of draws, or the last documents
-    shuffle_seed: int | None = None  # None: do not shuffle the train split
+    shuffle_seed: int | None = None  # of the train split or, if `order` is "given", of the whole text; None: no shuffle
 
     def held_out(self) -> dict[str, float]:
         """Return the shares of the held-out splits by name, in the order of SPLITS. Splits with a share of 0 are left
@@ -150,9 +150,9 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
     """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
     last documents are the validation split, and the documents before them are the test split.
 
-    If there are too few documents to give each split at least one (such as a single book), the splits are ranges of
-    tokens. Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would
-    have no text at all.
+    If the share of a split comes to less than half a document (as of a single book), the splits are ranges of tokens.
+    Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would have no
+    text at all.
     """
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]

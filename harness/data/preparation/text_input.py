@@ -1,6 +1,7 @@
-"""Text files on this machine, and their documents, read in bounded memory.
+"""Text files on this machine, and their documents.
 
-A document may be larger than memory, so it is read in pieces.
+A document of a plain text file may be larger than memory, so it is read in pieces. A document of a parquet or JSON
+lines file is read as a whole.
 """
 
 from __future__ import annotations
@@ -180,8 +181,9 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Yield the documents of a file in order, in pieces. The file's suffix gives its format; if the suffix is unknown,
     the file is read as plain text.
 
-    Raises UserError if the text column is missing or does not hold text. Raises RunError if the file is damaged or not
-    UTF-8; the message has the position of the fault, or the number of documents before it.
+    Raises UserError if the text column is missing, or if a parquet file's column does not hold text. Raises RunError if
+    the file cannot be read, is damaged or not UTF-8, or if a JSON line holds no text; the message of a damaged file has
+    the position of the fault, or the number of documents before it.
     """
     documents = 0
     try:
@@ -259,8 +261,8 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str:
     """Return the document in line `number` of a file of JSON lines. A null is an empty document. Raises UserError if
-    the line has no such key. Raises RunError if the line is no JSON object, if the document is not text, or if the text
-    is not valid Unicode and `form.errors` is "strict".
+    the line lacks the key `form.text_column`. Raises RunError if the line is no JSON object, if the document is not
+    text, or if the text is not valid Unicode and `form.errors` is "strict".
     """
     try:
         # pydantic_core is faster than json and needs a third of the memory. From a line of 100 MB that contains one

@@ -128,7 +128,8 @@ class WorkFolder:
     def open(self) -> None:
         """Create the folder, or reuse the folder of an interrupted process, and lock it until this process ends. Undo
         or complete a `put_in_place` that was interrupted. Raises UserError if the folder is a link or cannot be
-        created, if another process works in it, or if it was not made by this tool."""
+        created, if another process works in it, or if it was not made by this tool. Raises RunError if the lock cannot
+        be written."""
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, and files behind it would be deleted; remove the link")
         try:

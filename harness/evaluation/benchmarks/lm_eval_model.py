@@ -21,7 +21,8 @@ KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Model class for lm-eval. Its results equal those of lm-eval's own `hf` model with the same weights and tokenizer,
-    for all three kinds of request: log-likelihood, rolling log-likelihood and generation.
+    for all three kinds of request: log-likelihood, rolling log-likelihood and generation. If a task samples, other
+    random numbers are drawn.
 
     One difference is intended. If a text contains the name of a special token ("<|endoftext|>"), the name is encoded as
     ordinary text, as everywhere in this program; Hugging Face's tokenizers encode it as the special token.
@@ -57,7 +58,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [answer.total for answer in self.scorer.score(pairs)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return the generated text for each request. Raises UserError for an unsupported sampling option."""
+        """Return the generated text for each request. Raises UserError for an unsupported sampling option, and RunError
+        if a logit is not finite."""
         jobs = [self._job(request) for request in requests]
         # Requests with equal settings are next to each other, because a batch has one setting. Among them, the longest
         # prompts come first, so that a batch that does not fit in memory fails at once.

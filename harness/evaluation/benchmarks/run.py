@@ -96,9 +96,9 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
     in lm-eval, an explicit 0. If it is None, the tasks' own numbers are used. A `!function` in a task file is run,
     because it is the user's own code beside the file.
 
-    The random states of this process are restored afterwards. Raises UserError for an unknown name, for a task that
-    would run other people's code or is about pictures or sound, for two different tasks of one name, and for data that
-    is not available.
+    The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, for an
+    unknown name, for two different tasks of one name, for a task that would run code of other people or of the model or
+    is about pictures or sound, and for a task that cannot be loaded, for example because its data is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
@@ -166,8 +166,8 @@ def task_manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Turn off the logs of lm-eval, datasets and huggingface_hub, and the progress bars of datasets. Users have no use
-    for them: the downloads are a few kilobytes."""
+    """Turn off the logs of lm-eval, datasets and huggingface_hub, and the progress bars of datasets. A download of a
+    task's data then shows nothing."""
     # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
     import huggingface_hub.utils.logging
@@ -213,7 +213,8 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
     lm-eval's `evaluate` returns. Collective if the scorer's `each_batch` is.
 
     The random states of this process are restored afterwards. Raises UserError if a task needs an unsupported sampling
-    option. Errors of lm-eval and of the tasks' own functions, of any class, are not caught.
+    option, and RunError if a logit is not finite in generation. Errors of lm-eval and of the tasks' own functions, of
+    any class, are not caught.
     """
     from lm_eval.evaluator import evaluate
 
@@ -270,8 +271,8 @@ def quiet_lm_eval() -> Iterator[None]:
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
     """Return the standard error of a statistic of `values`, from `iters` bootstrap resamples.
 
-    Replaces lm-eval's function of this name, and returns the same number if `iters` is at most 1,000. For more
-    resamples the numbers differ, because lm-eval draws those after the first 1,000 with other seeds.
+    Replaces lm-eval's `bootstrap_stderr`, and returns the same number if `iters` is at most 1,000. For more resamples
+    the numbers differ, because lm-eval draws those after the first 1,000 with other seeds.
     """
     draw = random.Random(0)
     return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))

@@ -109,13 +109,13 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """Result of a fine-tuning. Losses are means in nats per token, or None if not finite. Epoch 0 is the model before
+    """Result of a fine-tuning. Losses are in nats per token, or None if not finite. Epoch 0 is the model before
     fine-tuning."""
 
     validation_losses: list[float | None]  # after each epoch, from epoch 0 on
-    train_losses: list[float | None] = field(default_factory=list)  # during each epoch, from epoch 1 on
+    train_losses: list[float | None] = field(default_factory=list)  # mean of the batches' losses, from epoch 1 on
     kept_epoch: int = 0  # the epoch whose weights the model has at the end
-    rose: bool = False  # False if max_epochs was reached before the validation loss rose
+    rose: bool = False  # True if the validation loss rose or became NaN before max_epochs was reached
 
 
 def fine_tune(
@@ -125,9 +125,10 @@ def fine_tune(
     which the loss on the validation part rose or became NaN. Then the model gets back the weights from before that
     epoch. Afterwards the model is in evaluation mode.
 
-    All randomness comes from the settings' seed, which also becomes torch's global seed. Prints a line after each
-    epoch, and the reason for stopping. Raises UserError if the training or the validation part has no example whose
-    answer fits the context length, and RunError if the model's loss is not finite before training.
+    An example whose prompt leaves no room for its answer in the context is left out. All randomness comes from the
+    settings' seed, which also becomes torch's global seed. Prints the number of these examples, a line for each epoch,
+    and the reason for stopping. Raises UserError if the training or the validation part has no example left, and
+    RunError if the model's loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -208,8 +209,9 @@ def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) 
 
 
 def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
-    """Return an answer of at most `longest` tokens to each entry, in the order of the entries. Each token is the
-    likeliest one, so that the answers are the same every time. Raises RunError if a logit is not finite.
+    """Return an answer of at most `longest` tokens to each entry, in the order of the entries. White space around an
+    answer is removed. Each token is the likeliest one, so that the answers are the same every time. Raises RunError if
+    a logit is not finite.
 
     If a prompt is longer than the context length, the model sees only the end of the prompt.
     """

@@ -24,7 +24,7 @@ from harness.common.messages import as_unicode
 # Shares as in Raschka's book, Build a Large Language Model (From Scratch), chapter 7. The file's first
 # entries are for training, the next for testing, and the rest for validation.
 TRAIN_PART, TEST_PART = 0.85, 0.1
-FEWEST_ENTRIES = 20  # with fewer entries, one of the three parts would be empty
+FEWEST_ENTRIES = 20  # twice as many as are needed for one entry in each of the three parts
 DOWNLOAD_TIMEOUT_SECONDS = 30.0
 MOST_DOWNLOADED_BYTES = 2**30
 NOTEBOOK_SUFFIX = "-ift-test-results"
@@ -77,8 +77,8 @@ class InstructionSplits(NamedTuple):
     def load(cls, path: Path) -> InstructionSplits:
         """Read an instruction file, a JSON list of objects with instruction, input and output, and split it.
 
-        Raises UserError if the file cannot be read, if an entry is invalid (with the entry's number, from 1), or if
-        there are too few entries.
+        Raises UserError if the file cannot be read or is no list, if an entry is invalid (with the entry's number, from
+        1), or if there are too few entries.
         """
         wanted = 'a list of objects with instruction, input ("" where there is none) and output'
         values, entries = read_json(path), []
@@ -186,7 +186,7 @@ def read_responses(path: Path) -> Responses:
     Large Language Model (From Scratch) and by Giles Thomas's lab notebook. Such a list does not name the model, so the
     model is named after the file.
 
-    Raises UserError, naming the key, if a value is invalid.
+    Raises UserError if the file cannot be read or, naming the key, if a value is invalid.
     """
     value = read_json(path)
     if isinstance(value, list):
@@ -211,7 +211,8 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
     """Read the responses files of models that are to be compared. If several models have the same name, the path of the
     responses file is appended to each of these names.
 
-    Raises UserError if a file is given twice, if two files differ in their questions, or if two names are still equal.
+    Raises UserError as `read_responses` does, and if a file is given twice, if two files differ in their questions, or
+    if two names are still equal.
     """
     again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if again:

@@ -24,7 +24,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     key: str  # SHA-256 of all that the answer depends on
-    question: RecordedCount  # from 1; as `repeat` and `time`, only for people who read the file
+    question: RecordedCount  # from 1; `question`, `repeat` and `time` are only for people who read the file
     repeat: RecordedCount  # from 1
     scores: dict[str, Score] | None = None  # by the names of the models' answers in the prompt; None: not valid
     prompt: str | None = None  # wording of the prompt: "book", "notebook", or None for this program's own

@@ -19,7 +19,7 @@ from harness.common.errors import RunError, printable
 from harness.common.messages import abbreviated
 from harness.common.statistics import Estimate, estimate, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
-from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens, judge
+from harness.evaluation.judge.requests import Judgment, JudgeSettings, Tokens, judge
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, now, write_result
 from harness.runs.trained_model import find_measured, warned_if_not_kept
@@ -27,7 +27,7 @@ from harness.runs.trained_model import find_measured, warned_if_not_kept
 COLUMNS = 80
 LABEL_INDENT = 32
 MOST_FOR_ALL_PAIRS = 8  # with more models, only pairs of neighbors in the ranking are printed
-TIE = 1e-9  # a difference of means up to this is a rounding error, and the means are equal
+TIE = 1e-9  # two models' scores on a question that differ by at most this count as equal: rounding
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """Report of a judgement."""
+    """Report of a judgment."""
 
-    judgement: Judgement
+    judgment: Judgment
     settings: JudgeSettings
     prices: tuple[float, float] | None = None  # dollars for a million tokens of prompts, and of answers
 
     @cached_property
     def comparison(self) -> Comparison | None:
         """The comparison of the models, or None if no question has scores of all models."""
-        return compare(self.judgement.scores, self.settings.seed)
+        return compare(self.judgment.scores, self.settings.seed)
 
     def lines(self) -> Iterator[str]:
         """Yield the report's lines for a terminal, of at most 80 columns."""
@@ -96,7 +96,7 @@ class JudgeReport:
                     f"Compare these means only with means from the {self.settings.prompt}'s prompt and the same judge, "
                 )
                 yield from [*textwrap.wrap(f"{text}not with those of models judged together.", COLUMNS), ""]
-        now, ever = self.judgement.spent_now, self.judgement.spent
+        now, ever = self.judgment.spent_now, self.judgment.spent
         costs = {"Tokens": now} if now == ever else {"Tokens in this run": now, "Tokens for all answers": ever}
         for what, tokens in costs.items():
             text = f"{what}: {tokens.prompt:,} of prompts, {tokens.completion:,} of answers"
@@ -107,17 +107,17 @@ class JudgeReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report for JSON, with all scores by model and question. A score is null if the judge gave no valid
         answer."""
-        judgement, labels = self.judgement, self.judgement.labels
-        scores = judgement.scores.astype(object)
-        scores[np.isnan(judgement.scores)] = None
-        spent = {"this_run": judgement.spent_now, "all_answers": judgement.spent}
+        judgment, labels = self.judgment, self.judgment.labels
+        scores = judgment.scores.astype(object)
+        scores[np.isnan(judgment.scores)] = None
+        spent = {"this_run": judgment.spent_now, "all_answers": judgment.spent}
         result: dict[str, Any] = {
             "judge": {"model": self.settings.model, "base_url": self.settings.base_url},
             "prompt": self.settings.prompt,
-            "questions": len(judgement.scores),
+            "questions": len(judgment.scores),
             "repeats": self.settings.repeats,
             "seed": self.settings.seed,
-            "unanswered": [asdict(each) for each in judgement.unanswered],
+            "unanswered": [asdict(each) for each in judgment.unanswered],
             "tokens": {
                 key: asdict(tokens) | ({} if self.prices is None else {"dollars": self._dollars(tokens)})
                 for key, tokens in spent.items()
@@ -142,11 +142,11 @@ class JudgeReport:
     def shortfall(self) -> str | None:
         """Return a one-line error message if at least one prompt has no valid answer of the judge, or None if every
         prompt has one."""
-        missing = self.judgement.unanswered
+        missing = self.judgment.unanswered
         if not missing:
             return None
-        prompts = 1 if self.settings.judges_together else len(self.judgement.labels)
-        asked = len(self.judgement.scores) * self.settings.repeats * prompts
+        prompts = 1 if self.settings.judges_together else len(self.judgment.labels)
+        asked = len(self.judgment.scores) * self.settings.repeats * prompts
         where = abbreviated([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
             f"{self.settings.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
@@ -161,7 +161,7 @@ class JudgeReport:
     def _tables(self, comparison: Comparison) -> Iterator[str]:
         """Yield the lines of a heading, of the table of the models' means (best first), and of the table of differences
         between pairs of models."""
-        repeats, asked = self.settings.repeats, len(self.judgement.scores)
+        repeats, asked = self.settings.repeats, len(self.judgment.scores)
         together = "all models in one prompt" if len(comparison.means) > 1 else "the model"
         if not self.settings.judges_together:
             together = f"each answer alone, with the {self.settings.prompt}'s prompt"
@@ -174,7 +174,7 @@ class JudgeReport:
         places = {model: place for place, model in enumerate(comparison.ranking, start=1)}
         for model, place in places.items():
             mean = comparison.means[model]
-            label = printable(self.judgement.labels[model])
+            label = printable(self.judgment.labels[model])
             first, *others = textwrap.wrap(label, COLUMNS - LABEL_INDENT, break_on_hyphens=False) or [""]
             interval = f"[{mean.low:.2f}, {mean.high:.2f}]"
             yield f"{place:>4}  {mean.value:>6.2f}  {interval:<16}  {first}".rstrip()
@@ -224,7 +224,7 @@ def judge_and_report(
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
     """Write each model's scores to the run whose folder contains its responses file. `paths` are the responses files of
-    `models`, in the same order as in the judgement.
+    `models`, in the same order as in the judgment.
 
     A model without a valid score, or whose file is in no run's folder, is skipped. If the file does not name the
     weights that gave the answers, or if these weights are no longer a checkpoint of the run, a line on standard error
@@ -234,7 +234,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
     for number, (path, own) in enumerate(zip(paths, models, strict=True)):
         run = RunDirectory(path.absolute().parent)
         # Compute this model's mean alone, so that no question is left out because another model's score is missing.
-        alone = compare(report.judgement.scores[:, :, [number]], settings.seed)
+        alone = compare(report.judgment.scores[:, :, [number]], settings.seed)
         if alone is None or not run.model_json.is_file():  # no valid score, or the file is in no run's folder
             continue
         with warned_if_not_kept():
@@ -250,7 +250,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
             together = models if settings.judges_together else [own]
             # The text is the same whenever the same answers are judged together, in any order of the files.
             judging = json.dumps(sorted(each.answers_sha256 for each in together))
-            scores_by_question = [row[~np.isnan(row)] for row in report.judgement.scores[:, :, number]]
+            scores_by_question = [row[~np.isnan(row)] for row in report.judgment.scores[:, :, number]]
             result = InstructionResult(
                 weights=measured.weights,
                 date=now(),

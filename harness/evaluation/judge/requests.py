@@ -39,7 +39,7 @@ SHORTEST_SECRET = 8  # shorter keys, like a local server's "none", are not secre
 # Error codes by which the judge refuses this question, but not necessarily others.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
 IN_FLIGHT_SECONDS = 10.0  # after a failure, wait at most this long for running requests, which may be paid for
-HOPELESS_QUESTIONS = 8  # stop if the first 8 questions have no valid answer, since more requests would cost money
+HOPELESS_QUESTIONS = 8  # stop if the first 8 prompts that are done have no valid answer: more requests would cost money
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class JudgeSettings:
                 fault = f"must not contain a user name or password; the key is taken from {KEY_VARIABLE}"
             elif parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and url.isprintable():
                 return cls(model, url.rstrip("/"), **others)
-        raise UserError(f"--base-url: {fault}; give one like {OPENAI_URL}")
+        place = "--base-url" if base_url else "OPENAI_BASE_URL"
+        raise UserError(f"{place}: {fault}; give one like {OPENAI_URL}")
 
     @property
     def judges_together(self) -> bool:
@@ -89,7 +90,8 @@ class JudgeClient:
     """Client for a judge's endpoint that any number of threads can use."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        """Create the client. Raises UserError if the environment has no key, or if the openai package is missing."""
+        """Create the client. Raises UserError if the environment has no valid key, if the openai package is missing, or
+        if the settings of proxies or certificates are wrong."""
         self.settings = settings
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
         if not self._key or not (self._key.isascii() and self._key.isprintable()):
@@ -232,7 +234,7 @@ class Unanswered:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """Scores from 0 to 100 of M models on Q questions in R repeats, (Q, R, M). A score is NaN if the judge gave no
     valid answer."""
 
@@ -243,7 +245,7 @@ class Judgement:
     spent_now: Tokens  # in this judging
 
 
-def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path) -> Judgement:
+def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path) -> Judgment:
     """Ask the judge for all scores that are not in the cache file, and return all scores. The models must have
     different labels and the same questions.
 
@@ -276,7 +278,7 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
         else:
             unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
     labels = tuple(model.model for model in models)
-    return Judgement(labels, scores_QxRxM, tuple(unanswered), spent, spent_now)
+    return Judgment(labels, scores_QxRxM, tuple(unanswered), spent, spent_now)
 
 
 def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> Iterator[tuple[str, Prompt]]:
