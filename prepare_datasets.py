@@ -202,7 +202,8 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     for split in splits:
         tokens, documents = counted(split.tokens, "token"), document_count(split.documents)
         yield f"{split.name}: {tokens}, {documents}, {counted(split.bytes, 'byte')} of text"
-    longest, trained = splits[0].longest_document, splits[0].tokens  # 0 if unknown
+    train = next((split for split in splits if split.name == "train"), splits[0])
+    longest, trained = train.longest_document, train.tokens  # 0 if unknown
     if longest > trained / 10:
         hint = "" if options["document_separator"] else "; --document-separator cuts files into documents"
         yield (

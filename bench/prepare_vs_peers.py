@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -80,13 +81,14 @@ def watch_memory(process: subprocess.Popen[bytes]) -> float:
             except (OSError, IndexError, ValueError):
                 continue
         peak = max(peak, total)
-        time.sleep(0.25)  # more frequent reading would take time from the measured program
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.25)  # more frequent reading would take time from the measured program
     return peak
 
 
 @click.command()
 @click.argument("text", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--rounds", type=int, default=3, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Runs of each program.")
 def main(text: Path, rounds: int) -> None:
     """Tokenize the parquet files in the folder TEXT by each program. Print each program's tokens/s, its time divided by
     ours, and its peak memory."""

@@ -13,7 +13,9 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -112,13 +114,19 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 def free_draft_path(final: Path) -> Path:
     """Return the path for this process's draft of the folder `final`, in the same parent folder. Removes drafts of
-    `final` that killed processes left behind."""
-    prefix, own = f".{final.name}.partial-", ProcessName.own()
+    `final` that killed processes of this host left behind."""
+    own, prefix = ProcessName.own(), draft_prefix(final)
     for path in final.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)  # an earlier process may have had this process's pid
         if pid.isdecimal() and (int(pid) == own.pid or replace(own, pid=int(pid)).is_gone()):
             shutil.rmtree(path, ignore_errors=True)
     return final.with_name(f"{prefix}{own.pid}")
+
+
+def draft_prefix(final: Path) -> str:
+    """Return the beginning of the name of every draft of the folder `final` by a process of this host; its pid follows.
+    Other hosts, which may share the file system, have another one."""
+    return f".{final.name}.partial-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
 @contextmanager

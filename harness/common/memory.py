@@ -226,8 +226,7 @@ def keep_if_ample(free_bytes: int) -> None:
     state may still have to be allocated. Does nothing if this process's writable memory is limited.
     """
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if not is_limited and free_bytes >= AMPLE * peak:
+    if not is_limited and free_bytes >= AMPLE * peak_bytes(torch.device("cpu")):
         _mallopt(M_MMAP_MAX, 0)  # no block gets its own mapping, which would be unmapped when it is freed
         _mallopt(M_TRIM_THRESHOLD, NEVER)
 

@@ -151,7 +151,9 @@ def _curves_on(
             left_out.setdefault(str(error), []).append(name)
         else:
             places[name] = {
-                each.global_step: ((getattr(each, key) or 0) * factor, each.loss or 0.0) for each in losses[name]
+                each.global_step: (place * factor, each.loss or 0.0)
+                for each in losses[name]
+                if (place := getattr(each, key)) is not None  # lines of earlier versions have no seconds
             }
     runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
     curves = [_mean_curve(label, those) for label, those in runs.items()]
@@ -177,7 +179,8 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if dollars is None or not seconds:
-            raise UserError('train.json has no "price_per_hour", so its losses cannot be drawn over dollars')
+            missing = "no seconds are recorded" if not seconds else 'train.json has no "price_per_hour"'
+            raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
         return "seconds", dollars / seconds  # on average, if the price has changed
     if axis == "flops":
         if record.shape is None:

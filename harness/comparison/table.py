@@ -105,7 +105,7 @@ class Column:
         if self.quantity not in HEADINGS:
             unit = "" if self.unit == NATS else self.unit
             return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())
-        further = self.title[self.title.rindex("(") :] if self.title.endswith(")") else ""
+        further = next(iter(re.findall(r"\(\d+\)", self.title)), "")
         reported = "reported" if self.key.startswith("reported_") else ""
         return " ".join(filter(None, [HEADINGS[self.quantity], reported, further]))
 
@@ -302,7 +302,8 @@ def table_lines(table: RunsTable) -> Iterator[str]:
             common = [Counter(text).most_common(1)[0] for text in texts]
             usual = [text for text, runs in common if 2 * runs > len(names)]
             given = [text for text in usual if not re.search(r" (null|- \[\d+\])$", text)]
-            yield from paragraph(f"  most runs: {', '.join(given)}", indent=4)
+            if given:
+                yield from paragraph(f"  most runs: {', '.join(given)}", indent=4)
         for row, name in enumerate(names):
             own = [text[row] for text in texts if text[row] not in usual]
             yield from paragraph(f"  {name}: {', '.join(own) or 'as most runs'}", indent=4)

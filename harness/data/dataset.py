@@ -216,11 +216,12 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
     return owner, short
 
 
-def dataset_folder(datasets_dir: Path, name: str) -> Path:
+def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> Path:
     """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is not a valid
-    owner/name, if one of the three folders is a file, or if a link leads out of DATASETS_DIR."""
+    owner/name (its message begins with `given_as`), if one of the three folders is a file, or if a link leads out of
+    DATASETS_DIR."""
     try:
-        owner, short = check_dataset_name(name)
+        owner, short = check_dataset_name(name, given_as)
     except UserError as error:
         raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):

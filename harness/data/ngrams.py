@@ -131,9 +131,10 @@ def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: 
         is_copied[index.find(hashes[hashes < below])[1]] = True
 
     parts = [(file, start) for file in training for start in range(0, len(file), READ_TOKENS)]
-    bar = tqdm(parts, "comparing with the training text", disable=not sys.stderr.isatty() or len(parts) < 100)
+    is_quiet = not sys.stderr.isatty() or len(parts) < 100
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for _ in threads.map(read, bar):
+        done = threads.map(read, parts)
+        for _ in tqdm(done, "comparing with the training text", total=len(parts), disable=is_quiet):
             pass
     copied = is_copied[np.searchsorted(index.hashes, every)]
     of = np.bincount(owners)

@@ -26,6 +26,7 @@ class HeldOutHashes:
 
     def __init__(self, splits: Sequence[tuple[Dataset, str]], tokenizer: Tokenizer) -> None:
         """Read the splits, as 13-grams of `tokenizer`. Raises UserError if a split cannot be read."""
+        self.eot_token = tokenizer.eot_token
         self.below = sampled_below(sum(len(dataset.split(split)) for dataset, split in splits))
         self.texts: set[bytes] = set()
         hashes = [np.empty(0, np.uint64)]
@@ -72,6 +73,7 @@ class HeldOutHashes:
         documents = np.repeat(numbers, encoded.sizes[:, 0])
         owners = documents[: len(hashes)]
         is_chosen = (owners == documents[NGRAM - 1 :]) & (hashes < self.below)
+        is_chosen &= encoded.tokens[NGRAM - 1 :] != self.eot_token  # which documents of the splits do not include
         hashes, owners = hashes[is_chosen], owners[is_chosen]
         there, of = (np.bincount(each, minlength=count) for each in (owners[self.ngrams.find(hashes)[0]], owners))
         known: np.ndarray = is_known | (there > COPIED_SHARE * of)

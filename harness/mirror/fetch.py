@@ -176,12 +176,15 @@ def fetch_checkpoint(
             path, final = draft / f"{each}.part", draft / each
             size = files[f"checkpoints/{name}/{each}"]
             for _ in range(2):
-                if not final.exists():
+                if final.exists():
+                    bar.update(size)
+                else:
                     _download(mirror, f"checkpoints/{name}/{each}", path, size, bar)
                     path.rename(final)
                 if sha256(final) == meta.sha256[each]:
                     break
                 final.unlink()  # damaged on the way, perhaps
+                bar.update(-size)
             else:
                 warn_of_damage(mirror, name, f"the SHA-256 of {each} is not the one in {META}")
                 shutil.rmtree(draft)

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, retried
-from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, owner_of
+from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
@@ -27,9 +27,10 @@ def describe_runs(url: str) -> list[str]:
     there are no runs, return one line that says so."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
-    for name in mirror.runs():
+    for name in retried(mirror, mirror.runs):
         run = Mirror(url, name)
-        found = newest_in_mirror(run, files := run.files())
+        files = retried(run, run.files)
+        found = retried(run, partial(newest_in_mirror, run, files))
         if not found and "train.json" not in files:
             continue  # no run
         size = sum(files.values()) / 1e9
@@ -40,7 +41,7 @@ def describe_runs(url: str) -> list[str]:
 def _training(mirror: Mirror, files: dict[str, int]) -> str:
     if OWNER not in files:
         return ""
-    host, silent = owner_of(mirror)
+    host, silent = retried(mirror, partial(owner_of, mirror))
     return "" if host is None else f", trained on {host}, last heard of {rough_duration(max(0.0, silent))} ago"
 
 
@@ -58,7 +59,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     refuse_own_folder(url, run)
     if (run.path / "model.json").exists() and run.train_json.exists():
         experiment = Experiment.load(run, Path("datasets"))
-        retried(mirror, lambda: check_same_experiment(experiment, mirror))
+        check_same_experiment(experiment, mirror)
     run.path.mkdir(parents=True, exist_ok=True)
     small = ["model.json", "train.json", run.summary.name, run.chart.name]
     if with_weights:
@@ -91,7 +92,7 @@ def follow_run(url: str, name: str) -> Iterator[str]:
     _files_of(mirror)
     done = 0
     while True:
-        owner, silent = owner_of(mirror)
+        owner, silent = retried(mirror, partial(owner_of, mirror))
         content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
         if len(content) < done:  # the run went back to an earlier checkpoint
             done = 0
@@ -117,7 +118,7 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
     folder there. Raises UserError if another machine, or a process here, trains the run, or if the mirror holds another
-    experiment or a later checkpoint; otherwise the errors of `Uploads.push`."""
+    experiment or a later checkpoint; otherwise the errors of the store."""
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
     mirror = open_mirror(url, run.path.name)
@@ -126,13 +127,15 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     lease.take(wait=False, take_over=take_over)
     try:
         here = list_checkpoints(run.checkpoints)
-        found = newest_in_mirror(mirror, mirror.files())
+        found = retried(mirror, lambda: newest_in_mirror(mirror, mirror.files()))
         if found and found[1].global_step > (here[-1][0] if here else -1):
             raise UserError(
                 f"mirror {mirror.name}: has {found[0]}, which is newer than {run.path}: `uv run mirror.py fetch` "
                 "brings it; to send the older state, use another URL"
             )
         Uploads(run, mirror, lease, keep=None, start_step=here[-1][0] if here else -1).push()
+    except LeaseLost as owner:
+        raise UserError(f"mirror {mirror.name}: {owner} has taken the run meanwhile: stop it there first") from None
     finally:
         lease.release()
     return mirror.name

@@ -45,7 +45,7 @@ class Lease:
         self._run = run
         self._id = own_id(run)
         self._since = time.time()
-        self._released, self._writing = threading.Event(), threading.Lock()
+        self._released, self._using = threading.Event(), threading.RLock()  # held while `_mirror` is used
         self._lost: str | None = None
 
     def take(self, *, wait: bool, take_over: bool) -> None:
@@ -55,7 +55,11 @@ class Lease:
         and the errors of the store if it cannot be written."""
         told = False
         while not take_over:
-            other, silent = owner_of(self._mirror, own=self._id)
+            try:
+                other, silent = owner_of(self._mirror, own=self._id)
+            except Exception as error:
+                message = f"mirror {self._mirror.name}: {OWNER} cannot be read: {reason_of(error)}"
+                raise UserError(message) from None
             if other is None or silent > LEASE_SECONDS:
                 break
             heard = f"last heard of {rough_duration(max(0.0, silent))} ago"
@@ -75,7 +79,8 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost if another machine has taken the run."""
         if self._lost is None:
-            owner = _parse(self._mirror.read(OWNER))
+            with self._using:
+                owner = _parse(self._mirror.read(OWNER))
             if owner and owner.get("id") != self._id:
                 self._lost = _host(owner)
         if self._lost is not None:
@@ -84,21 +89,21 @@ class Lease:
     def release(self) -> None:
         """Delete owner.json, if it is this machine's, so that another machine can take the run at once."""
         self._released.set()
-        with self._writing, suppress(LeaseLost):
+        with self._using, suppress(LeaseLost):
             self.check()
             self._mirror.delete(OWNER)
 
     def _refresh(self) -> None:
         while not self._released.wait(min(REFRESH_SECONDS, LEASE_SECONDS / 4)):
             try:
-                with self._writing:
+                with self._using:
                     self.check()
                     if not self._released.is_set():
                         self._write()
             except LeaseLost:
                 return
             except Exception:  # the thread that sends files to the same store fails, too, and tells the user
-                with suppress(Exception):
+                with self._using, suppress(Exception):
                     self._mirror.open()
 
     def _write(self) -> None:
@@ -112,20 +117,17 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
     has no owner, or if the owner is the machine with the id `own`.
 
     With `own`, if the store says when files were written, the silence is measured by the store's clock alone, for which
-    a file is written and deleted. Otherwise the owner's clock is compared with this machine's. Raises UserError if the
-    mirror cannot be read.
+    a file is written and deleted. Otherwise the owner's clock is compared with this machine's. Raises the errors of the
+    store.
     """
-    try:
-        owner = _parse(mirror.read(OWNER))
-        if owner is None or (own is not None and owner.get("id") == own):
-            return None, 0.0
-        heard, now = (mirror.modified(OWNER), None) if own else (None, None)
-        if heard is not None:
-            mirror.write(CLOCK, b"\n")
-            now = mirror.modified(CLOCK)
-            mirror.delete(CLOCK)
-    except Exception as error:
-        raise UserError(f"mirror {mirror.name}: {OWNER} cannot be read: {reason_of(error)}") from None
+    owner = _parse(mirror.read(OWNER))
+    if owner is None or (own is not None and owner.get("id") == own):
+        return None, 0.0
+    heard, now = (mirror.modified(OWNER), None) if own else (None, None)
+    if heard is not None:
+        mirror.write(CLOCK, b"\n")
+        now = mirror.modified(CLOCK)
+        mirror.delete(CLOCK)
     if heard is None or now is None:
         recorded = owner.get("heard")
         heard, now = float(recorded) if isinstance(recorded, int | float) else 0.0, time.time()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.json_files import strict_json
 from harness.common.options import TrainOptions
-from harness.mirror.fetch import Check, bring, newer_in_mirror
+from harness.mirror.fetch import Check, bring, newer_in_mirror, retried
 from harness.mirror.owner import Lease, remembered
 from harness.mirror.store import Mirror, open_mirror
 from harness.model.config import ModelConfig
@@ -94,9 +95,10 @@ def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
     """Raise UserError if the mirror's model.json or train.json has another model than the run's, or another value of
     one of FIXED_KEYS, which must not change when a run resumes. Missing or damaged files there are ignored, since they
-    will be written anew. Also raises the errors of the store."""
+    will be written anew. Raises RunError if the mirror cannot be read."""
     try:
-        model, train = (strict_json((mirror.read(name) or b"null").decode()) for name in ("model.json", "train.json"))
+        read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
+        model, train = (strict_json(content.decode()) for content in read)
         then = model and ModelConfig.model_validate(model).model_dump(mode="json")
         given = train and {key: train.get(key, default) for key, default in FIXED_KEYS.items()}
     except (ValueError, AttributeError):

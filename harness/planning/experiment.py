@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.errors import UserError
-from harness.data.dataset import check_dataset_name, dataset_folder
+from harness.data.dataset import dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.data.order import WindowOrder
@@ -173,7 +173,7 @@ class Experiment:
         model = load_model_config(run.model_json)
         config = load_train_config(run.train_json, has_experts=model.moe is not None)
         for name in config.dataset_weights:
-            dataset_folder(datasets_dir, name)  # raises UserError for an invalid name
+            dataset_folder(datasets_dir, name, f'{run.train_json}: key "dataset":')  # raises UserError if it is invalid
         experiment = cls(run, config, model, datasets_dir)
         experiment.check_together()
         return experiment
@@ -217,7 +217,6 @@ class Experiment:
         """Raise UserError if a dataset is not on this machine and cannot be downloaded or made. Unless `ask_hub`, the
         Hub is assumed to have it (see `check_obtainable`)."""
         for name in self.config.dataset_weights:
-            check_dataset_name(name, f'{self.run.train_json}: key "dataset":')
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
     def has_data(self) -> bool:

@@ -146,8 +146,8 @@ class TrainState(Progress):
             self.above_level_since, self.has_diverged = None, False
             return
         self.above_level_since = since = self.global_step if since is None else since
-        best = -math.inf if self.best_loss is None else self.best_loss
-        is_near_best = self.val_loss is not None and self.val_loss <= best + DIVERGED_BY / 2
+        best = self.val_loss if self.best_loss is None else self.best_loss
+        is_near_best = self.val_loss is not None and best is not None and self.val_loss <= best + DIVERGED_BY / 2
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_best
 
     def close_loss_period(self) -> None:

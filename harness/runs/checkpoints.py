@@ -79,7 +79,7 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     if latest.is_dir():
         raise UserError(
             f"{latest}: a folder, not a link to one; rename it to DATE-iteration-STEP, where STEP is the global_step "
-            f"in its {META} (for example {time.strftime(NAME_OF_SECOND)}-iteration-9)"
+            f"in its {META} (for example {time.strftime(NAME_OF_SECOND, time.gmtime())}-iteration-9)"
         )
     return None if name is None else find_checkpoint(folder, name)
 

@@ -180,7 +180,10 @@ class MetricsFile:
                     sync(path)
             except OSError as error:
                 raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
-            os.truncate(self.path, size)
+            try:
+                os.truncate(self.path, size)
+            except OSError as error:
+                raise self._failure(error) from None
         if meta.planned and not has_line:  # the process ended after saving the checkpoint and before writing its line
             self.append(
                 CheckpointEvent(

@@ -74,35 +74,32 @@ class TrainedModel:
             raise UserError(f"{error}; name another checkpoint, or restore the file") from None
         # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
-        for candidate in [model_json] if model_json else [folder / MODEL_JSON, folder / META, run / MODEL_JSON]:
-            if candidate.name == META and not isinstance(meta.get("model"), dict):
-                continue
-            if candidate.is_file() or model_json:
-                raw = meta["model"] if candidate.name == META else read_json_object(candidate)
-                config = parse_config(ModelConfig, raw, candidate)
-                if label is None:
-                    place = Path(os.path.abspath(named))
-                    is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
-                    own = f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name)
-                    label = as_unicode(own)
-                if not meta and CHECKPOINT_NAME.fullmatch(folder.name):
-                    unknown = "missing, so damage to the weights beside it would not be noticed"
-                    print(f"warning: {folder / META}: {unknown}", file=sys.stderr, flush=True)
-                hashes = meta.get("sha256")
-                if isinstance(hashes, dict) and hashes.get(weights.name) not in (None, sha256(weights)):
-                    raise UserError(
-                        f"{weights}: damaged (its SHA-256 is not the one in {META}); name another checkpoint"
-                    )
-                return cls(label, weights, config, candidate, meta)
-        if (folder / "config.json").is_file():
+        has_config = isinstance(meta.get("model"), dict)
+        candidates = [folder / MODEL_JSON, *([folder / META] if has_config else []), run / MODEL_JSON]
+        source = model_json or next((path for path in candidates if path.is_file()), None)
+        if source is None and (folder / "config.json").is_file():
             raise UserError(
                 f"{folder}: a model in transformers' format; give the run that it was exported from, or make a run of "
                 f"it, if it is a GPT-2: convert_hf.py import {folder} RUN"
             )
-        raise UserError(
-            f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS "
-            "(convert_hf.py: --model-json)"
-        )
+        if source is None:
+            raise UserError(
+                f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS "
+                "(convert_hf.py: --model-json)"
+            )
+        raw = meta["model"] if has_config and source == folder / META else read_json_object(source)
+        config = parse_config(ModelConfig, raw, source)
+        if label is None:
+            place = Path(os.path.abspath(named))
+            is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
+            label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name))
+        if not meta and CHECKPOINT_NAME.fullmatch(folder.name):
+            unknown = "missing, so damage to the weights beside it would not be noticed"
+            print(f"warning: {folder / META}: {unknown}", file=sys.stderr, flush=True)
+        hashes = meta.get("sha256")
+        if isinstance(hashes, dict) and hashes.get(weights.name) not in (None, sha256(weights)):
+            raise UserError(f"{weights}: damaged (its SHA-256 is not the one in {META}); name another checkpoint")
+        return cls(label, weights, config, source, meta)
 
     @property
     def run(self) -> RunDirectory | None:

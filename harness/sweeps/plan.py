@@ -285,7 +285,9 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     if any(each.run.train_config.price_per_hour is None for each in left):
         said.append('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
     free = shutil.disk_usage(place).free / GIB
-    said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")
+    unknown = [each.run.name for each in left if each.plan.position is None]
+    more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""
+    said.append(f"disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most{more}; {free:,.2f} GiB are free")
     lines = paragraph(f"All these runs, {groups}, {ranks} (time and cost without start-up and checkpoints):")
     lines += [line for each in said for line in paragraph(f"    {each}", indent=8)]
     shortage = plan.disk_shortage(place)

@@ -320,7 +320,7 @@ class SweepRunner:
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
         begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         path = run.directory.sweep_log
-        if path.exists() and not path.is_file():  # to open a pipe could wait forever
+        if path.is_fifo():  # opening a pipe waits until somebody reads it
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         log = path.open("ab", buffering=0)
         try:
@@ -391,7 +391,11 @@ class SweepRunner:
             raise RunStopped(self.signal)
         left = sum(each.needs_training for each in unfinished)
         if left:
-            why = f"are left: {self.stop_reason}" if self.stop_reason else "failed; the same command tries them again"
+            why = (
+                f"are left: {self.stop_reason}"
+                if self.stop_reason
+                else "have not finished; the same command tries them again"
+            )
             raise RunError(f"{left:,} of {len(statuses):,} runs {why}")
         if damaged := sum(each.state == "damaged" for each in unfinished):
             raise RunError(f"{damaged:,} of {len(statuses):,} runs are damaged and were left as they are")

@@ -25,7 +25,7 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
         if stop.signal:  # torchrun has already asked this rank to stop
             raise RunStopped(stop.signal) from None
         raise
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError, ImportError) as error:
         if explained := explain_nondeterminism(error) or explain_failed_attention(error):
             raise UserError(explained) from None
         if not is_out_of_memory(error):

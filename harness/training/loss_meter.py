@@ -71,7 +71,7 @@ class LossMeter:
 
     def synchronize(self) -> None:
         """Wait until the device has finished all steps added so far."""
-        self._values = self._values.cpu().to(self._values.device)
+        self._values.cpu()
 
     def reduce(self, world: World, own_seconds: float = 0.0) -> TrainMetrics:
         """Wait for the device, combine the values of all ranks, and reset the meter, except for the number of

@@ -319,9 +319,10 @@ def exchanged_sizes(experiment: Experiment | None) -> list[int]:
     """Return the bytes of DDP's buckets: of its first one by default (1 MiB; with `bucket_mb` it is as large as the
     others), of the others and, if it is larger, of the gradient of a token embedding (a run's, or GPT-2 small's), which
     has a bucket of its own. Gradients are in fp32."""
-    bucket = 2**20 * ((experiment and experiment.config.bucket_mb) or 25)
+    bucket_mb = experiment.config.bucket_mb if experiment else None
+    bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
-    return sorted({2**20, bucket, max(bucket, 4 * vocab_size * width)})
+    return sorted({bucket if bucket_mb else 2**20, bucket, max(bucket, 4 * vocab_size * width)})
 
 
 def three_digits(value: float) -> str:

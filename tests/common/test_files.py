@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.common.files import atomic_file, atomic_folder, replace_text
+from harness.common.files import atomic_file, atomic_folder, draft_prefix, replace_text
 from tests.support.isolation import ROOT
 
 # Writes a file into the draft of a folder and then sleeps, so that the folder is never completed.
@@ -90,7 +90,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     """The draft folder of a living writer is kept; that of a killed writer is removed."""
     final = tmp_path / "a[1]"  # glob would read this name as a pattern
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], cwd=ROOT)
-    partial = tmp_path / f".a[1].partial-{process.pid}"
+    partial = tmp_path / f"{draft_prefix(final)}{process.pid}"
     while not (partial / "part").exists():
         assert process.poll() is None
         time.sleep(0.005)
@@ -107,8 +107,8 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
 def test_a_link_in_the_place_of_a_draft_leads_nothing_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").write_text("theirs")
-    for name in ("x.partial-", "y."):
-        (tmp_path / f".{name}{os.getpid()}").symlink_to("theirs" if name == "x.partial-" else "theirs/file")
+    (tmp_path / f"{draft_prefix(Path('x'))}{os.getpid()}").symlink_to("theirs")
+    (tmp_path / f".y.{os.getpid()}").symlink_to("theirs/file")
     with pytest.raises(FileExistsError), atomic_folder(tmp_path / "x"):
         pass
     replace_text(tmp_path / "y", "ours")

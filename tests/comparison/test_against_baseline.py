@@ -228,8 +228,8 @@ ONLY_TRAINED = "only runs that were trained here to their end are compared"
 @pytest.mark.parametrize(
     ("baseline", "reason"),
     [
-        ("stopped", f"Against stopped: inconclusive, because it is stopped: {ONLY_TRAINED}"),
-        ("reported", f"Against reported: inconclusive, because it was never trained: {ONLY_TRAINED}"),
+        ("stopped", f'Against stopped: inconclusive, because its state is "stopped": {ONLY_TRAINED}'),
+        ("reported", f'Against reported: inconclusive, because its state is "never trained": {ONLY_TRAINED}'),
         ("lr-0.001-seed-1", "Against lr-0.001: inconclusive, because no other arm has finished"),
     ],
 )

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from harness.common.errors import UserError
-from harness.common.files import umask
+from harness.common.files import draft_prefix, umask
 from harness.data.fetch import ensure_dataset
 from harness.data.preparation import builtin
 from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE, build_python_stdlib
@@ -137,12 +137,14 @@ def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_
 
     killed = build("killed")
     assert killed.wait(timeout=60) == -signal.SIGKILL
-    leftover = again.with_name(f".{again.name}.partial-{killed.pid}")
+    leftover = again.with_name(f"{draft_prefix(again)}{killed.pid}")
     assert [path.name for path in again.parent.iterdir()] == [leftover.name]
-    other = again.with_name(f".{again.name}.partial-{os.getpid()}")  # belongs to a process that is alive
-    other.mkdir()
+    alive = again.with_name(f"{draft_prefix(again)}{os.getpid()}")  # belongs to a process that is alive
+    elsewhere = again.with_name(f".{again.name}.partial-00000000-{killed.pid}")  # belongs to another host
+    for other in (alive, elsewhere):
+        other.mkdir()
     assert build("whole").wait(timeout=60) == 0
-    assert {path.name for path in again.parent.iterdir()} == {again.name, other.name}
+    assert {path.name for path in again.parent.iterdir()} == {again.name, alive.name, elsewhere.name}
     assert content_of(again) == content_of(folder)
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666 & ~umask()}
     before = (folder / "meta.json").stat().st_mtime_ns

@@ -13,7 +13,15 @@ from safetensors.numpy import save_file
 from harness.data import ngrams
 from harness.data.dataset import TokenFile
 from harness.data.ngrams import NGRAM, find_overlap, ngram_hashes, sampled_below
-from tests.support.preparing import IN_ORDER, Preparer, held_documents, splits_of, with_texts, write_json_lines
+from tests.support.preparing import (
+    IN_ORDER,
+    Preparer,
+    documents_of,
+    held_documents,
+    splits_of,
+    with_texts,
+    write_json_lines,
+)
 
 DICE = np.random.default_rng(0)
 WORDS = ["".join(DICE.choice([*"abcdefghijklmnopqrstuvwxyz"], 6)) for _ in range(3000)]
@@ -51,6 +59,25 @@ def planted() -> list[str]:
     punctuated = [f"«{text}»!" for text in HELD_OUT[10:20]]
     longer = [f"{text} and {OWN[at][:20]}" for at, text in enumerate(whole)]
     return [*HELD_OUT[2:40], *spaced, *punctuated, *longer]
+
+
+def test_a_document_of_13_tokens_is_found_in_a_longer_one(tmp_path: Path) -> None:
+    """Its only 13-gram is in the held-out text; the one with its end-of-text token is not compared."""
+    mine, bytewise = Preparer(tmp_path), ["--train-tokenizer", 257, "--validation-fraction", 0]
+    write_json_lines(tmp_path / "held.jsonl", ["zyx abcdefghijklm wvu"])
+    write_json_lines(tmp_path / "all.jsonl", [*OWN[:9], "abcdefghijklm", "abcdefghijkl"])
+    mine.prepare("held.jsonl", "held", *bytewise)
+    out = mine.prepare("all.jsonl", "all", *bytewise, "--exclude", f"{tmp_path}/datasets/me/held:train")
+    assert {*documents_of(out, "train")} == {*OWN[:9], "abcdefghijkl"}
+
+
+def test_a_text_that_is_all_held_out_is_refused(tmp_path: Path) -> None:
+    mine, options = Preparer(tmp_path), ["--train-tokenizer", 257, "--validation-fraction", 0]
+    write_json_lines(tmp_path / "held.jsonl", HELD_OUT[:5])
+    mine.prepare("held.jsonl", "held", *options)
+    exclude = ["--exclude", f"{tmp_path}/datasets/me/held:train"]
+    line = mine.run("held.jsonl", tmp_path / "datasets" / "me" / "out", *options, *exclude, status=2)
+    assert "no documents with text (0 are empty, 5 are left out by --exclude)" in line
 
 
 def parts() -> list[str]:

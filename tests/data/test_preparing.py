@@ -410,8 +410,10 @@ def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, pl
     dataset would be made from."""
     write_json_lines(tmp_path / place / "a.jsonl", DOCUMENTS[:100])
     before = (tmp_path / place / "a.jsonl").read_bytes()
+    (tmp_path / "photos" / "my-tokenizer.json").write_text("{}")
     line = Preparer(tmp_path).run(place, "photos", *SMALL, "--overwrite", status=2)
     assert "which is no part of a dataset and would be deleted; move it away" in line
+    assert "my-tokenizer.json" in line
     assert (tmp_path / place / "a.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["photos"]
 

@@ -126,6 +126,12 @@ def test_a_separator_that_is_in_no_file_is_said(preparer: Preparer) -> None:
     assert "the loss depends on this document alone\n" in done.stdout
 
 
+def test_a_text_that_is_cut_to_one_document_is_not_said_to_lack_the_separator(preparer: Preparer) -> None:
+    (preparer.path / "all.txt").write_text("@@".join(DOCUMENTS[:40]))
+    options = ["--document-separator", "@@", "--max-documents", "1", "--validation-fraction", "0.3"]
+    assert preparer.result("all.txt", "out", *SMALL, *options).stderr == ""
+
+
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
     """The paths that a shell expands the glob to are read as text, too."""
     source = preparer.path / "src"

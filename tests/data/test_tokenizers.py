@@ -119,7 +119,7 @@ def test_a_missing_or_damaged_file_is_named_on_one_line(tmp_path: Path, trained_
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (END_OF_TEXT, "<|other|>", "has no <\\|endoftext\\|> token"),
+        (END_OF_TEXT, "<|other|>", "has no <\\|endoftext\\|> or <\\|end_of_text\\|> token"),
         ('"add_prefix_space": false', '"add_prefix_space": true', "decoding does not give back"),
         ('"normalizer": null', '"normalizer": {"type": "NFC"}', "decoding does not give back"),
         ('"normalizer": null', '"normalizer": {"type": "Lowercase"}', "decoding does not give back"),

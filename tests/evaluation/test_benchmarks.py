@@ -225,6 +225,9 @@ def test_sampling_is_repeatable_and_each_repeat_draws_its_own(subject: Subject) 
     found = subject.under_test(batch_size=2).generate_until(requests)
     assert found == subject.under_test(batch_size=2).generate_until(requests)
     assert len(set(found)) > 2
+    unset = {key: value for key, value in way.items() if key != "temperature"}  # then 1, as in transformers
+    drawn = [instances("generate_until", [("the", each)] * 2) for each in (unset, unset | {"temperature": 1.0})]
+    assert len({tuple(subject.under_test().generate_until(each)) for each in drawn}) == 1
     strange = instances("generate_until", [("the", way | {"top_p": 0.9})])
     with pytest.raises(UserError, match='task "a": generation_kwargs: sampling with top_p is not supported'):
         subject.under_test().generate_until(strange)

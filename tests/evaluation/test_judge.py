@@ -18,7 +18,7 @@ from harness.common.errors import RunError, UserError
 from harness.evaluation.instruct.responses import Responses, write_responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.report import JudgeReport
-from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgment, JudgeSettings, Tokens
+from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, JudgeSettings, Judgment, Tokens
 from tests.support.fake_judge import Fault, status, text
 from tests.support.in_process import call
 from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores

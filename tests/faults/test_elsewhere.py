@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import harness.data.preparation.builtin
+from harness.common.files import draft_prefix
 from harness.runs import checkpoints
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
@@ -265,10 +266,10 @@ def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.Monk
     folder.parent.mkdir(parents=True)
     numbers = ["4194305", "9" * 30, "²", "-1"]
     for number in numbers:
-        leftover = folder.with_name(f".python-stdlib.partial-{number}")
+        leftover = folder.with_name(draft_prefix(folder) + number)
         leftover.mkdir()
         (leftover / "folder").symlink_to(outside / "folder")
-    folder.with_name(".python-stdlib.partial-4194306").symlink_to(outside)
+    folder.with_name(f"{draft_prefix(folder)}4194306").symlink_to(outside)
     texts = {f"{number}.py": f"print({number})\n" * 9 for number in range(40)}
     monkeypatch.setattr(harness.data.preparation.builtin, "standard_library", lambda: texts)
     harness.data.preparation.builtin.build_python_stdlib(folder, vocab_size=257)

@@ -32,7 +32,7 @@ def test_a_second_machine_is_refused_waits_or_takes_over(tmp_path: Path) -> None
     first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
     first.take(wait=False, take_over=False)
     time.sleep(1.5)  # the first is alive, and keeps its lease
-    with pytest.raises(UserError, match=r'"\S+" trains this run, last heard of 0 s ago.*--wait.*--take-over'):
+    with pytest.raises(UserError, match=r'"\S+" trains this run, last heard of 0 s ago.*--take-over.*--wait'):
         second.take(wait=False, take_over=False)
     waiting = threading.Thread(target=second.take, kwargs={"wait": True, "take_over": False})
     waiting.start()

@@ -95,7 +95,11 @@ def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> Non
         (False, with_one(NORM, torch.zeros(17)), f"tensor {NORM} is [17] in the file, [48] in model.json"),
         (True, with_one("pos_emb.weight", torch.ones(25, 48)), "is [25, 48] in the file, [24, 48] in model.json"),
         *(
-            (False, with_one(NORM, torch.zeros(48).to(dtype)), f"is {str(dtype)[6:]}; weights are fp32, fp16 or bf16")
+            (
+                False,
+                with_one(NORM, torch.zeros(48).to(dtype)),
+                f"is {str(dtype)[6:]}; weights are fp64, fp32, fp16 or bf16",
+            )
             for dtype in (torch.int64, torch.uint8, torch.bool, torch.float8_e5m2)
         ),
         (False, with_one("more", torch.zeros(1)), "tensor more is not in the model"),

@@ -74,8 +74,8 @@ def test_the_key_chooses_the_kernel_of_every_call(sm: int, indexes: Sequence[int
         [*(each for each, _, _ in cases), *REFUSED, auto | WHEEL, auto], sm
     )
     assert others == [expected(*case, sm) for case in cases]
-    line = 'train.json: key "attention": "cudnn" has no kernel for heads of 64, in torch.bfloat16 and with a drop rate'
-    assert rounding["refused"] == f'{line} of 0.1 on this GPU; use another one, or "auto"'
+    line = 'train.json: key "attention": "cudnn" has no kernel for heads of width 64, in torch.bfloat16'
+    assert rounding["refused"] == f'{line} and with a drop rate of 0.1 on this GPU; use another one, or "auto"'
     assert in_fp32["refused"].startswith('train.json: key "attention": "flash"')
     usual = expected(auto, None, None, sm)
     fa3 = {**usual, "train": [FLASH], "validation": [FLASH], "newer": ["forward", "backward"]}

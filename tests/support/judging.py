@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from harness.evaluation.instruct.responses import Response, Responses, write_responses
-from harness.evaluation.judge.requests import Judgment, JudgeSettings, judge
+from harness.evaluation.judge.requests import JudgeSettings, Judgment, judge
 from tests.support.fake_judge import FakeJudge, score
 from tests.support.in_process import call
 from tests.support.launch import Result

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -64,7 +63,6 @@ class Preparer:
         with ExitStack() as stack:
             if "HF_ENDPOINT" in self.environment:
                 stack.enter_context(hub_here(self.environment))
-            stack.enter_context(mock.patch("tiktoken.registry.ENCODINGS", {}))  # tiktoken's memory of its vocabularies
             return call("prepare_datasets.py", *arguments, folder=self.path, environment=self.environment)
 
     def run(self, *arguments: object, status: int = 0, prelude: str = "") -> str:

@@ -49,7 +49,7 @@ def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     folders = [run.directory.path for run in load(shop, together=entries).runs]
     assert "s-tokens1000000000 not made" in " ".join(sweep_command(shop, "status").stdout.split())
     done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
-    assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
+    assert done.error_lines == ["error: 1 of 2 runs have not finished; the same command tries them again"]
     assert "1 finished, 1 failed" in done.stdout
     errors = [line for line in done.stdout.splitlines() if line.startswith("    error: ")]
     assert "the train split of local/letters is too short" in errors[0]

@@ -138,7 +138,7 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
     assert ended.end[1] == "2 finished, 1 failed"
     tail = ["    it is 1.0", "    something went before", "    error: the disk is full of \\x1b[31mred"]
     assert ended.end[-3:] == tail
-    assert ended.error == "1 of 3 runs failed; the same command tries them again"
+    assert ended.error == "1 of 3 runs have not finished; the same command tries them again"
     shown = status_lines([status_of(each) for each in sweep.runs])
     assert shown[-5:-2] == tail
     run(shop, sweep)
@@ -171,10 +171,13 @@ def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch
     assert ended.said[0] == f"s-seed1: failed, cannot be started: {log}: Is a directory"
     absent = shop.runs / "s-seed2" / "sweep.log"
     assert ended.said[1] == f"s-seed2: failed, cannot be started: {absent}: No such file or directory"
-    assert ended.error == "2 of 4 runs failed; the same command tries them again"
+    assert ended.error == "2 of 4 runs have not finished; the same command tries them again"
     load(shop, set={"eps": 3.0}, vary={"random_seed": [1, 3]})
     done = sweep_command(shop, "run", str(shop.datasets))
-    assert (done.status, done.stderr) == (1, "error: 1 of 2 runs failed; the same command tries them again\n")
+    assert (done.status, done.stderr) == (
+        1,
+        "error: 1 of 2 runs have not finished; the same command tries them again\n",
+    )
     assert ended.said[0] in done.stdout.splitlines()
     log.rmdir()
     python = shop.path / "no-python"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import SAFE_NAME
+from harness.common.files import SAFE_NAME, draft_prefix
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
 from harness.model.config import load_model_config
@@ -315,7 +315,7 @@ def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
     """Making runs removes the unfinished folder of a process that was killed while it made runs. That process had this
     one's pid, as happens in containers, or another pid."""
     for pid in (os.getpid(), 2**22 + 1):  # the latter is above Linux's largest pid
-        (shop.runs / f".s-seed2.partial-{pid}").mkdir()
+        (shop.runs / f"{draft_prefix(Path('s-seed2'))}{pid}").mkdir()
     write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
     assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed1", "s-seed2"]
 

@@ -56,7 +56,8 @@ def broken(graph, inputs):
 if own_rank() == 1:
     backend = broken
 """
-NOTE = "note: the model is not compiled, trains more slowly and takes more memory (-f measures): compiling failed: "
+SLOWER = "note: the model is not compiled, trains more slowly and takes more memory"
+NOTE = f"{SLOWER} (-f finds what still fits): compiling failed: "
 
 
 FAILED = TorchDynamoException("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")

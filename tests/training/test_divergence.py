@@ -46,7 +46,8 @@ def stops_at(curve: Callable[[float], float], noise: float, **validation: Any) -
         state.follow_level(patience=PATIENCE, interval=INTERVAL)
         if validation and step % 1000 == 0:
             state.val_loss = validation["loss"](step)
-            state.record_if_best(state.val_loss)
+            if validation.get("saves", True):
+                state.record_if_best(state.val_loss)
         if state.has_diverged:
             return step
     return None
@@ -94,6 +95,7 @@ def test_text_that_becomes_harder_ends_no_run_that_improves() -> None:
     assert stops_at(harder, 0.05, loss=falling) is None
     assert stops_at(harder, 0.05, loss=from_5000(lambda step: falling(step) if step < 6001 else 6.0)) == 7010
     assert stops_at(from_5000(lambda step: math.nan), 0.05, loss=from_5000(lambda step: math.nan)) is not None
+    assert stops_at(harder, 0.05, loss=falling, saves=False) is None, "without a checkpoint no loss is the best"
 
 
 # A learning rate that rises far too high, in a warm-up that is longer than the run.
@@ -127,7 +129,7 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     assert (run / "checkpoints" / "best").resolve().name.endswith(f"-iteration-{best['global_step']}")
     assert RunRecord.read(RunDirectory(run)).state.word == "diverged"
     repeated = shop.train("again", expect=4)
-    assert "stopped by stop_if_diverged (the training loss left its level at about step" in repeated.stderr
+    assert "(the training loss is far above its lowest value since about step" in repeated.stderr
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
 
 

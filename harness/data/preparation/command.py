@@ -138,15 +138,17 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             with reading_progress(source.files) as show:
                 most = StreamSize(options["max_documents"] or sys.maxsize, options["max_tokens"] or sys.maxsize)
                 _tokenize(encoded, text, pool, rules, most, work, show)
-    empty = journal.here.empty
+    empty, left_out = journal.here.empty, journal.here.left_out
     if not journal.here.total.documents:
-        raise UserError(f"{source.name}: no documents with text ({empty:,} are empty)")
-    if separator and journal.here.total.documents <= len(source.files) - empty:
+        excluded = f", {left_out:,} are left out by --exclude" if left_out else ""
+        raise UserError(f"{source.name}: no documents with text ({empty:,} are empty{excluded})")
+    is_cut = options["max_documents"] is not None or options["max_tokens"] is not None
+    if separator and not is_cut and journal.here.total.documents + left_out <= len(source.files) - empty:
         print("--document-separator divides no file: each is one document", file=sys.stderr, flush=True)
     _arrange(text, pool, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
-        made_from["excluded_documents"] = left_out = journal.here.left_out
+        made_from["excluded_documents"] = left_out
         print(f"{counted(left_out, 'document')} left out that {abbreviated(options['exclude'])} has, too", flush=True)
     return journal.splits, tokenizer, made_from
 

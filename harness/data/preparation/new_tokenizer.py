@@ -76,8 +76,8 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
 
     Of a large text, return about SAMPLE_CHARACTERS characters from the beginnings of the files that
     `TextSource.sampled` chooses, and if `rules.order` is "given" without a shuffle, leave out the end of that sample by
-    the shares of the held-out splits. Some of the documents may be held out later. Raises the errors of reading the
-    files.
+    the shares of the held-out splits. Some of the documents may be held out later. The options --exclude,
+    --max-documents and --max-tokens do not apply to the sample. Raises the errors of reading the files.
     """
     files = source.sampled()
     are_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS

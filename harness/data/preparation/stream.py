@@ -205,5 +205,6 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
         sizes = np.concatenate([np.zeros((0, 2), np.int64), *bucket.documents()])
         target.append_documents(bucket, sizes, np.argsort(keys[owners == number], kind="stable"))
         bucket.delete()
+    target.flush()  # before `stream` may be deleted
     target.close()
     shutil.rmtree(folder)

@@ -20,8 +20,7 @@ from harness.common.messages import abbreviated
 from harness.data.preparation.splits import SPLITS, Split
 from harness.data.preparation.stream import StreamSize
 
-DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in SPLITS)}
-TOKENIZER_SUFFIXES = ("tokenizer.json", ".tiktoken.json")
+DATASET_FILES = {"meta.json", "README.md", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS)}
 
 Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
@@ -51,7 +50,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 def is_dataset_file(name: str) -> bool:
     """Return True if datasets of this tool or of the Hub have files called `name`."""
-    return name in DATASET_FILES or name.endswith(TOKENIZER_SUFFIXES)
+    return name in DATASET_FILES or name.endswith(".tiktoken.json")
 
 
 def _not_of_a_dataset(folder: Path) -> list[str]:

@@ -91,8 +91,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         may fill all of it. Raises UserError for an unsupported sampling option."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
-        temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
-        strange = sorted(key for key in known.keys() - KNOWN_SETTINGS if temperature)
+        temperature = float(known.get("temperature", 1.0)) if known.get("do_sample") else 0.0
+        strange = sorted(known.keys() - KNOWN_SETTINGS) if temperature else []
         if strange:
             task = f'task "{request.task_name}": generation_kwargs'
             raise UserError(f"{task}: sampling with {abbreviated(strange)} is not supported; use another task")

@@ -19,7 +19,7 @@ from harness.common.errors import RunError, printable
 from harness.common.messages import abbreviated
 from harness.common.statistics import Estimate, estimate, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
-from harness.evaluation.judge.requests import Judgment, JudgeSettings, Tokens, judge
+from harness.evaluation.judge.requests import JudgeSettings, Judgment, Tokens, judge
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, now, write_result
 from harness.runs.trained_model import find_measured, warned_if_not_kept
