@@ -289,23 +289,23 @@ class MixtureOfExperts(nn.Module):
         which is the balancing loss and the number of tokens of each expert."""
         dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
         with torch.autocast(x_NxC.device.type, enabled=False):
-            shares_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
-            chosen_NxA, experts_NxA = shares_NxE.topk(self.active)
+            probabilities_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
+            chosen_NxA, experts_NxA = probabilities_NxE.topk(self.active)
             weights_NxA = chosen_NxA / chosen_NxA.sum(-1, keepdim=True)
-            numbers_E = torch.arange(shares_NxE.shape[1], device=x_NxC.device)
+            numbers_E = torch.arange(probabilities_NxE.shape[1], device=x_NxC.device)
             tokens_E = (experts_NxA.flatten().unsqueeze(1) == numbers_E).sum(0)
-            return weights_NxA, experts_NxA, (balancing_loss(shares_NxE, tokens_E), tokens_E)
+            return weights_NxA, experts_NxA, (balancing_loss(probabilities_NxE, tokens_E), tokens_E)
 
 
-def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
+def balancing_loss(probabilities_NxE: Tensor, tokens_E: Tensor) -> Tensor:
     """Return E·Σ f·P, a sum over the E experts: f is the share of the tokens that an expert processes, and P the mean
     probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6).
 
     Each token is processed by A experts; in the paper, A is 1. The shares f add up to A, so that the loss is A if
     tokens and probabilities are spread evenly. Only P has a gradient.
     """
-    tokens, experts = shares_NxE.shape
-    return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()
+    tokens, experts = probabilities_NxE.shape
+    return experts * (tokens_E.to(probabilities_NxE.dtype) / tokens * probabilities_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):

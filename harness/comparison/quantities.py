@@ -239,6 +239,14 @@ def _epochs(record: RunRecord) -> Number:
     return max((seen / once for seen, once in found.values() if seen), default=None)
 
 
+def _parameters(record: RunRecord) -> Number:
+    return record.shape.parameters if record.shape else None
+
+
+def _active_parameters(record: RunRecord) -> Number:
+    return record.shape.active_parameters if record.shape else None
+
+
 # Results of the measuring commands, and benchmarks evaluated while training
 
 
@@ -467,7 +475,8 @@ def _spent(what: Literal["seconds", "dollars"], without: str, record: RunRecord)
 # The function that returns a number's basis, by the key of the quantity, for numbers that the run itself recorded.
 # Numbers of other quantities can always be compared.
 BASES = {"train_loss": training_basis, **dict.fromkeys(("validation_loss", "best_validation_loss"), validation_basis)}
-_train_loss, _speed = partial(_latest, "final_train_loss", "train_loss"), partial(_latest, *("tokens_per_second",) * 2)
+_train_loss = partial(_latest, "final_train_loss", "train_loss")
+_speed = partial(_latest, "tokens_per_second", "tokens_per_second")
 _seconds, _dollars = (partial(_spent, what, "") for what in ("seconds", "dollars"))
 _training_seconds, _training_dollars = (partial(_spent, what, "validation") for what in ("seconds", "dollars"))
 VALIDATION_LOSS = Quantity(
@@ -475,11 +484,8 @@ VALIDATION_LOSS = Quantity(
 )
 TRAINED_ON = Quantity("test_text_trained_on", "test text in the training data", "%", ".1f", _trained_on)
 TRAINED = (
-    Quantity("parameters", "parameters", "", COUNT, lambda run: getattr(run.shape, "parameters", None)),
-    Quantity(
-        *("active_parameters", "active parameters", "", COUNT),
-        lambda run: getattr(run.shape, "active_parameters", None),
-    ),
+    Quantity("parameters", "parameters", "", COUNT, _parameters),
+    Quantity("active_parameters", "active parameters", "", COUNT, _active_parameters),
     Quantity("global_batch", "global batch", "sequences", ",.0f", lambda run: run.global_batch, "global_batch_size"),
     Quantity("tokens", "tokens", "", COUNT, lambda run: run.tokens_seen, "tokens_seen"),
     Quantity("flops", "training FLOPs", "", ".2e", lambda run: _flops(run, run.tokens_seen), _reported_flops),

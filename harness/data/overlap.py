@@ -108,6 +108,6 @@ class HeldOutSplits:
                 raise UserError(f"--exclude {name}: {error}") from None
             self.splits.append((dataset, split))
 
-    def left_out_of(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    def without_held_out(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:
         """Yield the batches, encoded by `tokenizer`, without the documents that stand in the splits."""
         yield from HeldOutHashes(self.splits, tokenizer).without(batches)

@@ -129,7 +129,7 @@ class Scorer:
         values, greedy = [], []
         size = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for some_NxC, wanted in zip(features_NxC.split(size), targets_N.split(size), strict=True):
-            logits_NxV = torch.log_softmax(self.model.out_head(some_NxC).float(), dim=-1)
-            values.append(logits_NxV.gather(1, wanted[:, None])[:, 0])
-            greedy.append(logits_NxV[:, : self.vocab_size].argmax(dim=-1) == wanted)
+            logprobs_NxV = torch.log_softmax(self.model.out_head(some_NxC).float(), dim=-1)
+            values.append(logprobs_NxV.gather(1, wanted[:, None])[:, 0])
+            greedy.append(logprobs_NxV[:, : self.vocab_size].argmax(dim=-1) == wanted)
         return torch.cat(values).double().cpu(), torch.cat(greedy).cpu()

@@ -68,7 +68,7 @@ DEVICES = (
     GpuSpec("B200", 2.25e15, 0.55, 200e12, 8.0e12, 800e9, "nvidia 180gb 192gb hbm3e sxm"),
 )
 # Keys of train.json that affect speed, with the values that the estimate covers besides the defaults.
-PRICED: dict[str, tuple[Any, ...]] = {
+COVERED: dict[str, tuple[Any, ...]] = {
     "optimizer": ("muon",),
     "shard_optimizer": (True,),
     "precision": ("bf16", "fp16"),
@@ -97,15 +97,15 @@ def estimated_speed(
     defaults.
 
     There is no estimate for experts, for a key of KERNEL_KEYS (except bucket_mb, which is ignored) whose value is
-    neither the default nor in PRICED, or for more than LARGEST_MACHINE ranks. There is also none if the CPU needs
+    neither the default nor in COVERED, or for more than LARGEST_MACHINE ranks. There is also none if the CPU needs
     longer to launch the kernels of a step than the GPU needs to run them, because the error could then exceed
     UNCERTAINTY.
     """
     if model.moe is not None:
         return 'the estimate does not cover "moe" in model.json'
     for key in KERNEL_KEYS:
-        priced = (TrainConfig.model_fields[key].default, *PRICED.get(key, ()))
-        if key in train and key != "bucket_mb" and train[key] not in priced:
+        covered = (TrainConfig.model_fields[key].default, *COVERED.get(key, ()))
+        if key in train and key != "bucket_mb" and train[key] not in covered:
             return f'the estimate does not cover "{key}": {json.dumps(train[key])}'
     if layout.world_size > LARGEST_MACHINE:
         return f"{layout.world_size} ranks do not fit on one machine of {LARGEST_MACHINE} GPUs"

@@ -157,7 +157,7 @@ def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
     assert "machine-check.json" not in str(rows(shop, "r", ranks=1)), "another number of ranks"
     measured = {**kept, "tokens_per_second": 12345.0}
     (shop.runs / "r" / "summary.json").write_text(json.dumps(measured))
-    assert rows(shop, "r", ranks=2, restart=True)["speed"].startswith("12,345 tokens/s"), "what training itself has measured"
+    assert rows(shop, "r", ranks=2, restart=True)["speed"].startswith("12,345 tokens/s"), "measured by training itself"
     assert {path.name for path in (shop.runs / "r").iterdir()} == {
         *("model.json", "train.json", "machine-check.json", "summary.json")
     }

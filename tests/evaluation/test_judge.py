@@ -18,7 +18,7 @@ from harness.common.errors import RunError, UserError
 from harness.evaluation.instruct.responses import Responses, write_responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.report import JudgeReport
-from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, JudgeSettings, Judgment, Tokens
+from harness.evaluation.judge.requests import HOPELESS_PROMPTS, JudgeSettings, Judgment, Tokens
 from tests.support.fake_judge import Fault, status, text
 from tests.support.in_process import call
 from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores
@@ -212,7 +212,7 @@ def test_a_judge_that_cannot_do_it_is_not_paid_to_the_end(bench: Bench) -> None:
     bench.judge.always = {None: text("Both are fine!")}
     with pytest.raises(RunError, match=r"no valid answer to any of the first 8 prompts .*try another judge"):
         bench.run(parallel=2)
-    assert len(bench.judge.requests) <= (HOPELESS_QUESTIONS + 4) * 3
+    assert len(bench.judge.requests) <= (HOPELESS_PROMPTS + 4) * 3
 
 
 def test_without_the_openai_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class HeldOut(Protocol):
 
     described: list[list[str]]
 
-    def left_out_of(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]: ...
+    def without_held_out(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]: ...
 
 
 def make_dataset(
@@ -134,7 +134,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
             sent = tokenizer if workers == 1 else place  # each process loads the tokenizer itself
             encoded = encode_batches(in_batches, lambda texts: executor.submit(encode_texts, sent, texts), workers)
             if held_out:
-                encoded = held_out.left_out_of(encoded, tokenizer)
+                encoded = held_out.without_held_out(encoded, tokenizer)
             with reading_progress(source.files) as show:
                 most = StreamSize(options["max_documents"] or sys.maxsize, options["max_tokens"] or sys.maxsize)
                 _tokenize(encoded, text, pool, rules, most, work, show)

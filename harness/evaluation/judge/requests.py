@@ -39,7 +39,7 @@ SHORTEST_SECRET = 8  # shorter keys, like a local server's "none", are not secre
 # Error codes by which the judge refuses this question, but not necessarily others.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
 IN_FLIGHT_SECONDS = 10.0  # after a failure, wait at most this long for running requests, which may be paid for
-HOPELESS_QUESTIONS = 8  # stop if the first 8 prompts that are done have no valid answer: more requests would cost money
+HOPELESS_PROMPTS = 8  # stop if the first 8 prompts that are done have no valid answer: more requests would cost money
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         for future in tqdm(as_completed(futures), total=len(futures), **bar):
             if (reason := future.result()) is not None:
                 reasons[futures[future]] = reason
-            if len(reasons) >= HOPELESS_QUESTIONS and not valid():
+            if len(reasons) >= HOPELESS_PROMPTS and not valid():
                 raise RunError(
                     f"{settings.name}: no valid answer to any of the first {len(reasons)} prompts (the last answer: "
                     f"{reason}); try another judge"
