@@ -210,7 +210,7 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
-@click.option("--mirror", metavar="URL", help="Mirror (docs/mirror.md) in place of train.json's; none: without.")
+@click.option("--mirror", metavar="URL", help="Mirror (docs/mirror.md) in place of train.json's; 'none' for no mirror.")
 @click.option("--wait", is_flag=True, help="Wait if another machine trains the run in the same mirror.")
 @click.option("--take-over", is_flag=True, help="Take the run from that machine.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")

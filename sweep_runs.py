@@ -52,7 +52,8 @@ def make(sweep: Path, runs_dir: Path) -> None:
     write_runs(missing)
     there = len(found.runs) - len(missing)
     made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
-    click.echo(f"{made} made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
+    already = f", {there:,} {'was' if there == 1 else 'were'} there already" if there else ""
+    click.echo(f"{made} made in {runs_dir}{already}")
     for run in missing:
         click.echo(f"  {run.name}")
 

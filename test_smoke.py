@@ -20,7 +20,7 @@ DEFAULT_PROMPT = "Every effort moves you"
     type=click.Path(path_type=Path),
     help="File with a prompt in each line; in a .jsonl file, each line is a JSON string.",
 )
-@click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="Longest text, tokens.")
+@click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="Most tokens to add.")
 @click.option(
     "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Continuations of each prompt."
 )

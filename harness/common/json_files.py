@@ -1,5 +1,5 @@
-"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file, the key and the
-remedy.
+"""Strict reading of JSON files: no repeated or unknown keys, no NaN, and errors that name the file, and the line or the
+key that is wrong.
 """
 
 from __future__ import annotations

@@ -86,11 +86,11 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         # A finished run whose loss is not finite stays part of its arm, with NaN for the loss.
         for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
             values = [losses_of(record) for record in records]
-            of_runs = {
+            arms_by_basis = {
                 basis: [arm for row in measured if (arm := arms.arm_of(records[row].name))]
                 for basis, measured in by_basis(values).items()
             }
-            for basis, compared in sorted(of_runs.items(), key=lambda each: -len(each[1])):
+            for basis, compared in sorted(arms_by_basis.items(), key=lambda each: -len(each[1])):
                 if own in compared and len({*compared}) > 1:
                     return _compare(own, arms, loss, basis, values, records)
         reason = "no other run has a test loss or validation loss on the same text"

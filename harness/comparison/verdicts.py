@@ -76,7 +76,7 @@ class Arm:
 @dataclass(frozen=True)
 class Difference:
     """Mean loss of an arm (runs that differ only in the seed) minus the mean loss of the baseline, in nats. Negative if
-    the arm is better. `training`, `text` and `both` estimate this difference with the noise of one kind, or of both
+    the arm is better. `training`, `text` and `total` estimate this difference with the noise of one kind, or of both
     kinds. Each is Inconclusive, with the reason, if that noise is not known."""
 
     value: float
@@ -84,7 +84,7 @@ class Difference:
     text: LossEstimate | Inconclusive  # the same trained models on other text
     # Other seeds and other text, or other seeds alone if text noise is not known. Inconclusive if training noise is not
     # known, or is estimated as 0: replicates that are equal to the last digit do not prove that training has no noise.
-    both: LossEstimate | Inconclusive
+    total: LossEstimate | Inconclusive
     is_pooled: bool = False  # the spread over seeds is estimated from all arms together
     is_limited_by_text: bool = False  # text noise that more runs would not reduce could alone explain the difference
 
@@ -130,14 +130,14 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     differences less often than a single interval does (5 arms of 10 runs: 91 %).
     """
     differences = [difference_of(baseline, arm, [baseline, *arms]) for arm in arms]
-    estimates = [each.both if isinstance(each, Difference) else each for each in differences]
+    estimates = [each.total if isinstance(each, Difference) else each for each in differences]
     p_values = {index: each.p for index, each in enumerate(estimates) if isinstance(each, LossEstimate)}
     corrected = dict(zip(p_values, zip(*holm([*p_values.values()]), strict=True), strict=True))
     verdicts = []
     for index, (arm, difference) in enumerate(zip(arms, differences, strict=True)):
-        if isinstance(difference, Difference) and isinstance(difference.both, LossEstimate):
+        if isinstance(difference, Difference) and isinstance(difference.total, LossEstimate):
             adjusted_p, alpha = corrected[index]
-            verdicts.append(_tested(baseline, arm, difference, difference.both, len(corrected), adjusted_p, alpha))
+            verdicts.append(_tested(baseline, arm, difference, difference.total, len(corrected), adjusted_p, alpha))
         else:
             verdicts.append(_untested(baseline, arm, difference))
     return verdicts
@@ -178,10 +178,10 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         common = Variance(max(0.0, text.error**2 - by_text), text.df)
         is_limited = satterthwaite(value, [common]).may_be_zero()
         parts.append(common)
-    both: LossEstimate | Inconclusive = satterthwaite(value, parts)
+    total: LossEstimate | Inconclusive = satterthwaite(value, parts)
     if not training.error:
-        both = Inconclusive("the runs of an arm have exactly the same loss, as if the seed had no effect")
-    return Difference(value, training, text, both, is_pooled, is_limited)
+        total = Inconclusive("the runs of an arm have exactly the same loss, as if the seed had no effect")
+    return Difference(value, training, text, total, is_pooled, is_limited)
 
 
 # Sentences
@@ -201,20 +201,20 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) ->
         digits = _digits(interval)
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         models = f"{difference.value:+.{digits}f} nats {within} (95 % interval {ends})"
-    sentence = f"{head}: {difference.both}; {models}"
+    sentence = f"{head}: {difference.total}; {models}"
     return Verdict(arm.name, baseline.name, run_counts, "inconclusive", sentence, difference)
 
 
 def _tested(
-    baseline: Arm, arm: Arm, difference: Difference, both: LossEstimate, tests: int, adjusted_p: float, alpha: float
+    baseline: Arm, arm: Arm, difference: Difference, total: LossEstimate, tests: int, adjusted_p: float, alpha: float
 ) -> Verdict:
-    """Return the verdict on an arm (runs that differ only in the seed). `both` is `difference.both`. The verdict is
-    inconclusive if the interval of `both` at level 1 − alpha contains 0. Its sentence then names each kind of noise
+    """Return the verdict on an arm (runs that differ only in the seed). `total` is `difference.total`. The verdict is
+    inconclusive if the interval of `total` at level 1 − alpha contains 0. Its sentence then names each kind of noise
     whose interval at the same level contains 0, too, or both kinds together if neither does alone. `tests` is the
     number of tested arms; the sentence mentions it if there are several."""
-    low, high = interval = both.interval(alpha)
+    low, high = interval = total.interval(alpha)
     level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
-    digits, is_unclear = _digits(interval), both.may_be_zero(alpha)
+    digits, is_unclear = _digits(interval), total.may_be_zero(alpha)
     facts = f"{arm.run_count} and {baseline.run_count} runs"
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.run_count == 1)

@@ -129,35 +129,36 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
             ranks.append(subprocess.Popen(command, env=environment, pass_fds=inherited, start_new_session=True))
     unblock_stopping_signals()
     when_started(ranks[0].pid)
-    failed = _wait(ranks, asked)
+    first_nonzero = _wait(ranks, asked)
     # Rank 0 has printed this, unless it was killed, or the signal ended another rank before all could agree to stop.
-    if asked and ((ranks[0].returncode or 0) < 0 or (failed and -failed.returncode in asked)):
+    if asked and ((ranks[0].returncode or 0) < 0 or (first_nonzero and -first_nonzero.returncode in asked)):
         say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
-    elif failed and failed.returncode < 0 and -failed.returncode not in asked:
-        name = signal.Signals(-failed.returncode).name
-        text = f"rank {ranks.index(failed)} (pid {failed.pid}) was ended by {name}"
+    elif first_nonzero and first_nonzero.returncode < 0 and -first_nonzero.returncode not in asked:
+        name = signal.Signals(-first_nonzero.returncode).name
+        text = f"rank {ranks.index(first_nonzero)} (pid {first_nonzero.pid}) was ended by {name}"
         tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
-    status = failed.returncode if failed else 0
+    status = first_nonzero.returncode if first_nonzero else 0
     status = status if status >= 0 else 128 - status
     EXIT.before_end(status)
     raise SystemExit(status)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
-    """Wait for all ranks to end, and return the first rank that failed, or None if none failed.
+    """Wait for all ranks to end, and return the first rank whose exit status is not 0, or None if there is none. An
+    orderly stop counts: its status is 128 plus the signal.
 
-    Once a rank has failed, the other ranks get SIGTERM, and SIGKILL ENDING_SECONDS later. If `asked`, the signals that
+    Once there is one, the other ranks get SIGTERM, and SIGKILL ENDING_SECONDS later. If `asked`, the signals that
     were forwarded to the ranks, is not empty, all ranks are ending already. Both signals then come STOPPING_SECONDS
     later.
     """
-    failed, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
+    first_nonzero, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:
         running = [rank for rank in ranks if rank.poll() is None]
-        if failed is None and (failed := next((rank for rank in ranks if rank.returncode), None)):
+        if first_nonzero is None and (first_nonzero := next((rank for rank in ranks if rank.returncode), None)):
             since = time.monotonic() + (STOPPING_SECONDS if asked else 0.0)
         if not running:
-            return failed
-        if failed and due and time.monotonic() - since >= due[0][0]:
+            return first_nonzero
+        if first_nonzero and due and time.monotonic() - since >= due[0][0]:
             number = due.pop(0)[1]
             for rank in running:
                 rank.send_signal(number)

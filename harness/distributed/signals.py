@@ -2,7 +2,8 @@
 reached a ceiling of time or cost.
 
 `StopRequest` holds the signal that one rank has received. The ranks exchange their reasons to stop between two steps,
-and `RunStopped` is then raised on all of them at the same place.
+and `RunStopped` is then raised on all of them at the same place. `SharedWork` divides an evaluation among the ranks, so
+that such a request can interrupt it on all of them.
 """
 
 from __future__ import annotations

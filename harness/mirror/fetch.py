@@ -150,7 +150,8 @@ def _bring_checkpoint(
 
 def warn_of_damage(mirror: Mirror, name: str, reason: str) -> None:
     """Print a warning that a checkpoint in a mirror is not used."""
-    print(f"warning: mirror {mirror.name}: checkpoint {name} is damaged ({reason})", file=sys.stderr, flush=True)
+    text = f"checkpoint {name} is damaged ({reason}) and is not used"
+    print(f"warning: mirror {mirror.name}: {text}", file=sys.stderr, flush=True)
 
 
 def _local_step(run: RunDirectory) -> int:

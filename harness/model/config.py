@@ -374,5 +374,5 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read and check a model.json. Raises UserError, which names the file, the key and the remedy."""
+    """Read and check a model.json. Raises UserError, which names the file, and the line or the key that is wrong."""
     return parse_config(ModelConfig, read_json_object(path), path)

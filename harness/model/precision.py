@@ -53,7 +53,7 @@ class Precision:
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
         """Return the same as `resolve`, except that "auto" also means bf16 on CPUs with fast bf16, where a step takes
-        0.5 to 0.9 of its fp32 time (docs/LOG.md)."""
+        about 0.5 to 0.6 of its fp32 time (docs/LOG.md)."""
         if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)

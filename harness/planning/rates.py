@@ -54,7 +54,8 @@ class Schedule:
             since = step - (self.total_steps - self.decay_steps)
             progress = min(max((since + 1) / max(self.decay_steps, 1), 0.0), 1.0)
         else:
-            progress = 0.0  # constant
+            assert self.shape == "constant"
+            progress = 0.0
         return 1 - (1 - self.min_ratio) * progress
 
 

@@ -40,6 +40,7 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
     """Return the bytes of the optimizer's state in a whole model. With `shard_optimizer` the ranks share them; without
     it, each rank has as many."""
+    assert config.optimizer in MOMENTS
     by_muon = 0
     if config.optimizer == "muon":
         by_muon = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))

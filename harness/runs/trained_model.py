@@ -111,8 +111,9 @@ class TrainedModel:
 
     @property
     def folder(self) -> Path:
-        """Folder for files that commands make with the model: the run directory if the configuration is from a
-        checkpoint's meta.json, else the folder of the file that the configuration was read from."""
+        """Folder for files that commands make with the model: the run directory if the weights are in one and the
+        configuration is from a checkpoint's meta.json, else the folder of the file that the configuration was read
+        from."""
         return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
 
     @property

@@ -245,7 +245,7 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
 def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, JsonValue]:
     """Return the changes that fit a run to the vocabulary and the validation splits of its data. They turn validation
     off if a dataset has no validation split. A microbatch size in `given` is kept. Raises UserError if a validation
-    split is shorter than one sequence and its targets."""
+    split has no whole sequence, with its targets, from `start_val_token` on."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, data.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -258,9 +258,10 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
         order = WindowOrder(lengths, context, first_token=start, weights=data.weights)
         if min(order.windows) < 1:
             path = data.parts[order.windows.index(0)].split_path("validation")
+            before = f"start_val_token ({start:,}) and " if start else ""
             raise UserError(
-                f"{path}: shorter than a sequence of {context} tokens and their targets; prepare the dataset again "
-                "with a larger --validation-fraction, or from more text (--overwrite)"
+                f"{path}: shorter than {before}a sequence of {context} tokens and their targets; prepare the dataset "
+                "again with a larger --validation-fraction, or from more text (--overwrite)"
             )
         there = order.available(1.0)  # sequences, read once at most
         if config.validation_sequences is not None:

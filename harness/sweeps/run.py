@@ -275,7 +275,8 @@ class SweepRunner:
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
         """Return a message if the machine costs more than `max_dollars` up to the end of `run` and of the runs under
-        way. Return None if it does not, or if there is no such limit. A run of unknown cost counts as free."""
+        way; then no further run is started, not even a cheaper one. Return None if it does not, or if there is no such
+        limit. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return None
         wanted = (planned.dollars if planned else None) or 0.0
@@ -373,7 +374,10 @@ class SweepRunner:
         elif is_stopped:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command trains the rest")
         elif code == STATUSES[CEILING]:
-            say(f"{name}: stopped by its own max_hours or max_dollars after {seconds:,.0f} s")
+            say(
+                f"{name}: stopped by its own max_hours or max_dollars after {seconds:,.0f} s; to continue it, raise "
+                'them in its train.json and in the sweep\'s "set"'
+            )
         elif code == STATUSES[DIVERGED]:
             say(f"{name}: diverged after {seconds:,.0f} s")
         else:

@@ -47,6 +47,7 @@ from harness.training.startup import PreparedRun
 # because torchrun kills its processes 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
+NOT_RECORDED = ("microbatches", "skipped_in_a_row", "own_seconds")  # fields of TrainMetrics that no TrainEvent has
 
 
 class Console:
@@ -162,8 +163,7 @@ class Reporter:
         self._last_report = (tokens, clock["training"])
         flops_per_token = self.prepared.experiment.model.flops_per_token
         used = mfu(tokens_per_second / self.world.size, flops_per_token, self.world.device_name)
-        values = vars(metrics).items()
-        given = {key: value for key, value in values if key in TrainEvent.model_fields and value is not None}
+        given = {key: value for key, value in vars(metrics).items() if key not in NOT_RECORDED and value is not None}
         origin = self.prepared.provenance
         if epochs := epochs_of(origin.model, origin.train, origin.dataset, tokens):
             given["epochs"] = epochs

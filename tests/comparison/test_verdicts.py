@@ -174,9 +174,9 @@ def test_what_the_text_does_to_replicates_is_in_their_spread_already() -> None:
     difference = difference_of(arms[0], arms[1], arms)
     assert isinstance(difference, Difference)
     assert isinstance(difference.training, LossEstimate)
-    assert isinstance(difference.both, LossEstimate)
+    assert isinstance(difference.total, LossEstimate)
     assert isinstance(difference.text, LossEstimate)
-    assert difference.both.error < math.hypot(difference.training.error, difference.text.error)
+    assert difference.total.error < math.hypot(difference.training.error, difference.text.error)
 
 
 def test_what_replicates_say_of_seeds() -> None:

@@ -181,9 +181,9 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Yield the documents of a file in order, in pieces. The file's suffix gives its format; if the suffix is unknown,
     the file is read as plain text.
 
-    Raises UserError if the text column is missing, or if a parquet file's column does not hold text. Raises RunError if
-    the file cannot be read, is damaged or not UTF-8, or if a JSON line holds no text; the message of a damaged file has
-    the position of the fault, or the number of documents before it.
+    Raises UserError if the text column is missing, or if a parquet file has it twice or with something other than text.
+    Raises RunError if the file cannot be read, is damaged or (with "strict" `form.errors`) not UTF-8, or if a JSON line
+    holds no text; the message of a damaged file has the position of the fault, or the number of documents before it.
     """
     documents = 0
     try:
