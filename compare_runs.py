@@ -153,7 +153,8 @@ def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             loss = 0.0
         if not label.strip() or not 0 < loss < LARGEST_LOSS:
-            raise UserError(f'--reference "{text}": must be LABEL=LOSS, such as "GPT-2 small=3.500"')
+            form = 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'
+            raise UserError(f'--reference "{text}": {form}, with a loss above 0 and below {LARGEST_LOSS:g}')
         found[label.strip()] = loss
     return found
 

@@ -113,7 +113,8 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     also with .gz or .zst. INPUT can also be the name of a dataset on the Hugging Face Hub. To resume an interrupted
     preparation, run the same command again.
 
-    Each document ends with the token <|endoftext|>. Inside a document, <|endoftext|> is ordinary text.
+    Each document ends with the token <|endoftext|>, or <|end_of_text|> if --tokenizer is a tokenizer.json that has only
+    the latter. Inside a document, the token's name is ordinary text.
     """
     interrupt_on_stopping_signals()
     check_options(inputs, output_dir, options)

@@ -109,8 +109,9 @@ def main(text: Path, rounds: int) -> None:
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
-    """Delete the output of earlier rounds, and let the program `name` tokenize the text once. Return the seconds, the
-    peak memory in MiB, and the number of tokens written. Raises SystemExit if the program fails."""
+    """Delete our dataset and the cache of `datasets` from earlier rounds, and let the program `name` tokenize the text
+    once (the others replace their file). Return the seconds, the peak memory in MiB, and the number of tokens written.
+    Raises SystemExit if the program fails."""
     for left in ("out", "tokens.cache"):
         shutil.rmtree(work / left, ignore_errors=True)
     target = work / "tokens"

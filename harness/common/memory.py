@@ -175,7 +175,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def _status_bytes(field: str) -> int:
-    """Return a field of /proc/self/status, which has it in KiB, in bytes."""
+    """Return, in bytes, the value of a field that /proc/self/status gives in KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -285,7 +285,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the table in lines of at most 80 characters: one block of the most important columns, the settings that
-    differ, what the numbers were measured on, and the reasons for empty cells."""
+    differ, the texts of `below_lines`, the names of the columns not shown, what the numbers were measured on, the
+    reasons for empty cells, and the runs' problems."""
     remarks: dict[str, int] = {}  # the numbers of the remarks in the cells
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))

@@ -162,7 +162,7 @@ class Dataset:
         dataset = cls(name or "/".join(folder.resolve().parts[-2:]), folder, meta)
         if isinstance(dataset.tokenizer, Path) and not _is_file(folder, dataset.tokenizer.name):
             raise UserError(
-                f'{meta_path}: key "tokenizer": {quoted(meta.tokenizer)} is missing; put it into the folder'
+                f'{meta_path}: key "tokenizer": there is no file {quoted(meta.tokenizer)}; put it into the folder'
             )
         return dataset
 

@@ -21,8 +21,8 @@ class WindowOrder:
 
     A pass over a split reads each of its windows once. With a `seed`, each pass reads them in another random order,
     which the seed determines; without, from front to back. The windows of several splits alternate in a fixed pattern,
-    in which each split has its share, and each split begins its next pass independently of the others. Positions count
-    the tokens of all splits one after another.
+    in which each split has its share, and each split begins its next pass independently of the others. A window's
+    position is the index of its first token among the tokens of all splits, laid end to end.
     """
 
     def __init__(

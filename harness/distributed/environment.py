@@ -1,9 +1,9 @@
 """Rank of this process, read from the environment, and the start of all ranks for `--processes`. Does not load torch.
 
 torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. It also sets MASTER_ADDR and MASTER_PORT, where the
-ranks meet (torch.distributed's `env://`). `run_ranks` sets all of them, too, and any other launcher may. If none of the
-first four is set, this is the only process. If only some are set, they are left over from another job and are refused,
-because the run would be a different one than intended, or would wait for ranks that never come.
+ranks meet (torch.distributed's `env://`). `run_ranks` sets all six, too. Any other launcher that sets them can be used.
+If none of the first four is set, this is the only process. If only some are set, they are left over from another job
+and are refused, because the run would be a different one than intended, or would wait for ranks that never come.
 """
 
 from __future__ import annotations

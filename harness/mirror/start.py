@@ -61,11 +61,13 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
 def connect(
     experiment: Experiment, provenance: Provenance, options: TrainOptions, *, brings: bool
 ) -> tuple[Mirror, Lease] | None:
-    """Open the run's mirror, take the lease on it and, with `brings`, fetch the checkpoint there if it is newer than
-    the run's own. Return the mirror and the lease, or None if the run has no mirror.
+    """Open the run's mirror, take the lease on it and, with `brings`, fetch the newest whole checkpoint there if it is
+    newer than the run's own. Return the mirror and the lease, or None if the run has no mirror. If another machine has
+    the lease, --wait waits for it, and --take-over takes it.
 
-    Raises UserError if the mirror cannot be written, if another machine has the lease, or if the mirror holds another
-    experiment or only damaged checkpoints. Raises RunError if fetching fails.
+    Raises UserError if the mirror cannot be written, if another machine has the lease and neither option is given, if
+    the mirror holds another experiment, or if all checkpoints there are damaged and the run has none here. Raises
+    RunError if the mirror cannot be read, or if fetching fails.
     """
     url = mirror_url(experiment, options)
     if url is None:

@@ -51,7 +51,8 @@ class InMirror(NamedTuple):
 class Plan:
     """The remaining work of a run. `position` has the remaining global steps and the token at which they start. It is
     None if these depend on the length of a dataset that is not on this machine. The steps, and what is computed from
-    them (tokens, checkpoints, disk space, time), are then unknown, and their methods must not be called."""
+    them (tokens, checkpoints, disk space, time), are then unknown, and methods that return such numbers must not be
+    called."""
 
     experiment: Experiment
     layout: BatchLayout
@@ -285,8 +286,9 @@ def describe_plan(
     mirrored: InMirror | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the plan as text for a terminal. Speed, time and cost come last, because the end of the text stays on the
-    screen. `memory_gib` is the memory of a GPU, if it is known."""
+    """Return the plan as text for a terminal. Speed, time and cost come last, followed only by the `notes`, because the
+    end of the text stays on the screen. `machine` says for which machine the plan is, if not for this one. `memory_gib`
+    is the memory of a GPU, if it is known. `mirrored` says what the run's mirror has."""
     config, model = plan.config, plan.experiment.model
     lines = [*paragraph(f"Plan for {plan.experiment.run.path.name}: nothing is trained or downloaded", indent=0), ""]
     for title, settings in (("model.json", model), ("train.json", config)):

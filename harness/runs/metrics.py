@@ -293,9 +293,9 @@ def read_progress(path: Path) -> RunProgress | None:
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
-    """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if none was
-    evaluated since the training last began or was continued from an earlier step, or if there is no file. Raises
-    UserError if the file cannot be read."""
+    """Return the scores of the last evaluation of benchmarks in a metrics.jsonl. The list is empty if
+    the last training in the file (see `last_training`) evaluated none, or if there is no file. Raises UserError if the
+    file cannot be read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:

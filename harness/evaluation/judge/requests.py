@@ -118,7 +118,7 @@ class JudgeClient:
 
     def without_key(self, text: str) -> str:
         """Return a server's or library's text as one line of at most 300 printable characters, with "***" in place of
-        the API key."""
+        the API key. A key shorter than SHORTEST_SECRET is left as it is."""
         hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
         return printable(" ".join(hidden.split()))[:300]
 
