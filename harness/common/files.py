@@ -102,7 +102,7 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a hidden draft folder beside `final` for the body to fill; then flush it to disk and rename it to `final`.
 
-    If the body fails, the draft is removed. Drafts of `final` that killed processes left behind are always removed.
+    If the body fails, the draft is removed. Drafts of `final` that killed processes of this host left are removed.
     Raises OSError and leaves `final` unchanged if it exists and is not an empty folder.
     """
     final = final.absolute()

@@ -144,7 +144,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         fault = f": {error.strerror}"
     except UnicodeDecodeError as error:
-        fault = f": not UTF-8 text (byte {error.start}); save it as UTF-8"
+        fault = f": not UTF-8 text (byte {error.start})"
     except json.JSONDecodeError as error:
         fault = f":{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
     except RecursionError:

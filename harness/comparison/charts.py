@@ -150,11 +150,15 @@ def _curves_on(
         except UserError as error:
             left_out.setdefault(str(error), []).append(name)
         else:
-            places[name] = {
+            own = {
                 each.global_step: (place * factor, each.loss or 0.0)
                 for each in losses[name]
-                if (place := getattr(each, key)) is not None  # lines of earlier versions have no seconds
+                if (place := getattr(each, key)) is not None
             }
+            if own:
+                places[name] = own
+            else:  # lines of earlier versions have no seconds
+                left_out.setdefault(f"no {key} are recorded to draw its losses over {axis}", []).append(name)
     runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
     curves = [_mean_curve(label, those) for label, those in runs.items()]
     return [curve for curve in curves if curve.x], left_out

@@ -19,11 +19,8 @@ from typing import Any
 from harness.common.errors import UserError, printable
 from harness.common.messages import REASON_CHARACTERS, quoted
 
-EXTRAS = {
-    "s3": "s3",
-    "gs": "gcs",
-    "sftp": "sftp",
-}  # pyproject.toml's extra with the library of a scheme (also in rent.sh)
+# The extra in pyproject.toml with the library of a scheme; rent.sh has them, too.
+EXTRAS = {"s3": "s3", "gs": "gcs", "sftp": "sftp"}
 CREDENTIALS = {
     "hf": "HF_TOKEN or `hf auth login`; `hf buckets create` makes a bucket",
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws; AWS_ENDPOINT_URL for other providers",

@@ -70,6 +70,7 @@ class Progress(BaseModel):
     level_reports: Count = 0
     loss_level: Loss | None = None
     lowest_loss_level: Loss | None = None
+    lowest_val_loss: Loss | None = None
     above_level_since: Count | None = None  # global step; null while the level is near its lowest
     has_diverged: bool = False
 
@@ -120,7 +121,7 @@ class TrainState(Progress):
         The level is the exponential moving mean of the loss, in which a new report has the weight 2 / `patience` (the
         first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
         DIVERGED_BY above its lowest value for at least `patience` reports, and the last validation loss, if there is
-        one, is more than DIVERGED_BY / 2 above `best_loss`. In the moving mean a loss is at most the lowest level plus
+        one, is more than DIVERGED_BY / 2 above the lowest. In the moving mean a loss is at most the lowest level plus
         twice DIVERGED_BY, and a loss that is not finite counts as that. So a spike, however high, is forgotten after a
         few more reports.
 
@@ -129,6 +130,8 @@ class TrainState(Progress):
         false alarms if the text becomes much harder for long, or if the loss is noisy because a report covers only some
         hundred tokens.
         """
+        validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
+        self.lowest_val_loss = min((each for each in validated if not math.isnan(each)), default=None)
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:
             highest = self.lowest_loss_level + 2 * DIVERGED_BY
@@ -146,8 +149,7 @@ class TrainState(Progress):
             self.above_level_since, self.has_diverged = None, False
             return
         self.above_level_since = since = self.global_step if since is None else since
-        best = self.val_loss if self.best_loss is None else self.best_loss
-        is_near_best = self.val_loss is not None and best is not None and self.val_loss <= best + DIVERGED_BY / 2
+        is_near_best = self.val_loss is not None and self.val_loss <= (self.lowest_val_loss or 0.0) + DIVERGED_BY / 2
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_best
 
     def close_loss_period(self) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import SAFE_NAME, check_name, draft_folder, move, rename_whole, sha256, sync
+from harness.common.files import SAFE_NAME, check_name, check_writable, draft_folder, move, rename_whole, sha256, sync
 from harness.common.messages import GIB, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
@@ -227,11 +227,14 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
         offer = "no other checkpoint is known to be whole: fix the cause"
         if whole:
             offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
-        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        reason = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else error
         raise UserError(f"{reason}; {offer}, or use --restart") from None
     if start is None or meta is None:
         if run.summary.is_file():  # nobody pays for a second training by accident
-            raise UserError(f"{run.summary}: the run has finished, but it has no checkpoint; --restart trains it again")
+            if folder.is_symlink():
+                check_writable(folder)  # its disk may not be mounted
+            remedy = "put it back, or train the run again by ddp_train.py --restart"
+            raise UserError(f"{run.summary}: the run has finished, but it has no checkpoint; {remedy}")
         return None
     if name is None and meta.is_from_notebook:
         raise UserError(f"{start}: {FOREIGN}, or use --restart")
@@ -240,10 +243,11 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
 
 def newest_whole(folder: Path) -> Path | None:
     """Return the checkpoint of the latest step that `verify_checkpoint` accepts, or None if there is none."""
-    for _, path in reversed(list_checkpoints(folder)):
-        with suppress(UserError, OSError):
-            verify_checkpoint(path)
-            return path
+    with suppress(OSError):
+        for _, path in reversed(list_checkpoints(folder)):
+            with suppress(UserError, OSError):
+                verify_checkpoint(path)
+                return path
     return None
 
 

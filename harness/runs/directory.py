@@ -158,14 +158,16 @@ class RunDirectory:
             return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
         entries = sorted(self.checkpoints.iterdir(), key=links_last) if self.checkpoints.is_dir() else []
-        files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
+        files = [path for path in (self.metrics, self.chart) if path.is_file()]
         measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
         # The result of a microbatch search (-f) describes the device, not a trained model. If there are no other
         # results, nothing is moved.
         is_measured = any(not name.startswith("microbatch-search-") for name in measurements)
-        if not entries and not files and not is_measured:
+        if not entries and not files and not self.summary.is_file() and not is_measured:
             return None
         folder = self.new_aside()
+        if self.summary.is_file():  # first: with it and without checkpoints, training is refused
+            move(self.summary, folder / self.summary.name)
         if measurements:
             move(self.results, folder / self.results.name)
         if entries:  # moved one by one, because the folder may be a link to a larger disk

@@ -313,8 +313,8 @@ def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     Yields nothing if the file does not exist. Also yields nothing, and saves the time for parsing, if the bytes
     `with_bytes` occur nowhere in the file. Raises UserError if the file cannot be read.
     """
-    refuse_special(path)
     try:
+        refuse_special(path)
         content = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -74,8 +74,8 @@ class TrainedModel:
             raise UserError(f"{error}; name another checkpoint, or restore the file") from None
         # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
-        has_config = isinstance(meta.get("model"), dict)
-        candidates = [folder / MODEL_JSON, *([folder / META] if has_config else []), run / MODEL_JSON]
+        in_meta = [folder / META] if isinstance(meta.get("model"), dict) else []
+        candidates = [folder / MODEL_JSON, *in_meta, run / MODEL_JSON]
         source = model_json or next((path for path in candidates if path.is_file()), None)
         if source is None and (folder / "config.json").is_file():
             raise UserError(
@@ -87,13 +87,15 @@ class TrainedModel:
                 f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS "
                 "(convert_hf.py: --model-json)"
             )
-        raw = meta["model"] if has_config and source == folder / META else read_json_object(source)
+        raw = read_json_object(source)
+        if source.name == META and isinstance(raw.get("model"), dict):
+            raw = raw["model"]
         config = parse_config(ModelConfig, raw, source)
         if label is None:
             place = Path(os.path.abspath(named))
             is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
             label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name))
-        if not meta and CHECKPOINT_NAME.fullmatch(folder.name):
+        if not (folder / META).is_file() and CHECKPOINT_NAME.fullmatch(folder.name):
             unknown = "missing, so damage to the weights beside it would not be noticed"
             print(f"warning: {folder / META}: {unknown}", file=sys.stderr, flush=True)
         hashes = meta.get("sha256")

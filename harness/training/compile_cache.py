@@ -107,7 +107,7 @@ class CompileCache:
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
             self.writes = False
             if self.is_main:
-                reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+                reason = f"{error.filename or self.path}: {error.strerror}" if isinstance(error, OSError) else error
                 click.echo(f"warning: compiled code is not kept for the next start: {reason}", err=True)
 
     @property

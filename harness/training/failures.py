@@ -26,7 +26,8 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
-        if explained := explain_nondeterminism(error) or explain_failed_attention(error):
+        is_torchs = isinstance(error, RuntimeError)  # the text of an OSError may hold any path
+        if is_torchs and (explained := explain_nondeterminism(error) or explain_failed_attention(error)):
             raise UserError(explained) from None
         if not is_out_of_memory(error):
             raise

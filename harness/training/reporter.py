@@ -239,7 +239,7 @@ class Reporter:
             cause, remedy = f"{key} {getattr(config, key):g} of train.json", f"raise {key} and {again}"
         elif reason == DIVERGED:
             since = state.above_level_since
-            cause = f"stop_if_diverged (the training loss is far above its lowest value since about step {since})"
+            cause = f"stop_if_diverged (the training loss has been far above its lowest value since about step {since})"
             remedy = "name a checkpoint well before that and lower learning_rate, or set stop_if_diverged to false"
         else:
             cause, remedy = described(reason), again

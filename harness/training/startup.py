@@ -79,7 +79,8 @@ class PreparedRun:
         if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
-            state.best_loss = state.best_step = state.val_loss = None  # not comparable with the later losses
+            # Not comparable with the later losses.
+            state.best_loss = state.best_step = state.val_loss = state.lowest_val_loss = None
         return state
 
 

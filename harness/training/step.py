@@ -3,8 +3,8 @@
 To add an optimizer, write a class with the attributes and methods of AdamW (adamw.py), add its name to the key
 `optimizer` in harness/runs/train_config.py, a branch in `OptimizerStep.__init__`, and its state to MOMENTS and
 `optimizer_state_bytes` in harness/runs/optimizer_state.py. The class can rely on gradients that are equal on all ranks.
-Its state is saved by parameter name, so that a checkpoint does not depend on the way in
-which parameters are grouped and state is divided among the ranks.
+Its state is saved by parameter name, so that a checkpoint does not depend on the way in which parameters are grouped
+and state is divided among the ranks.
 """
 
 from __future__ import annotations

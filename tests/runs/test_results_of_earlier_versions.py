@@ -78,8 +78,8 @@ def test_a_run_goes_on_as_it_did(shop: InProcess, name: str) -> None:
 
 
 # The level of the training loss, which that version did not follow: it begins anew.
-LEVEL: dict[str, object] = dict.fromkeys(("loss_level", "lowest_loss_level", "above_level_since"))
-LEVEL |= {"level_reports": 0, "has_diverged": False}
+LEVEL: dict[str, object] = dict.fromkeys(("loss_level", "lowest_loss_level", "lowest_val_loss"))
+LEVEL |= {"above_level_since": None, "level_reports": 0, "has_diverged": False}
 
 
 @pytest.mark.parametrize("name", RUNS)

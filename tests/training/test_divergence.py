@@ -96,6 +96,8 @@ def test_text_that_becomes_harder_ends_no_run_that_improves() -> None:
     assert stops_at(harder, 0.05, loss=from_5000(lambda step: falling(step) if step < 6001 else 6.0)) == 7010
     assert stops_at(from_5000(lambda step: math.nan), 0.05, loss=from_5000(lambda step: math.nan)) is not None
     assert stops_at(harder, 0.05, loss=falling, saves=False) is None, "without a checkpoint no loss is the best"
+    rising = from_5000(lambda step: falling(5000) + 2)
+    assert stops_at(harder, 0.05, loss=rising, saves=False) is not None
 
 
 # A learning rate that rises far too high, in a warm-up that is longer than the run.
@@ -129,7 +131,7 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     assert (run / "checkpoints" / "best").resolve().name.endswith(f"-iteration-{best['global_step']}")
     assert RunRecord.read(RunDirectory(run)).state.word == "diverged"
     repeated = shop.train("again", expect=4)
-    assert "(the training loss is far above its lowest value since about step" in repeated.stderr
+    assert "(the training loss has been far above its lowest value since about step" in repeated.stderr
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
 
 

@@ -48,8 +48,8 @@ class HubText(TextSource):
                 path.unlink(missing_ok=True)
 
     def sampled(self) -> list[TextFile]:
-        """Return the files to train a tokenizer on: only the first, because each must be downloaded before
-        the preparation begins."""
+        """Return the files to train a tokenizer on: only the first, because each must be downloaded before the
+        preparation begins."""
         return self.files[:1]
 
 

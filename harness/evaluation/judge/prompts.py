@@ -48,8 +48,8 @@ BOOK_TASK = (
     "to 100, where 100 is the best score. Respond with the integer number only."
 )
 # The same, modifications copyright 2025 Giles Thomas, under Apache License 2.0: "on a scale of", and an input's heading
-# without a colon. Source: github.com/gpjt/ddp-base-model-from-scratch, test_ift.py, which made the scores in his
-# blog, the "lab notebook".
+# without a colon. Source: github.com/gpjt/ddp-base-model-from-scratch, test_ift.py, which made the scores in his blog,
+# the "lab notebook".
 NOTEBOOK_TASK = BOOK_TASK.replace("on a scale from", "on a scale of")
 # The task, and the heading of an instruction's input, by the prompt's name.
 ALONE = {"book": (BOOK_TASK, "### Input:"), "notebook": (NOTEBOOK_TASK, "### Input")}
