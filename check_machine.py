@@ -24,7 +24,7 @@ def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
     """Measure this machine on all ranks at once, in less than a minute: matrix products and copies of each device, the
     all-reduce of gradients, the disk under RUNS_DIR, and a download from the Hub. The exit status is 1 if a rank's
     products or copies are more than 10 % slower than the median, or its copies from the host more than 40 %, in three
-    measurements in a row.
+    measurements in a row, or if a measurement fails.
 
     With RUN, also train a new model of that run for some steps (compiling it takes minutes, and need not be repeated by
     training), and keep the speed for `ddp_train.py RUN DATASETS_DIR --plan`.

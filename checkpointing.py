@@ -1,9 +1,9 @@
-"""Save a run's checkpoints, and resume from a checkpoint so that training continues with exactly the same bits (on GPUs
-only if train.json's `deterministic` is true).
+"""Save a run's checkpoints, and resume from a checkpoint. With as many ranks as before, training then continues with
+exactly the bits of a run that never stopped (on GPUs only if train.json's `deterministic` is true).
 
-A checkpoint holds the weights, the states of the optimizer and the gradient scaler, and every rank's random state and
-losses since the last report. Its meta.json holds the progress of training. harness/runs/checkpoints.py reads and writes
-the files.
+A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and
+losses since the last report, and the tokenizer's file if it has one. Its meta.json holds the progress of training.
+harness/runs/checkpoints.py reads and writes the files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PIECE = 2**22  # elements summed at a time, because torch converts a whole opera
 
 class Checkpointer:
     """Saves checkpoints of the run and resumes from a checkpoint. Every public method is called on every rank; only
-    rank 0 reads and writes files."""
+    rank 0 reads checkpoints and writes files."""
 
     def __init__(
         self, prepared: PreparedRun, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter
@@ -72,8 +72,9 @@ class Checkpointer:
         weights, if it names any, move earlier results aside, and seed the random generators.
 
         In both cases warm up the optimizer step with `loader`'s first microbatch, and print what the run starts from.
-        Raises UserError if the checkpoint or the initial weights do not fit this run's model or optimizer, or if
-        train.json's `compile` is true and the model cannot be compiled.
+        Raises UserError if the checkpoint or the initial weights cannot be read or do not fit this run's model or
+        optimizer, or if train.json's `compile` is true and the model cannot be compiled. Raises RunError if earlier or
+        later results cannot be moved aside.
         """
         start, seed, rank = self.prepared.checkpoint, self.config.seed_of("dropout"), self.world.rank
         saved = None
@@ -107,8 +108,9 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. `planned` is true if the checkpoint was due by train.json, and
-        false if it is saved because the run stops early. meta.json records `interrupted_evaluation` ("validation",
+        """Save a checkpoint of the last completed step. First update the best step in `state` and, if `planned`, the
+        losses since the last planned checkpoint. `planned` is true if the checkpoint was due by train.json, and false
+        if it is saved because the run stops early. meta.json records `interrupted_evaluation` ("validation",
         "benchmarks" or None), so that the resumed run repeats the evaluation that was interrupted and does the work
         that follows it.
 
@@ -148,9 +150,10 @@ class Checkpointer:
         self.saved_step = state.global_step
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint, set the links `latest` and `best`, remove old checkpoints if train.json sets
-        `keep_checkpoints`, and wake the upload to the mirror. Called on rank 0 by `self.writer`, which may run it in a
-        background thread."""
+        """Wait for the copies, flush metrics.jsonl, and write the checkpoint. Point the link `latest` to it, and `best`
+        if it is the best. Then remove old checkpoints if train.json sets `keep_checkpoints`, and wake the upload to the
+        mirror, if there is one. Raises RunError if a file cannot be written. Called on rank 0 by `self.writer`, which
+        may run it in a background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
@@ -218,9 +221,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
-    """Set the run's links and metrics back to the checkpoint `path`, and move all later results to a folder below
-    `aside/`. Also completes links and metrics if the process that saved the checkpoint was killed before it updated
-    them. Rank 0 only."""
+    """Set the run's links and metrics back to the checkpoint `path`, whose meta.json is `meta`, and move all later
+    results to a folder below `aside/`. Summary and chart are moved only if a later checkpoint is. Also completes links
+    and metrics if the process that saved the checkpoint was killed before it updated them. Rank 0 only. Raises RunError
+    if a file cannot be moved."""
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
@@ -262,8 +266,8 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the states of optimizer and scaler from the checkpoint `path`, whose content is `saved`. Called on every
-    rank.
+    """Load the optimizer's state from the checkpoint `path`, whose content is `saved`, and the scaler's if the run uses
+    one and `saved` has it. Called on every rank.
 
     A checkpoint by the training program of Giles Thomas's lab notebook (harness/runs/upstream.py) has its optimizer
     state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer begins

@@ -36,7 +36,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
     "--reference",
     multiple=True,
     metavar="LABEL=LOSS",
-    help="Draw a line at this loss into the charts; can be given several times.",
+    help="Draw a line at this loss (nats per token) into the charts; can be given several times.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def main(

@@ -1,8 +1,8 @@
 """Train a GPT-2-class model from a run directory, and write the trained model and its measurements there.
 
-`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. Every device has one process, which
---processes or torchrun starts; for a single device plain `python` is enough. Modules that need torch are imported
-inside functions, so that --help, --plan and errors in the run's files do not wait for torch.
+`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. Every GPU has one process, and a CPU
+as many as wanted. --processes or torchrun starts them; for a single process plain `python` is enough. Modules that need
+torch are imported inside functions, so that --help, --plan and errors in the run's files do not wait for torch.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class Trainer:
 
     def __init__(self, prepared: PreparedRun, world: World, stop: StopRequest) -> None:
         """Build the parts of training. The model has new weights, which are equal on all ranks; `Checkpointer.restore`
-        then loads those to train from. `stop` holds the signal that asks this process to stop. Collective.
+        then replaces them by those of the checkpoint or of train.json's initial weights, if there are any. `stop` holds
+        the signal that asks this process to stop. Collective.
 
-        Raises UserError if the machine's memory cannot hold the model, if the device cannot compute what train.json
-        demands, or if a benchmark cannot be loaded or its tokens are not in the model's vocabulary.
+        Raises UserError if the machine's memory cannot hold the model's weights, if the device cannot compute what
+        train.json demands, or if a benchmark or its tokenizer cannot be loaded or the tokenizer has ids outside the
+        model's vocabulary.
         """
         load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
         import torch
@@ -88,8 +90,10 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Run the remaining steps, and after each step the work that is due. If any rank has a reason to stop, save a
-        checkpoint, unless there is one of this step, and raise RunStopped on every rank. Collective.
+        """Finish the work at which an earlier process was interrupted, then run the remaining steps, and after each
+        step the work that is due. If any rank has a reason to stop, save a checkpoint and raise RunStopped on every
+        rank. No checkpoint is saved if there is one of this step and no evaluation was interrupted. Collective. Raises
+        RunError as `after_step` does, or if a background save failed.
 
         From this call on, a signal does not end this process at once, and output that nobody reads is dropped.
         """
@@ -132,9 +136,10 @@ class Trainer:
         of the other work. If the evaluation "validation" or "benchmarks" of this step was interrupted in an earlier
         process, only that evaluation and the work after it are done.
 
-        Raises RunStopped on every rank if any rank is asked to stop during an evaluation or the checkpoint, or, with
-        `stop_if_diverged`, if the training loss has diverged before the last step. Raises RunError on every rank as
-        `report`, `Checkpointer.save` and `Checkpointer.check_weights` do.
+        Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Before the last step, also
+        raises it if any rank was asked to stop by the end of the checkpoint, or, with `stop_if_diverged`, if the
+        training loss has diverged. Raises RunError on every rank as `report`, `Checkpointer.save` and
+        `Checkpointer.check_weights` do.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
         due = position.due_after(step, config, interrupted_evaluation)
@@ -212,7 +217,7 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
 @click.option("--mirror", metavar="URL", help="Mirror (docs/mirror.md) in place of train.json's; 'none' for no mirror.")
 @click.option("--wait", is_flag=True, help="Wait if another machine trains the run in the same mirror.")
-@click.option("--take-over", is_flag=True, help="Take the run from that machine.")
+@click.option("--take-over", is_flag=True, help="Take the run over from a machine that trains it in the same mirror.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @click.option(
@@ -226,9 +231,9 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: Any) -> None:
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
 
-    The same command starts a run, continues an unfinished one from its latest checkpoint, and does nothing to a
-    finished one. CHECKPOINT is a folder name in runs/RUN/checkpoints, `latest` or `best`: training continues from it,
-    and what later steps have written is moved to runs/RUN/aside.
+    The same command starts a run, continues an unfinished one from its latest checkpoint, and does not train a finished
+    one. CHECKPOINT is a folder name in runs/RUN/checkpoints, `latest` or `best`: training continues from it, and what
+    later steps have written is moved to runs/RUN/aside.
 
     \b
     On all GPUs of a machine (for several machines: docs/CLUSTER.md):
@@ -304,8 +309,10 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions, *, began: float) -> None:
     """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
-    `time.perf_counter()` from which the run's clock counts. If the run is finished, only complete its links, metrics
-    and summary, in case an earlier process was killed before it wrote them, and send them to its mirror."""
+    `time.perf_counter()` from which the run's clock counts. If the run is finished, only complete its summary and,
+    without `checkpoint`, its links and metrics, in case an earlier process was killed before it wrote them, and send
+    what the mirror lacks. Raises RunStopped if the run stops early, and UserError or RunError if it cannot start or
+    fails."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock

@@ -19,7 +19,7 @@ from harness.common.options import MODEL, RUNS_DIR, Command
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
     """Click callback: print the names of lm-eval's tasks, groups and tags that match `pattern` and exit, or do nothing
-    if `pattern` is None."""
+    if `pattern` is None. Raises UserError if lm-eval is not installed, or if no name matches."""
     if pattern is None:
         return
     configure_libraries()
@@ -64,8 +64,8 @@ def main(
     output: Path | None,
     runs_dir: Path,
 ) -> None:
-    """Print the benchmark scores of a model: the best checkpoint of RUN, its CHECKPOINT (a folder's name, `latest` or
-    `best`), or WEIGHTS with the shape in MODEL_JSON.
+    """Print the benchmark scores of a model: the best checkpoint of RUN (of an imported run, its weights), its
+    CHECKPOINT (a folder's name, `latest` or `best`), or WEIGHTS with the shape in MODEL_JSON.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
     and can be given several times. The tasks' data is downloaded from the Hugging Face Hub. The tokenizer is the one in
@@ -104,7 +104,9 @@ def main(
         if is_out_of_memory(error):
             raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(f"lm-eval failed: {reason[:REASON_CHARACTERS]}") from None
+        raise RunError(
+            f"lm-eval failed: {reason[:REASON_CHARACTERS]}; evaluate each of --tasks alone to find the one that fails"
+        ) from None
     for line in benchmarks.table(results, asked.asked):
         click.echo(line)
     settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}

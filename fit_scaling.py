@@ -46,7 +46,7 @@ FORMATS = (".png", ".pdf", ".svg")
     show_default=True,
     help="Runs share an isoFLOP profile if their FLOPs differ from its middle by at most this fraction.",
 )
-@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Minimum sizes per profile.")
+@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Fewest sizes in a profile.")
 @click.option(
     "--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="Resamples for intervals."
 )
@@ -111,7 +111,7 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
-    option's value: `parameters=1e9,tokens=2e10`, for example, or the name of a run.
+    option's value: `parameters=1e9,tokens=2e10`, for example, of which `cost` gives the FLOPs, or the name of a run.
 
     Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the run's model has
     experts, or if its train.json does not determine the number of tokens.

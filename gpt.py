@@ -70,8 +70,8 @@ class RMSNorm(nn.Module):
 def rms_normalized(x_BxTxC: Tensor) -> Tensor:
     """Scale x to a root mean square of 1 over the last dimension. The result is fp32, or fp64 if x is.
 
-    Does not use torch's F.rms_norm: its fused kernel needs a weight of the input's dtype, and with another one torch
-    warns and computes without it.
+    Does not use torch's F.rms_norm: its fused kernel needs a weight of the input's dtype. With a weight of another
+    dtype, torch warns and does not use the kernel.
     """
     x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
@@ -92,7 +92,8 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Rotation:
     """Return the cosines and sines of the angles p·base^(-2i/D) by which RoPE rotates pair i of a head at position p.
 
-    Computes in fp64 if `dtype`, the dtype of the model's weights, is fp64, and in fp32 otherwise.
+    `positions` are (T,) or (B, T), and the results (T, D/2) or (B, T, D/2). D is `head_width`. Computes in fp64 if
+    `dtype`, the dtype of the model's weights, is fp64, and in fp32 otherwise.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=exact) / head_width
@@ -324,7 +325,8 @@ class Permuted(torch.autograd.Function):
 
 
 def computes_in_groups(x_RxC: Tensor) -> bool:
-    """Return True to compute the experts with `grouped_experts`, or False to compute them with `experts_one_by_one`.
+    """Return True to compute the experts with `grouped_experts`: when compiling, or on a GPU with gradients, but never
+    in fp64. Return False to compute them with `experts_one_by_one`.
 
     `experts_one_by_one` reads the number of rows of each expert, which waits for the GPU, or breaks the graph when
     compiling. On the CPU, and for the few tokens of a generation step, it is as fast as `grouped_experts`. torch has no
@@ -335,9 +337,9 @@ def computes_in_groups(x_RxC: Tensor) -> bool:
 
 
 def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """Apply each expert to its rows of `x_RxC`, which are sorted by expert. `tokens_E` has the number of rows of each
-    expert. If gradients are enabled, an expert without rows is also called. Its gradients are then zeros instead of
-    None, as optimizers and DDP expect."""
+    """Return the experts' outputs (R, C) for their rows of `x_RxC`, which are sorted by expert. `tokens_E` has the
+    number of rows of each expert. If gradients are enabled, an expert without rows is also called. Its gradients are
+    then zeros instead of None, as optimizers and DDP expect."""
     parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
     return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
 
@@ -403,7 +405,7 @@ def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Te
 
 
 class GPTModel(nn.Module):
-    """Token and position embeddings, `n_layers` blocks, a final norm and a linear head.
+    """Token embeddings, learned position embeddings or RoPE, `n_layers` blocks, a final norm and a linear head.
 
     Value embeddings, the skip from the embedding to each block, and the embedding of the last two tokens (bigrams)
     follow the record runs of https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
@@ -449,7 +451,8 @@ class GPTModel(nn.Module):
         biases are zero.
 
         The standard deviation of projections into the residual stream is divided by √(2·n_layers), because each layer
-        has two of them; with "zero_residual" these projections start at zero. The bigram embedding starts at zero, too.
+        has two of them; with "zero_residual" these projections start at zero. The bigram embedding always starts at
+        zero.
         """
         modules = list(self.modules())
         into_residual: set[nn.Module] = {each.out_proj for each in modules if isinstance(each, CausalSelfAttention)}
@@ -468,7 +471,8 @@ class GPTModel(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V), or, if targets are given, the mean cross-entropy as a scalar.
+        """Return the logits (B, T, V), or, if targets (B, T) are given, the mean cross-entropy in nats per token, a
+        scalar. Every target must be from 0 to V - 1.
 
         If targets are given in training, a model with experts returns a tensor of two elements, whose sum is to be
         minimized: the cross-entropy, and the sum of the blocks' balancing losses times `moe_router_loss_scale`. It also
@@ -546,8 +550,8 @@ class GPTModel(nn.Module):
     def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
         """Copy `tensors` into the weights. The names of the tensors are those in published checkpoints.
 
-        Raises UserError, naming `source`, the tensors and both shapes, if the tensors do not fit the model. The weights
-        are unchanged in that case.
+        Raises UserError, naming `source` and the differences, if the tensors do not fit the model, or if tied tensors
+        differ. The weights are unchanged in that case.
         """
         found = from_checkpoint_names(tensors, self.config, source)
         for name, own in checkpoint_views(self.state_dict(), self.config).items():

@@ -1,5 +1,5 @@
 """Compare how well models follow instructions, with confidence intervals: for each question, a judge scores the answers
-of all models in one prompt.
+of all models in one prompt, or each answer alone (--prompt).
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
@@ -54,8 +54,8 @@ PRICE = FiniteNumber(min=0, max=1e9)
     help="File for the judge's answers.  [default: judgements.jsonl beside the RESPONSES file whose path sorts first]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
-@click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts.")
-@click.option("--price-out", type=PRICE, help="Dollars for a million tokens of answers.")
+@click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts, to print the cost.")
+@click.option("--price-out", type=PRICE, help="Dollars for a million tokens of answers, to print the cost.")
 def main(
     responses: tuple[Path, ...],
     model: str,

@@ -32,7 +32,7 @@ def main() -> None:
 @main.command("list", cls=Command)
 @URL
 def list_runs(url: str) -> None:
-    """Print the runs at URL, their newest whole checkpoint and who trains them."""
+    """Print the runs at URL: their newest whole checkpoint, size in GB, and who trains them."""
     from harness.mirror.home import describe_runs
 
     for line in describe_runs(url):
@@ -47,7 +47,8 @@ def list_runs(url: str) -> None:
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
-    Files that are here already are kept; a checkpoint that is newer than those here becomes the latest.
+    Checkpoints, results and settings that are here already are kept; summary and chart are replaced. A checkpoint that
+    is newer than those here becomes the latest, and the metrics become those that belong to it.
     """
     from harness.mirror.home import fetch_run
 
@@ -58,7 +59,7 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
 @URL
 @click.argument("run")
 def follow(url: str, run: str) -> None:
-    """Print the losses of RUN as they come to URL, until the run has ended."""
+    """Print the losses of RUN as they come to URL, until no machine trains the run or its machine has fallen silent."""
     from harness.mirror.home import follow_run
 
     for line in follow_run(url, check_name(run, "run")):
@@ -69,7 +70,7 @@ def follow(url: str, run: str) -> None:
 @click.argument("run")
 @URL
 @RUNS_DIR
-@click.option("--take-over", is_flag=True, help="Even if another machine trains the run.")
+@click.option("--take-over", is_flag=True, help="Send it even if another machine trains the run.")
 def push(run: str, url: str, runs_dir: Path, take_over: bool) -> None:
     """Send RUN to URL: the newest and the best checkpoint, metrics, results and settings."""
     from harness.mirror.home import push_run

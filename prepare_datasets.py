@@ -69,8 +69,9 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle all training documents with this seed. By default, up to 16,384 are shuffled, and of more only a "
-    "part; with --split-order given, none.",
+    help="Shuffle all training documents with this seed; with --split-order given, all documents, before the last are "
+    "held out. Without it, all of up to 16,384 documents are shuffled, and only some of a longer text; with "
+    "--split-order given, none.",
 )
 @click.option(
     "--exclude",
@@ -183,8 +184,8 @@ def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> Iterator[str]:
-    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits, and the commands that
-    train on it.
+    """Make the dataset, or resume its interrupted preparation. Yield lines about its splits and vocabulary, and the
+    commands that train on it. Raises the errors of `make_dataset`.
 
     Also yield a remark if one document has more than a tenth of the training tokens. For a dataset made from text, also
     yield a remark for each held-out split that has fewer than FEW_DOCUMENTS documents, or whose share of the text

@@ -92,7 +92,8 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @click.option(
     "--max-hours",
     type=POSITIVE,
-    help="Stop once all runs together have taken so many hours.  [default: SWEEP.json's max_hours]",
+    help="Stop once the sweep has taken so many hours on this machine, earlier attempts included.  [default: "
+    "SWEEP.json's max_hours]",
 )
 @RUNS_DIR
 def run_(

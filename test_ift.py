@@ -33,7 +33,11 @@ BOOK_DATA = (
     default=BOOK_DATA,
     help="File or web address of the instructions.  [default: those of Raschka's book, downloaded once]",
 )
-@click.option("--responses", type=click.Path(path_type=Path), help=f"[default: {RESPONSES} beside model.json]")
+@click.option(
+    "--responses",
+    type=click.Path(path_type=Path),
+    help=f"File for the responses.  [default: {RESPONSES} beside model.json]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a responses file that exists already.")
 @click.option("--responses-only", is_flag=True, help="Write the responses, and ask no judge.")
 @click.option("--name", help="Name of the model in tables.  [default: its run's and checkpoint's names]")
@@ -56,9 +60,9 @@ BOOK_DATA = (
 @click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
 @RUNS_DIR
 def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
-    """Fine-tune a model (the best checkpoint of RUN, its CHECKPOINT, or WEIGHTS with the shape in MODEL_JSON) on
-    instructions until its validation loss rises, answer the test instructions with the weights from before the rise,
-    and let a judge score the answers.
+    """Fine-tune a model (the best checkpoint of RUN or, of an imported run, its weights; its CHECKPOINT; or WEIGHTS
+    with the shape in MODEL_JSON) on instructions until its validation loss rises, answer the test instructions with the
+    weights from before the rise, and let a judge score the answers.
 
     A model's score differs by several points if it is judged again. To compare models, use --responses-only for each of
     them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's folder
@@ -136,7 +140,9 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
     (a responses file is replaced with --overwrite), or if --name is not usable. Called before anything is downloaded or
     trained."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
-        raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
+        raise UserError(
+            f"{path}: exists; --overwrite replaces it, unless it is a folder; --responses FILE writes to another place"
+        )
     check_writable(path.parent)
     if options["save"] and (options["save"].exists() or options["save"].absolute() == path.absolute()):
         raise UserError(f"{options['save']}: exists, or is the responses file; give --save another folder")
@@ -147,8 +153,9 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 
 
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
-    """Ask the judge to score the answers in the responses file `path`, print the scores, and write them to the run.
-    Raises RunError if the judge did not score every answer, and RunStopped after Ctrl-C."""
+    """Ask the judge to score the answers in the responses file `path`, print the scores, and write them to the run if
+    `path` is in its folder. Raises RunError if the judge cannot be used or did not score every answer, and RunStopped
+    after Ctrl-C."""
     from harness.evaluation.judge.report import judge_and_report
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")

@@ -1,5 +1,5 @@
-"""Is the model any good? Print its loss on text that neither training nor validation used, or a table of the losses of
-several models."""
+"""Is the model any good? Print its loss on the test split or, if there is none, on the validation split, or a table of
+the losses of several models."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def main(
     **options: Any,
 ) -> None:
     """Print the mean loss of models on a dataset in DATASETS_DIR, or on each dataset of the mixture that a model was
-    trained on. RUN names the best checkpoint of a run, and a pattern like 'lr-*' names the best checkpoint of each run
-    that matches. RUN:CHECKPOINT names any checkpoint of a run (a folder's name, `latest` or `best`). MODEL_JSON WEIGHTS
-    are the two files of a model.
+    trained on. RUN names the best checkpoint of a run (of an imported run, its weights), and a pattern like 'lr-*'
+    names the best checkpoint of each run that matches. RUN:CHECKPOINT names any checkpoint of a run (a folder's name,
+    `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 
     For several models, a table is printed, lowest loss first. Results of a run's checkpoints are also written to the
     folder results/ of the run.

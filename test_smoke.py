@@ -47,8 +47,8 @@ def main(
     seed: int,
     runs_dir: Path,
 ) -> None:
-    """Continue prompts with a trained model: the best checkpoint of RUN, its CHECKPOINT (a folder's name, `latest` or
-    `best`), or the weights in the file WEIGHTS with the shape in MODEL_JSON.
+    """Continue prompts with a trained model: the best checkpoint of RUN (of an imported run, its weights), its
+    CHECKPOINT (a folder's name, `latest` or `best`), or the weights in the file WEIGHTS with the shape in MODEL_JSON.
 
     A text ends after --num-tokens tokens, or when the model produces the end-of-text token. The tokenizer is the one in
     the folder of the weights, or GPT-2's if that folder has none.

@@ -104,7 +104,8 @@ def run_stage() -> None:
 
 def measured_rows(bench: Workbench) -> list[str]:
     """Return the rows of the table in docs/performance.md that are for this machine's GPU, with the tokens/s that were
-    measured with DistributedDataParallel in their last column. For a GPU without such rows, return new rows."""
+    measured with DistributedDataParallel in their last column. For a GPU without such rows, return new rows. A row
+    whose stage has no speed is left out."""
     device, rows = find_device(bench.device), []
     known = TABLE.read_text(encoding="utf-8").splitlines()
     speeds = {row["stage"]: row.get("tokens_per_second") for row in bench.rows() if row["table"] == "step"}

@@ -67,8 +67,9 @@ save_file({"tokens": tokens}, target)
 
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """Wait for a process to end. Return the peak memory in MiB of the process and its children together, as the sum of
-    their proportional set sizes (Pss), in which a shared page is divided among the processes that share it."""
+    """Wait for a process to end. Return the peak memory in MiB, read about four times a second, of the process and its
+    descendants together, as the sum of their proportional set sizes (Pss), in which a shared page is divided among the
+    processes that share it."""
     peak = 0.0
     while process.poll() is None:
         pids, total = [process.pid], 0.0

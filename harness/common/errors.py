@@ -1,9 +1,10 @@
 """Exceptions whose messages the user sees, and the exit of this process with one line instead of a traceback. Also
 handles signals that ask the process to stop, and output that has lost its reader.
 
-Three parts of the program can end the process: the main thread after an error (`one_line_errors`), the watchdog after
-it has found a faulty rank (distributed/watchdog.py), and the thread that waits for the end of the launcher, such as
-torchrun (common/processes.py). They share their state in `EXIT`, so that only one of them prints the reason.
+Three parts of the program can end the process because of a fault: the main thread after an error (`one_line_errors`),
+the watchdog after it has found a faulty rank (distributed/watchdog.py), and the thread that waits for the end of the
+launcher, such as torchrun (common/processes.py). They share their state in `EXIT`, so that only one of them prints the
+reason.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ def one_line_errors() -> Iterator[None]:
 
         end of the body           on standard error                                           exit status
         normal                    nothing                                                     0
-        UserError                 its message, on each machine once (see `_exit_because_of`)  2
+        UserError                 its message, on each machine once (see `_exit_because_of`)  2, or 128 + signal
         RunError                  its message                                                 1
         PeerError                 its message, unless another rank's comes first              1, or 128 + signal
         RunStopped                nothing, because the body has printed a message             its own
         BrokenPipeError           nothing                                                     128 + SIGPIPE
         OSError                   the file and the system's reason                            1
-        KeyboardInterrupt         the signal's name and how to continue                       128 + signal
+        KeyboardInterrupt         the signal's name and how to continue, once per machine      128 + signal
         any other, in a rank      the traceback, because it is a bug                          1
 
     SystemExit, and without a launcher any other exception, is not caught. A rank of several exits here even after a
@@ -201,8 +202,8 @@ def printable(text: str) -> str:
 
 
 def tell_soon(reason: str) -> None:
-    """Print on standard error, in one line, why this process ends. Returns after TELLING_SECONDS even if the write
-    still blocks (full pipe, paused terminal)."""
+    """Print on standard error, in one line, why this process ends. Returns after at most TELLING_SECONDS, even if the
+    write still blocks (full pipe, paused terminal)."""
     line = f"\nerror: {printable(reason)}"  # on a line of its own, not behind a progress bar
     telling = threading.Thread(target=say_last, args=(line,), daemon=True)
     telling.start()
@@ -236,8 +237,8 @@ def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) ->
 
 
 def interrupt_on_stopping_signals() -> None:
-    """Let every signal that asks to stop raise KeyboardInterrupt in the main thread. The message that `one_line_errors`
-    prints names the signal."""
+    """Let every signal that asks to stop, except an ignored SIGHUP, raise KeyboardInterrupt in the main thread. The
+    message that `one_line_errors` prints names the signal."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         EXIT.stop_signal = number
@@ -261,7 +262,8 @@ def described(signal_number: int) -> str:
 
 
 class DetachableOutput(io.FileIO):
-    """Stream on a file descriptor, for writing. It drops all output once its reader or terminal is gone."""
+    """Stream on a file descriptor, for writing. Once its reader or terminal is gone, it calls `when_gone` and drops all
+    output from then on."""
 
     def __init__(self, descriptor: int, when_gone: Callable[[], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)

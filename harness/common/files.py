@@ -62,7 +62,7 @@ def check_writable(folder: Path) -> None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise UserError if `path` is a pipe or device, which a program could read forever."""
+    """Raise UserError if `path` is a pipe, a device or a socket: a program could read it forever, or not at all."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: not a regular file")
 
@@ -196,8 +196,8 @@ def umask() -> int:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is one plain path component. Otherwise, as for `..`, a slash or a hidden name, raises
-    UserError, whose message begins with `what`."""
+    """Return `name` if it is one plain path component of at most LONGEST_NAME characters. Otherwise, as for `..`, a
+    slash or a hidden name, raises UserError, whose message begins with `what`."""
     if len(name) > LONGEST_NAME:
         raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters")
     if not SAFE_NAME.fullmatch(name):

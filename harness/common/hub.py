@@ -54,8 +54,8 @@ class HubWork:
         return UserError(line)
 
     def call(self, function: Callable[[], Result], *, retries: int = 1) -> Result:
-        """Call `function`, which uses huggingface_hub, and return its result. Calls it again if it fails and a retry
-        can help. Raises UserError for every failure.
+        """Call `function`, which uses huggingface_hub, and return its result. Calls it again, up to `retries` times, if
+        it fails and a retry can help. Raises UserError if the last call fails.
 
         huggingface_hub's own retries miss some failures: a connection reset while a body arrives, and any failure of
         the first request. All of `Exception` is caught, because huggingface_hub also raises errors of httpx, xet and

@@ -43,7 +43,7 @@ class RunFile(BaseModel):
     @classmethod
     def _without_schema(cls, raw: Any) -> Any:
         """Return the object without the key "$schema", which tells editors where the file's schema is and is not part
-        of the configuration."""
+        of the configuration. Raises ValueError if its value is not a string."""
         if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
             return raw
         if not isinstance(raw[SCHEMA_KEY], str):
@@ -79,7 +79,8 @@ def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place
 
 
 def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserError:
-    """Return the error that lists pydantic's faults `found` of the file `path`."""
+    """Return the error that lists pydantic's faults `found` of the file `path`: at most SHOWN_FAULTS, and the number of
+    the others."""
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
     if len(found) > SHOWN_FAULTS:
         faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
@@ -87,7 +88,8 @@ def _refusal(found: Sequence[Any], kind: type[BaseModel], path: Path) -> UserErr
 
 
 def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
-    """Return the error text for an unknown key, with the known key that the user probably meant, if there is one."""
+    """Return the error text for an unknown key, with the file that it belongs in, or with the known key that the user
+    probably meant, if there is one."""
     for other in RunFile.__subclasses__():
         if other is not kind and (key in other.model_fields or key in other.other_keys):
             return f"belongs in {other.model_config.get('title')}"
@@ -100,7 +102,7 @@ def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    """Return the text of one of pydantic's faults: its key, the reason and the value."""
+    """Return the text of one of pydantic's faults: its key, the reason and, unless it is a secret, the value."""
     # Pydantic's location of a fault also contains the types that it tried for a union. These are no keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and "[" not in part))
@@ -133,7 +135,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
 
     Raises UserError naming the file, and also the line if the text is not valid JSON. A pipe or device is refused,
-    because reading it could wait or go on forever; accepted is only a pipe in /dev, as of a shell's <(command).
+    because reading it could wait or go on forever. Only a pipe in /dev, as of a shell's <(command), is accepted.
     """
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):
@@ -157,7 +159,8 @@ def read_json(path: Path) -> Any:
 def strict_json(text: str) -> Any:
     """Parse JSON text. Raises ValueError for repeated keys, keys with half of a surrogate pair, NaN, Infinity and
     integers with too many digits. Raises json.JSONDecodeError, a subclass of ValueError, for text that is not JSON, and
-    RecursionError for text that is nested too deeply."""
+    RecursionError for text that is nested too deeply. A number that is too large for a float, such as 1e999, becomes
+    infinite."""
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]

@@ -29,8 +29,8 @@ MOST_COMPILERS = 32  # compile processes of each rank; torch's own default has t
 def configure_libraries() -> None:
     """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
 
-    The number of processes that compile kernels for this rank is its share of the usable cores, because the other ranks
-    of this machine compile at the same time.
+    The number of processes that compile kernels for this rank is its share of the usable cores, but at most
+    MOST_COMPILERS, because the other ranks of this machine compile at the same time.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

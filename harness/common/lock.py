@@ -64,8 +64,8 @@ class RunLock:
         process": "trained" for a run, "made" for a dataset.
 
         If the lock's owner has lost its launcher, the owner ends soon, so this function waits for it up to
-        LEAVING_SECONDS. Raises UserError that names the owner if another process holds the lock, and RunError if the
-        file cannot be written.
+        LEAVING_SECONDS. Raises UserError that names the owner, if it is known, if another process holds the lock or, on
+        a file system without locks, may hold it. Raises RunError if the file cannot be written.
         """
         try:  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -98,7 +98,8 @@ class RunLock:
         return lock
 
     def note_begun(self) -> None:
-        """Record that training has begun, so that a restarted worker can tell that there is something to resume."""
+        """Record that training has begun, so that a restarted worker can tell that there is something to resume. Raises
+        RunError if the file cannot be written."""
         self._write(began=True)
 
     def _write(self, *, began: bool) -> None:
@@ -135,7 +136,8 @@ def is_held(path: Path) -> bool | None:
     another machine or in another container, whose processes this process cannot see.
 
     A test of the lock itself takes the lock for a moment, and another process that wants it at this moment is refused.
-    So the lock is tested only if a process with the owner's pid is alive.
+    So the lock is tested only if a process with the owner's pid is alive. On a file system without locks, such a
+    process counts as the holder.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -156,4 +158,5 @@ def is_held(path: Path) -> bool | None:
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: the folder cannot be locked: {error.strerror}; make it writable, or copy it elsewhere")
+    remedy = "make it writable, free some space, or copy it elsewhere"
+    return RunError(f"{path}: the folder cannot be locked: {error.strerror}; {remedy}")

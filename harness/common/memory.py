@@ -91,7 +91,8 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
 
 def limit_cpu_memory(limit: MemoryLimit) -> None:
     """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA). Raises
-    MemoryError if the process has more already, because the limit only refuses new memory and takes none away."""
+    MemoryError if the process has more already, because the limit only refuses new memory and takes none away. Also
+    calls `give_back_under_a_limit`."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux takes 0 for no limit
     if usable < _status_bytes("VmData"):
@@ -136,8 +137,8 @@ def peak_of_limited_memory(device: torch.device) -> int:
     """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
     since its statistics were reset, on the CPU this process's writable memory since its start.
 
-    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The difference between
-    virtual and writable memory is constant, so the function subtracts the present difference from VmPeak.
+    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The function takes the
+    difference between virtual and writable memory for constant, and subtracts the present difference from VmPeak.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
@@ -175,7 +176,8 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def _status_bytes(field: str) -> int:
-    """Return, in bytes, the value of a field that /proc/self/status gives in KiB."""
+    """Return, in bytes, the value of a field that /proc/self/status gives in KiB. Raises RuntimeError if the field is
+    missing."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -68,7 +68,7 @@ def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> s
 
 def amount_text(dollars: float) -> str:
     """Format dollars to the cent, or below ten cents to two significant digits, so that a small amount is not shown as
-    0.00: 0.0123 -> "0.012"."""
+    0.00: 0.0123 -> "0.012". Amounts below SMALLEST_AMOUNT are shown as 0.00."""
     size = abs(dollars)
     digits = 1 - math.floor(math.log10(size)) if SMALLEST_AMOUNT <= size < math.inf else LEAST_CENTS
     return f"{dollars:,.{max(LEAST_CENTS, digits)}f}"

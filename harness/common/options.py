@@ -14,8 +14,8 @@ from harness.common.errors import UserError, one_line_errors
 
 
 class Command(click.Command):
-    """Click command that prints every error in one line. click's own `main` prints four lines for a wrong argument, and
-    "Aborted!" after Ctrl-C."""
+    """Click command that prints errors in one line, as `one_line_errors` does. click's own `main` prints four lines for
+    a wrong argument, and "Aborted!" after Ctrl-C."""
 
     def main(self, *args: Any, **_: Any) -> Any:
         with one_line_errors():

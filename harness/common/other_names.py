@@ -1,5 +1,6 @@
-"""Common configuration keys of nanoGPT and Hugging Face transformers that have other names in this program. Error
-messages about unknown keys suggest the right names."""
+"""Common configuration keys of nanoGPT, Hugging Face transformers and earlier versions of this program that have
+another name here, or no counterpart. Error messages about unknown keys suggest the right name, or what to do
+instead."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ WITHOUT_KEY = {
 
 
 def advice(key: str, file: str) -> str | None:
-    """Return the error message about another program's `key` in `file`, with this program's name for it if there is
-    one, or None if `key` is in none of the tables above."""
+    """Return the error message about another program's or an earlier version's `key` in `file`, with this program's
+    name for it if there is one, or None if `key` is in none of the tables above."""
     name = key.lower().replace("-", "_")
     if name in WITHOUT_KEY:
         return WITHOUT_KEY[name]

@@ -76,8 +76,8 @@ class ProcessName:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of the process in clock ticks, as text, or "" if the process has ended or cannot be seen.
-    The start time distinguishes the process from a later process with the same pid."""
+    """Return the start time of the process in clock ticks since the system's start, as text, or "" if the process has
+    ended or cannot be seen. The start time distinguishes the process from a later process with the same pid."""
     fields = _stat(pid)
     return "" if not fields or fields[:1] in ENDED_STATES else fields[19]
 
@@ -135,7 +135,8 @@ def has_ended(name: str) -> bool:
 
 
 def exit_when_launcher_dies() -> None:
-    """Start a thread that ends this process soon after its launcher has ended. Does nothing without a launcher."""
+    """Start a thread that ends this process soon after its launcher has ended. If the launcher has ended already, end
+    this process now. Does nothing without a launcher."""
     global _launcher
     if _launcher or not is_launched():
         return

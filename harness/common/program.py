@@ -41,7 +41,7 @@ def program_versions() -> dict[str, str]:
 @cache
 def program_commit(root: Path = ROOT) -> str | None:
     """Return the commit of the checkout that this program runs from, with "-dirty" appended if tracked files have
-    changed since, or None if there is no checkout or no git."""
+    changed since, or None if there is no checkout or no git, or if git fails or takes more than GIT_SECONDS."""
     if not (root / ".git").exists():  # git would search the parent folders and find another project's commit
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,1 +1,1 @@
-"""Comparison of runs, finished or not: records, tables, replicates, verdicts, costs on other machines, charts, page."""
+"""Comparison of runs, finished or not: records, table, replicates, verdicts, fits, costs on machines, charts, page."""

@@ -30,9 +30,9 @@ from harness.runs.results import LossResult, read_window_losses
 class BaselineComparison:
     """Verdicts on all arms but the baseline's; the runs of an arm differ only in the seed. `verdicts` is empty if
     nothing can be compared. `title` says what is compared, or why nothing can be compared. `closing` describes training
-    noise (the spread of the loss over seeds) and how many seeds of each arm it takes to detect a difference; it is ""
-    if nothing can be compared. `notes` has remarks such as which runs were left out. `loss` is "test loss" or
-    "validation loss", or "" if nothing can be compared."""
+    noise (the spread of the loss over seeds) and how many seeds of each arm it takes to detect a difference, or says
+    that this noise is unknown; it is "" if nothing can be compared. `notes` has remarks such as which runs were left
+    out. `loss` is "test loss" or "validation loss", or "" if nothing can be compared."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -93,7 +93,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
             for basis, compared in sorted(arms_by_basis.items(), key=lambda each: -len(each[1])):
                 if own in compared and len({*compared}) > 1:
                     return _compare(own, arms, loss, basis, values, records)
-        reason = "no other run has a test loss or validation loss on the same text"
+        reason = "no other arm has a test loss or validation loss on the same text; test_loss.py measures test losses"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 
@@ -104,8 +104,8 @@ def _compare(
     name of the loss. `values[i]` has the losses of the run `records[i]` on all texts, or the reason why it has none.
 
     A note names the checkpoint of a loss that is not of the best checkpoint. If a run of an arm has no loss on this
-    text, a note says what its loss was measured on, or why it has none. If the losses of an arm's windows (sequences of
-    context length) cannot be read, a note says so, and the verdicts are computed without them.
+    text, a note says what its losses were measured on, or why it has none. If the losses of an arm's windows (sequences
+    of context length) cannot be read, a note says so, and the verdicts are computed without them.
     """
     measured = by_basis(values)[basis]
     notes: list[str] = []

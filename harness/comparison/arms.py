@@ -38,7 +38,7 @@ class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
     runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
     expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as "dropout") whose seed
-    differs between two runs of any arm."""
+    differs between two runs of the same arm."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
@@ -138,8 +138,9 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     while the run was trained. The second has torch's version, the device, the number of ranks, and the attention kernel
     unless torch chose it.
 
-    Returns Inconclusive if the run's replicates cannot be recognized: because a setting was not recorded, because
-    `initial_weights` is not a path, or because the run has used no seed.
+    Returns Inconclusive if the run's replicates cannot be recognized: because the dataset, torch's version, the device,
+    the number of ranks or a microbatch size that `global_batch_size` needs was not recorded, because `initial_weights`
+    is not a path, or because the run has used no seed.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}

@@ -79,10 +79,11 @@ class Chart:
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
-    training losses if no run has enough validation losses for a curve. A run is left out if its losses cannot be read,
-    are fewer than LEAST_POINTS, or were not measured on the text that most runs share. Finished runs that differ only
-    in the seed share a curve, which has the name of their arm in the comparison with the run `baseline`. A chart may
-    have no curves; its `problems` then have the reasons."""
+    training losses if only these are enough for a curve. Losses that are not finite or not below LARGEST_LOSS do not
+    count. A run is left out if its losses cannot be read, are fewer than LEAST_POINTS, or are not known to be measured
+    on the text that most runs share. It is left out of a single chart if it has no place on this axis. Finished runs
+    that differ only in the seed share a curve, which has the name of their arm in the comparison with the run
+    `baseline`. A chart may have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -221,9 +222,9 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
     """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
     has losses by label. Each is a dotted line, or, if the loss is outside the shown range, only a line of the legend
-    with an arrow. A curve of several runs has a band from their lowest loss to their highest. Of more than MOST_NAMED
-    curves, the legend names the MOST_NAMED lowest, one of them replaced by the baseline's if that is not among them.
-    The others are thin and gray. `note` is printed below the axes."""
+    with an arrow. A curve of several runs has a band from their lowest loss to their highest. The legend names at most
+    MOST_NAMED curves: those with the lowest last losses, and always the baseline's. The others are thin and gray.
+    `note` is printed below the axes."""
     import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -275,8 +276,8 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
 
 
 def _plain(text: str) -> str:
-    """Return a label without control characters, cut to LONGEST_LABEL. A leading underscore gets a space in front of
-    it, because matplotlib leaves labels that begin with an underscore out of the legend."""
+    """Return a label with control characters escaped, cut to LONGEST_LABEL. A leading underscore gets a space in front
+    of it, because matplotlib leaves labels that begin with an underscore out of the legend."""
     plain = printable(text)
     plain = plain if len(plain) <= LONGEST_LABEL else f"{plain[: LONGEST_LABEL - 1]}…"
     return f" {plain}" if plain.startswith("_") else plain

@@ -31,7 +31,8 @@ def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
     over the global batch size; it takes at least three different batch sizes, and is inconclusive if another setting
     that affects the loss differs between the runs. The second fit is of device memory over microbatch size, both as
-    reported by others (reported.json); it takes at least two different microbatch sizes."""
+    reported by others (reported.json): one point for each memory, with the smallest microbatch reported for it. It
+    takes at least two different microbatch sizes."""
     columns = {column.key: column.cells for column in table.columns}
     batches = columns.get("global_batch", ())
     if "reported_global_batch" in columns:
@@ -64,7 +65,7 @@ def fits(table: RunsTable) -> Iterator[str]:
 
 def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
     """Fit a parabola to losses over ln(sequences per global batch) by least squares, and return a sentence with the
-    parabola and its lowest point."""
+    parabola and its lowest point, or saying that none is between these batch sizes."""
     x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()

@@ -47,9 +47,10 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """Yield lines of at most 80 characters with a table of one run's time and cost on each machine, computed from the
-    speeds in the folders of `run` and of `others`, and the reasons for machines that are not in the table. Rows with
-    measured speeds come before rows with reported speeds; within both, the cheapest machine comes first.
+    """Yield lines of at most 80 characters: a table of one run's time and cost on each machine, and the reasons why
+    machines are not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
+    speeds come before rows with reported speeds; within both, the cheapest machine comes first. If it is not known what
+    the run trains on (see `_read_work`), the lines only give the reason.
 
     Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
     """
@@ -83,9 +84,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
             dollars = cost(tokens / speed.tokens_per_second, machine.price_per_hour)
             found.append((speed.basis, dollars, machine, speed))
             continue
-        reason = "no speed of this model was measured or reported there; ddp_train.py --plan estimates one"
+        reason = "no speed of this run's model and kernels is known there; ddp_train.py --plan estimates one"
         if sequences % machine.gpus:
-            reason = f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
+            reason = f"the run's global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
         reasons.setdefault(reason, []).append(machine.machine)
     found.sort(key=lambda each: each[:2])
     if found:
@@ -108,7 +109,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         yield from paragraph(f"{', '.join(without)}: {Inconclusive(reason)}")
     for basis, _, machine, speed in found:
         if speed.run != name:
-            yield from paragraph(f"{machine.machine}: {basis} of {speed.run}, microbatch {speed.microbatch_size}")
+            yield from paragraph(f"{machine.machine}: {basis} for {speed.run}, microbatch {speed.microbatch_size}")
     if len({basis for basis, *_ in found}) > 1:
         yield from paragraph("Compare only machines with the same basis: a reported speed is that of another program.")
     for source in dict.fromkeys(f"{machine.date}: {machine.source}" for _, _, machine, _ in found):
@@ -150,8 +151,8 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
 
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
     """Return the training speeds in a run's folder, at most two: the speed that this program measured, if it measured
-    enough steps and seconds, and the speed that others published (reported.json). Raises UserError if a file of the
-    run is wrong."""
+    enough steps and seconds, and the speed that others published (reported.json). A speed without its model or batch
+    layout is left out. Raises UserError if a file of the run is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None

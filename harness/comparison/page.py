@@ -73,8 +73,8 @@ def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
 
 
 def _provenance(record: RunRecord) -> list[str]:
-    """Return lines with a run's folder, state, machine, version of torch, precision and dataset, then a line for each
-    result with its date."""
+    """Return lines with a run's folder, state, machine, version of torch, precision and dataset, without those that are
+    not known, then a line for each result with its date."""
     named = {
         "folder": record.directory.path,
         "state": f"{record.state.word} {record.state.detail}".strip(),

@@ -1,6 +1,7 @@
 """Quantities that a comparison shows of each run, such as losses, speed and cost. Every number has a basis: the text or
-task that was measured, identified by hashes of its content instead of names. Numbers of different runs can be compared
-only if their bases are equal. Every missing number has a reason."""
+task that was measured, a text being identified by a hash of its content instead of its name. Numbers that can always be
+compared, such as seconds, have one basis in common (ANY_BASIS). Numbers of different runs can be compared only if their
+bases are equal. Every missing number has a reason."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ class Quantity:
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
-        """Return the number that others reported for the run in its reported.json, or Inconclusive if there is none."""
+        """Return, as a list of one measurement, the number that others reported for the run in its reported.json, or
+        that is computed from it. Returns Inconclusive if there is none."""
         reported, report, value = record.reported, self.report, None
         if reported is not None and isinstance(report, str):
             value = getattr(reported, report, None) or reported.value(report)
@@ -200,8 +202,8 @@ def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """Return the last validation loss. Returns None if it is not recorded, or Inconclusive if the run is trained
-    without validation."""
+    """Return the last validation loss. Returns None if it is not recorded or not finite, or Inconclusive if the run is
+    trained without validation."""
     value = _latest("final_validation_loss", "validation_loss", record)
     is_off = record.train and record.train.get("validation_interval") is None
     return Inconclusive("trained without validation") if value is None and is_off else value
@@ -309,9 +311,10 @@ def _measurements(
     its number and uncertainty, or None if the result does not have this quantity.
 
     For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
-    checkpoint with the highest step. The measurement's `remark` names this checkpoint, unless it is the best one and no
-    other was measured. A basis is left out if the number of this result is None. Results of an earlier training, whose
-    checkpoints were moved to the run's folder aside/, are left out.
+    checkpoint with the highest step; of several results of one checkpoint, the newest. The measurement's `remark` names
+    this checkpoint, unless it is the best one and no other was measured. A basis is left out if the number of this
+    result is None. Results of an earlier training, whose checkpoints were moved to the run's folder aside/, are left
+    out.
     """
 
     def preference(result: Result) -> tuple[bool, bool, int, str]:
@@ -358,7 +361,8 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 
 def _trained_on(record: RunRecord) -> Values:
-    """Return for each test loss how much of the split's 13-grams stands in the run's training data, in percent."""
+    """Return, for each test loss, the percentage of its split's 13-grams that the run's training data contain, where it
+    is known, or the reason why there is none."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on
@@ -408,8 +412,8 @@ def _scores(record: RunRecord) -> Values:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """Return the basis of a benchmark's scores. Scores can be compared if their basis is the same: number of shots,
-    examples, version of lm-eval, and precision."""
+    """Return the basis of a benchmark's scores. Scores of one task and metric can be compared if their basis is the
+    same: number of shots, examples, version of lm-eval, and precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
@@ -427,7 +431,8 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
 
 def _benchmark_while_training(task: str, metric: str, record: RunRecord) -> Values:
     """Return the benchmark score of the last evaluation while training, or the reason why there is none. It is never
-    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version."""
+    compared with a score by evaluate_benchmarks.py, because training does not record lm-eval's version. If its number
+    of examples or its precision is not known, it is compared with no other run's score either."""
     event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
     if event is None or event.value is None:
         return Inconclusive("not measured while training" if event is None else "its score is not finite")

@@ -186,9 +186,9 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """Dollars by phase, and in total. They are those of the summary, or else those of the latest checkpoint and, in
-        the total, later seconds at the price per hour in train.json. If neither has dollars, all seconds are at this
-        price. Empty if there is no price, either."""
+        """Dollars by phase, and in total. They are those of the summary. Without a summary, they are those of the
+        latest checkpoint, and the total includes the seconds since then, at train.json's price per hour. If no dollars
+        are recorded, all seconds are counted at this price. Empty if there is no price, either."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta
@@ -227,8 +227,8 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
 
 
 def log_tail(run: RunDirectory) -> list[str]:
-    """Return the lines in the last LOG_TAIL_BYTES of a run's sweep.log, or an empty list if there is no log. The first
-    of these lines may lack its beginning."""
+    """Return the lines in the last LOG_TAIL_BYTES of a run's sweep.log, or an empty list if there is no log or it
+    cannot be read. The first of these lines may lack its beginning."""
     if not run.sweep_log.is_file():  # a pipe could be read forever
         return []
     try:
@@ -249,8 +249,8 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
     """Return True if model.json differs in shape from the model that `summary` records, or if train.json has another
-    kind of budget, a larger budget, or another number of epochs. Returns False if model.json or train.json cannot be
-    read."""
+    kind of budget, a larger budget or, for the whole split, another number of epochs. Returns False if model.json or
+    train.json cannot be read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         wanted = train.model_dump(include={*BUDGETS})

@@ -92,16 +92,16 @@ class Column:
 
     @property
     def is_alike(self) -> bool:
-        """True if the table has at least two runs, the column is a setting or fact instead of a result, and all runs
-        have the same value."""
+        """True if the table has at least two runs, neither direction of the column is better (as for settings and
+        facts), and all runs have the same value."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
 
     @property
     def heading(self) -> str:
-        """Short title. It also says "reported" for reported figures, and has the column's number if the quantity has
-        several columns."""
+        """Short title, or the title and unit if HEADINGS has none. It also says "reported" for reported figures, and
+        has the column's number if the quantity has several columns."""
         if self.quantity not in HEADINGS:
             unit = "" if self.unit == NATS else self.unit
             return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())
@@ -137,9 +137,10 @@ class RunsTable:
 
     def sorted(self, key: str | None) -> RunsTable:
         """Return the table sorted by the column `key`, the best or lowest value first and empty cells last. The key
-        "name" sorts by the runs' names. If `key` is None, sorts by the first column of LOSSES that two runs have; runs
-        without this loss are sorted by the next column of LOSSES. If the table has no such column, sorts by the names.
-        Raises UserError naming the nearest key, or all keys if none is near, if no column has the given key."""
+        "name" sorts by the runs' names. If `key` is None, sorts by the first column of LOSSES that two runs have, or
+        else by the first that one run has; runs without this loss are sorted by the next column of LOSSES. If the table
+        has no column of LOSSES, sorts by the names. Raises UserError if no column has the given key. The message names
+        the nearest key, or all keys if none is near."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))
@@ -198,9 +199,9 @@ def machine_of(record: RunRecord) -> str | None:
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
-    """Return a column for each setting with more than one value: keys of model.json and train.json, then the dataset's
-    content, the machine, torch and the precision. A missing value does not count as another value, because runs of an
-    earlier version lack some keys."""
+    """Return a column for each setting with more than one value: keys of model.json and train.json (attention: the
+    kernel that was used), then the dataset's content, the machine, torch and the precision. A missing value does not
+    count as another value, because runs of an earlier version lack some keys."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping) and "sha256" in split]
@@ -261,9 +262,9 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 
 
 def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_reported: bool = False) -> list[Column]:
-    """Return a column for each basis (text or task that was measured) in `found`, which has the numbers on this basis
-    by the runs' rows. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the row's cell in
-    each column where this cell is empty."""
+    """Return a column for each basis (text or task that was measured) in `found`, which has, for each basis, the
+    numbers by the runs' rows. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the row's
+    cell in each column where this cell is empty."""
     columns = []
     for number, (basis, measured) in enumerate(found.items(), 1):
         cells = []
@@ -284,9 +285,9 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the table in lines of at most 80 characters: one block of the most important columns, the settings that
-    differ, the texts of `below_lines`, the names of the columns not shown, what the numbers were measured on, the
-    reasons for empty cells, and the runs' problems."""
+    """Yield the table in lines of at most 80 characters (more for long names that `cut_names` keeps): one block of the
+    most important columns, the settings that differ, the texts of `below_lines`, the names of the columns not shown,
+    what the numbers were measured on, the reasons for empty cells, and the runs' problems."""
     remarks: dict[str, int] = {}  # the numbers of the remarks in the cells
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
@@ -342,8 +343,9 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 
 def _fitting(table: RunsTable, room: int) -> list[Column]:
-    """Return the columns that fit into `room` characters, chosen in this order: the state, the column that the table is
-    sorted by, the columns of HEADINGS, then scores and benchmarks."""
+    """Return the columns that fit into `room` characters, MOST_COLUMNS - 1 at most, chosen in this order: the state,
+    the column that the table is sorted by, the columns of HEADINGS, then scores and benchmarks. Settings and columns
+    with the same value in all runs are left out."""
     order = [*HEADINGS]
     omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 

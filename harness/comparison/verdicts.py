@@ -57,7 +57,7 @@ class Arm:
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
-        """Mean loss of each window over the arm's runs, [windows]. Only for an arm with `windows`, the same number for
+        """Mean loss of each window over the arm's runs, [windows]. Only for an arm that has `windows`, equally many for
         each run."""
         return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
 
@@ -77,7 +77,7 @@ class Arm:
 class Difference:
     """Mean loss of an arm (runs that differ only in the seed) minus the mean loss of the baseline, in nats. Negative if
     the arm is better. `training`, `text` and `total` estimate this difference with the noise of one kind, or of both
-    kinds. Each is Inconclusive, with the reason, if that noise is not known."""
+    kinds. Each is Inconclusive, with the reason, if that noise is not known; `total` leaves out unknown text noise."""
 
     value: float
     training: LossEstimate | Inconclusive  # other seeds, the same text
@@ -120,7 +120,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
       the sentence says so. If the arm of the single run is 4 times as noisy as the others, the 95 % interval contains
       the true difference in 65 % of experiments or fewer.
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
-      the interval of the difference that these trained models would have on other text.
+      the interval of the difference that these trained models would have on other text, if text noise is known.
+    - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
     standard deviations differ by up to a factor of 4. With 2 runs in an arm, 90 to 98 % of them do, because Welch's
@@ -197,7 +198,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) ->
     models = f"these models differ by {difference.value:+.3f} nats on this text"
     if isinstance(difference.text, LossEstimate):
         low, high = interval = difference.text.interval()
-        within = "is within text noise, too" if difference.text.may_be_zero() else "is beyond text noise"
+        within = "is within text noise" if difference.text.may_be_zero() else "is beyond text noise"
         digits = _digits(interval)
         ends = f"{low:+.{digits}f} to {high:+.{digits}f}"
         models = f"{difference.value:+.{digits}f} nats {within} (95 % interval {ends})"
@@ -246,10 +247,10 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     only in their seeds. `chance` names what differs with these (see `Arms`). If no arm has two runs, or if seeds do not
     change the loss, returns one sentence that says so.
 
-    Up to two more sentences are about inconclusive verdicts. One gives the number of seeds to detect a difference of
-    the size that was measured, for each arm where training noise alone can explain this difference. The other names the
-    arms where text noise (from the choice of the text) can explain the difference, because more seeds would not reduce
-    text noise.
+    Up to two more sentences are about inconclusive verdicts that have an interval. One gives the number of seeds to
+    detect a difference of the size that was measured, for each arm where training noise alone can explain this
+    difference. The other names the arms where text noise (from the choice of the text) can explain the difference,
+    because more seeds would not reduce text noise.
 
     Holm's correction is applied neither to these numbers of seeds nor to the choice of the arms: each stands for a test
     of one arm alone against the baseline. The numbers leave out text noise.

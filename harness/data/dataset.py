@@ -64,7 +64,8 @@ class TokenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file and read its header. Raises UserError if it is missing, damaged or not a token file."""
+        """Open the file and read its header. Raises UserError if it is missing, unreadable, damaged or not a token
+        file."""
         self.path = path
         try:
             self._tokens = safe_open(path, "numpy").get_slice("tokens")
@@ -78,7 +79,8 @@ class TokenFile:
             raise UserError(f"{path}: not a readable token file: {error}") from None
         shape, dtype = self._tokens.get_shape(), self._tokens.get_dtype()
         if len(shape) != 1 or dtype not in TOKEN_DTYPES:
-            raise UserError(f"{path}: `tokens` must be 1-D and U16 or U32, not {list(shape)} and {dtype}")
+            found = f"`tokens` has shape {list(shape)} and dtype {dtype}"
+            raise UserError(f"{path}: {found}, but must be 1-D and U16 or U32; make the dataset again")
         self.dtype = TOKEN_DTYPES[dtype]
         self._length: int = shape[0]
         self._bytes = path.stat().st_size
@@ -93,8 +95,9 @@ class TokenFile:
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
     def read_ahead(self, starts: np.ndarray, count: int) -> None:
-        """Ask the operating system to load `count` tokens from each of these positions on, without waiting. It reads
-        many at once, while a `read` of tokens that are not in memory waits for the disk each time."""
+        """Ask the operating system to load `count` tokens from each position in `starts` on, without waiting. It loads
+        many at once, while a `read` of tokens that are not in memory waits for the disk each time. Does nothing if the
+        system has no such call or refuses it."""
         size = np.dtype(self.dtype).itemsize
         offset = self._bytes - len(self) * size  # the tokens are the end of the file
         # macOS has no such call, and some network file systems refuse it.
@@ -110,10 +113,12 @@ class TokenFile:
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the dtype, the length, and FINGERPRINT_SAMPLES samples at equal distances.
+        """Return, in hexadecimal, the SHA-256 of the dtype, the length, and FINGERPRINT_SAMPLES samples at equal
+        distances, each of FINGERPRINT_SAMPLE_TOKENS tokens.
 
-        A file with another tokenization, order or selection of documents has another fingerprint. A few changed tokens
-        between the samples do not change the fingerprint. Computing it takes milliseconds for 20 GiB.
+        It shows, in practice, whether a file has another tokenization, shuffle or selection of documents. Changes
+        between the samples that keep the length do not change the fingerprint. Computing it takes milliseconds for 20
+        GiB.
         """
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
@@ -140,8 +145,9 @@ class Dataset:
         """Open the dataset in `folder`, which need not be in DATASETS_DIR. `name` defaults to the last two parts of the
         folder's path. Reads meta.json, but no token file.
 
-        Raises UserError if the folder is missing, if meta.json is invalid, if there is a tokenizer.json but no
-        meta.json, or if the folder lacks the tokenizer or one of the .safetensors and .json files that meta.json lists.
+        Raises UserError if the folder is missing or is a file, if meta.json is invalid, if there is a tokenizer.json
+        but no meta.json, or if the folder lacks the tokenizer or one of the .safetensors and .json files that meta.json
+        lists.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
@@ -184,8 +190,8 @@ class Dataset:
         return self.folder / check_name(self.meta.tokenizer, f"{self.folder}/meta.json: tokenizer")
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Return the mean number of UTF-8 bytes of text per token of the split, or None if meta.json has no counts, or
-        counts of 0."""
+        """Return the mean number of UTF-8 bytes of text per token of the split, or None if one of the two counts in
+        meta.json is missing or 0."""
         counts = self.meta.splits.get(split, SplitMeta())
         return counts.bytes / counts.tokens if counts.bytes and counts.tokens else None
 
@@ -211,7 +217,7 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
     if len(parts) != 2:
         raise UserError(f"{given_as} {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
     if max(map(len, parts)) > LONGEST_HUB_NAME:
-        raise UserError(f"{given_as} {quoted(name)}: longer than {LONGEST_HUB_NAME} characters")
+        raise UserError(f"{given_as} {quoted(name)}: owner or name is longer than {LONGEST_HUB_NAME} characters")
     owner, short = (check_name(part, f"{given_as} {quoted(name)}") for part in parts)
     return owner, short
 
@@ -233,8 +239,8 @@ def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> 
 
 def did_you_mean(datasets_dir: Path, name: str) -> str:
     """Return the text `; did you mean "owner/name"?`, which completes a message about a missing dataset. It names a
-    dataset in DATASETS_DIR whose name is similar to `name`, or whose short name is `name`. Return "" if there is
-    none."""
+    dataset in DATASETS_DIR that has a train split, and whose name is similar to `name` or whose short name is `name`.
+    Return "" if there is none."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     near = nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
@@ -310,9 +316,13 @@ def remembered(
     scan: Callable[[], dict[str, Any]],
     parse: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """Return `parse(result)` of the result of `scan()`. The result is saved under `name` in DATASETS_DIR/.scans. If it
-    was saved there with the same `files` (a JSON value that identifies the scanned files), `scan` is not called. If
-    `parse` raises ValueError, LookupError or TypeError for the saved result, `scan` is called again."""
+    """Return `parse(result)`, where `result` is the dict that `scan()` returns. The result is saved in
+    DATASETS_DIR/.scans, under the names of the dataset and `name`, if that folder can be written.
+
+    `scan` is not called if a result was saved with the same `files` (a JSON value that identifies the scanned files).
+    It is called nevertheless if the saved result is damaged, so that `parse` raises ValueError, LookupError or
+    TypeError for it.
+    """
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a foreign file
         known = json.loads(memory.read_text())

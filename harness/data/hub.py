@@ -59,8 +59,9 @@ def download_dataset(name: str, folder: Path) -> None:
 
 
 def _fetch(work: HubWork, partial: Path) -> None:
-    """Download the files that `partial` lacks, verify all files, and rename `partial` to `work.folder`. Raises
-    UserError if the disk has too little space, or if a file cannot be downloaded."""
+    """Delete the files in `partial` that this download cannot use, download the files that `partial` lacks, verify all
+    files, and rename `partial` to `work.folder`. Raises UserError if the list of files cannot be read, if the disk has
+    too little space, or if a file cannot be downloaded."""
     hide_bars_from_files()
     revision, files = list_files(work)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}
@@ -86,8 +87,8 @@ def _fetch(work: HubWork, partial: Path) -> None:
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
     """Create and lock `partial`, the folder of an unfinished download, for the `with` body, so that only one process of
-    this machine at a time downloads the dataset. Waits for a process that has the lock. After the body, deletes
-    `partial` if it is empty. Raises UserError if `partial` is a link."""
+    this machine at a time downloads the dataset. Waits for a process that has the lock. On a file system without locks,
+    takes no lock. After the body, deletes `partial` if it is empty. Raises UserError if `partial` is a link."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def _alone_in(partial: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        print(f"another process is downloading {partial}; waiting for it", file=sys.stderr, flush=True)
+        print(f"another process is downloading to {partial}; waiting for it", file=sys.stderr, flush=True)
         lock.acquire()
     except OSError:
         pass  # some network file systems have no locks; there the user must start one download at a time

@@ -1,8 +1,7 @@
-"""Microbatches of a split for each rank. The windows of a split (the tokens of one sequence each) have an order
-(order.py), in which they form a sequence of microbatches, and one formula (`TokenLoader._indexes`) gives the
-microbatches that a rank reads at a step. The data loader keeps no state between steps, so a run can resume at any step.
-If the global batch size changes during a run, the size at a step depends only on the number of tokens before that step
-(`BatchSchedule`).
+"""Microbatches of a split for each rank. A window has the tokens of one sequence. The windows of a split, in their
+order (order.py), form a sequence of microbatches. One formula (`TokenLoader._indexes`) gives the microbatches that a
+rank reads at a step. The data loader keeps no state between steps, so a run can resume at any step. If the global batch
+size changes during a run, the size at a step depends only on the number of tokens before that step (`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ class BatchSchedule:
         """Return the batch layouts of a run from the point where it has seen `tokens_seen` tokens.
 
         Each entry of `layouts` is (tokens, layout): the layout applies to steps that begin when the run has seen at
-        least `tokens` tokens. The entries are in ascending order of tokens, and the first entry's tokens are 0.
+        least `tokens` tokens, but fewer than the next entry's. The entries are in ascending order of tokens, and the
+        first entry's tokens are 0.
         """
         current = max(index for index, (seen, _) in enumerate(layouts) if seen <= tokens_seen)
         stages = [Stage(0, 0, layouts[current][1])]
@@ -123,8 +123,8 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of B windows of T + 1 tokens: a sequence's T inputs, and one token more, because the targets are the
-    inputs shifted by one."""
+    """Microbatch of B sequences: the T input tokens of each, and one token more, because the targets are the inputs
+    shifted by one."""
 
     windows: np.ndarray  # (B, T + 1) in the file's dtype
     # Number of windows, from the first one on, that count in an evaluation; the others only fill the microbatch. None:
@@ -142,7 +142,8 @@ class Microbatch:
         return self.windows[:, 1:]
 
     def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, (B, T) int64 each, on `device`. The copy to a GPU is asynchronous."""
+        """Return inputs and targets, (B, T) int64 each, on `device`, which is the CPU or a CUDA GPU. The copy to a GPU
+        is asynchronous."""
         import torch  # imported here, because commands that only inspect a dataset do not need torch
 
         tokens = torch.from_numpy(np.stack((self.windows[:, :-1], self.targets), dtype=np.int64))
@@ -152,8 +153,8 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Data loader of a split: microbatches of one size, in an order of the split's windows, from window number
-    `first_window` of that order on.
+    """Data loader of a split, or of the same split of several datasets. It makes microbatches of one size from windows
+    in the order `order`, from window number `first_window` on.
 
     `batches` gives each step's batch layout if the number of accumulation steps changes during the run. World size,
     microbatch size and context length are always those of `layout`.

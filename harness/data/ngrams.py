@@ -1,6 +1,6 @@
 """Hashes of the 13-grams of a text: sequences of 13 consecutive tokens, by which two texts are found to have parts in
-common. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165, appendix C) use 13 words, since shorter
-sequences are also common by chance.
+common. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165, appendix C) use 13 words, since two
+texts often share shorter sequences by chance.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ POWERS, INVERSE_POWERS = _powers(FACTOR), _powers(pow(FACTOR, -1, 2**64))  # mod
 def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
     """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens.
 
-    The hash is that of a polynomial with the 13 tokens, plus 1 each, as coefficients. The polynomial is computed as the
-    difference of two prefix sums (Karp and Rabin, "Efficient randomized pattern-matching algorithms", 1987).
+    The hash is `hash64` of the value of a polynomial, modulo 2**64, whose coefficients are the 13 tokens, plus 1 each.
+    The value is computed from the difference of two prefix sums (Karp and Rabin, "Efficient randomized pattern-matching
+    algorithms", 1987).
     """
     hashes = np.empty(max(0, len(tokens) - NGRAM + 1), np.uint64)
     for at in range(0, len(hashes), BLOCK_TOKENS):
@@ -58,8 +59,8 @@ def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def sampled_below(tokens: int) -> np.uint64:
-    """Return a bound below which about MOST_NGRAMS of a text's hashes lie, or all if it has fewer than MOST_NGRAMS
-    tokens. `tokens` is its number of tokens."""
+    """Return a uint64 bound. About MOST_NGRAMS hashes of a text of `tokens` tokens are below it, or all if the text has
+    at most MOST_NGRAMS tokens."""
     return np.uint64((2**64 - 1) * MOST_NGRAMS // max(tokens, MOST_NGRAMS))
 
 
@@ -74,7 +75,8 @@ class NgramIndex:
         self._may_be_here[self.hashes & self._low_bits] = True
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indexes of the `hashes` that this index has, and their positions in `self.hashes`."""
+        """Return which of `hashes` are in this index, as indices into `hashes`, and their positions in `self.hashes`:
+        two arrays of (found,) int64."""
         low_bits = (hashes & self._low_bits).view(np.int64)  # `take` is several times as fast with these
         likely = np.flatnonzero(self._may_be_here.take(low_bits))
         places = np.searchsorted(self.hashes, hashes[likely])
@@ -84,7 +86,8 @@ class NgramIndex:
 
 
 def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document of a split, without the end-of-text token."""
+    """Yield the tokens of each document of a split, (tokens,) uint32, without the end-of-text token. Tokens after the
+    last end-of-text token are a document, too."""
     rest = np.empty(0, np.uint32)
     for at in range(0, len(file), READ_TOKENS):
         tokens = np.concatenate([rest, file.read(at, READ_TOKENS).astype(np.uint32)])

@@ -1,8 +1,8 @@
 """Order in which the windows of one or more splits are read: front to back or shuffled, once or several times.
 
-A window is the T input tokens of a sequence; the token after them is its last target, and begins the next window. The
-order is a function of the window's number in the run alone, so that a run resumes at any window, on any number of
-ranks, and no list of windows is kept.
+A window is the T input tokens of a sequence; the token after them is its last target, and begins the next window. A
+window's place depends only on its number in the run and on the arguments of `WindowOrder`. So a run resumes at any
+window, on any number of ranks, and no list of windows is kept.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class WindowOrder:
         seed: int | None = None,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        """`splits` are the numbers of tokens of the splits. The tokens before `first_token` of each split are not read.
-        A token must follow the last window of a split, as its last target."""
+        """Define the order. `splits` are the numbers of tokens of the splits. The tokens before `first_token` of each
+        split are not read. Of the others, only whole windows that a token follows (their last target) are read."""
         self.context_length = context_length
         self.first_token = first_token
         self.seed = seed
@@ -73,7 +73,7 @@ class WindowOrder:
         return self._firsts[split] + places * self.context_length
 
     def read(self, windows: int) -> np.ndarray:
-        """Return how many of the run's first `windows` windows are from each split."""
+        """Return how many of the run's first `windows` windows are from each split: (splits,) int64."""
         periods, rest = divmod(windows, len(self._pattern))
         return periods * self._counts + np.bincount(self._pattern[:rest], minlength=len(self.windows))
 
@@ -91,9 +91,9 @@ class WindowOrder:
 
 
 def interleave(weights: Sequence[float]) -> np.ndarray:
-    """Return the sequence in which items of these weights take turns, as their indices. The sequence is to be repeated.
-    It has at most PERIOD entries, or a few more if items with shares below 1 / PERIOD get one entry each. In it, each
-    item has its share, rounded to a multiple of 1 / PERIOD, but not to 0.
+    """Return the indices of items with these weights, in the order in which the items take turns: (turns,) int64. The
+    sequence is to be repeated. In it, each item has its share, rounded to a multiple of 1 / PERIOD, but not to 0. So it
+    has at most PERIOD entries, or a few more if items with shares below 1 / PERIOD get one entry each.
 
     The turns are those of smooth weighted round-robin, as in nginx: each item has credit, which grows by its share in
     each turn; the item with the most credit is next, and loses the sum of all shares.
@@ -131,7 +131,8 @@ def permute(numbers: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
 
 def _feistel(numbers: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     """Permute numbers of `bits` bits, which are split into two halves (if `bits` is odd, the lower half has one bit
-    more). In turn, each key changes one half by a hash of the other half and the key."""
+    more). Each key changes one half, alternately the lower and the upper one, by a hash of the other half and the
+    key."""
     low_bits, high_bits = np.uint64(bits - bits // 2), np.uint64(bits // 2)
     high, low = numbers >> low_bits, numbers & ((np.uint64(1) << low_bits) - np.uint64(1))
     for index, key in enumerate(keys):

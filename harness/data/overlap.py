@@ -1,7 +1,8 @@
 """Leave out documents that stand in a held-out split, so that no model is tested on text that it was trained on.
 
-A document is left out if its normalized text is that of a held-out document, or if most of its 13-grams are in the
-held-out split.
+A document is left out if its normalized text is that of a held-out document, or if more than half of its 13-grams are
+in the held-out split. Only a sample of the 13-grams is compared if the held-out splits are long. A long document is
+judged by its beginning.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class HeldOutHashes:
     """Text of held-out splits, as hashes: of each document, and of 13-grams of tokens."""
 
     def __init__(self, splits: Sequence[tuple[Dataset, str]], tokenizer: Tokenizer) -> None:
-        """Read the splits, as 13-grams of `tokenizer`. Raises UserError if a split cannot be read."""
+        """Read the splits, and hash their documents and their 13-grams of tokens of `tokenizer`. Raises UserError if a
+        split or its tokenizer cannot be read, or if a token id is not in its vocabulary."""
         self.eot_token = tokenizer.eot_token
         self.below = sampled_below(sum(len(dataset.split(split)) for dataset, split in splits))
         self.texts: set[bytes] = set()
@@ -44,7 +46,7 @@ class HeldOutHashes:
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the batches without the documents that stand in the held-out text. A document that goes on in a later
-        batch is judged by its beginning, about a million characters."""
+        batch is judged by its part in its first batch, one or two million characters."""
         is_left_out: bool | None = None  # of the document that the batch before has begun
         for encoded in batches:
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch
@@ -81,7 +83,7 @@ class HeldOutHashes:
 
 
 def digest(text: str) -> bytes:
-    """Return a hash of a text's words, in lower case and without punctuation."""
+    """Return a 16-byte hash of a text's words, in lower case and without punctuation."""
     return hashlib.blake2b(" ".join(re.findall(r"\w+", text.lower())).encode(), digest_size=16).digest()
 
 
@@ -90,7 +92,7 @@ class HeldOutSplits:
     as meta.json records them."""
 
     def __init__(self, names: Sequence[str], datasets_dir: Path) -> None:
-        """Open the splits that `names` has as DATASET:SPLIT; DATASET is a folder, or the name of a dataset in
+        """Open the splits. Each of `names` is DATASET:SPLIT, where DATASET is a folder, or the name of a dataset in
         `datasets_dir`. Raises UserError if a name has another form, or if a dataset or split cannot be opened."""
         self.splits: list[tuple[Dataset, str]] = []
         self.described: list[list[str]] = []

@@ -33,8 +33,8 @@ class SplitFacts:
 
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
-    """Count a split's tokens, documents and bytes of text. Reads the whole file. If a token id is beyond the
-    vocabulary, the count of bytes is incomplete."""
+    """Count a split's tokens, documents and bytes of text, and find its largest token id and the length of its longest
+    document. Reads the whole file. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -63,8 +63,9 @@ def _check_is_dataset(dataset: Dataset) -> None:
 
 
 def verify(dataset: Dataset) -> list[str]:
-    """Compare the tokenizer and every split with meta.json: hashes, dtype, range of token ids, and counts, as far as
-    meta.json has them. Return a line of text for each split, and a line for the whole dataset.
+    """Compare the tokenizer and every split with meta.json, as far as meta.json describes them: hashes, vocab_size,
+    eot_token, dtype and counts. Also check that the tokenizer has every token id. Return a line of text for each split,
+    and a line for the whole dataset.
 
     Raises RunError with a list of all differences, or UserError if there is no dataset or a file cannot be read.
     """

@@ -81,14 +81,15 @@ class Tokenizer:
 
         Raises UserError for an id that is not in the vocabulary.
         """
-        if any(not 0 <= token < self.vocab_size for token in tokens):
-            raise UserError(f"token ids must be between 0 and {self.vocab_size - 1} to be decoded")
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise UserError(f"token id {token} cannot be decoded: it must be between 0 and {self.vocab_size - 1}")
         return b"".join([self._token_bytes[token] for token in tokens]).decode(errors="replace")
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of each token in turn, and one more text at the end. For a character of several tokens, yield
-        an empty string for each token but the last, and the character for the last. The text at the end is U+FFFD if
-        the tokens end inside a character, otherwise empty."""
+        """Yield the text of each token in turn, and one more text at the end. A character of several tokens is yielded
+        with its last token. Invalid UTF-8 becomes U+FFFD. The text at the end is U+FFFD if the tokens end inside a
+        character, otherwise empty."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[token])
@@ -106,8 +107,9 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     """Return GPT-2's tokenizer for "gpt2", otherwise the tokenizer in a file. A file whose name ends in TIKTOKEN_SUFFIX
     has the contents that `encoding_file` returns. Any other file is the tokenizer.json of a byte-level BPE.
 
-    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing or damaged, if
-    the tokenizer has no end-of-text token, or if text changes when the tokenizer encodes and decodes it.
+    Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing, damaged or of
+    another kind, if the tokenizer has no end-of-text token, or if text changes when the tokenizer encodes and decodes
+    it.
     """
     if name_or_file == "gpt2":
         return load_encoding("gpt2")
@@ -130,7 +132,7 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
     encoding = read_encoding(name_or_file)
     special = encoding._special_tokens
     if END_OF_TEXT not in special:
-        raise UserError(f"{name_or_file}: has no {END_OF_TEXT} token, which separates documents")
+        raise UserError(f"{name_or_file}: has no {END_OF_TEXT} token, which separates documents; use another encoding")
     token_bytes = [b""] * encoding.n_vocab  # stays empty for the unused ids of some encodings
     for token, rank in encoding._mergeable_ranks.items():
         token_bytes[rank] = token
@@ -255,7 +257,7 @@ def load_bpe(path: Path) -> Tokenizer:
 def character_of_byte() -> dict[int, str]:
     """Return a dict from each byte to the character that stands for it in a tokenizer.json, as defined by GPT-2. A
     printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other bytes, in
-    order. (The soft hyphen, U+00AD, is not printable.)
+    order. (The spaces U+0020 and U+00A0, and the soft hyphen U+00AD, do not count as printable.)
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -264,7 +266,7 @@ def character_of_byte() -> dict[int, str]:
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens: Sequence[str] = ()) -> None:
     """Train a byte-level BPE with exactly `vocab_size` tokens, and save it as `path`. Token 0 is end-of-text, and the
-    next ones are `special_tokens`; no text is encoded as any of them.
+    next ones are `special_tokens`; the tokenizer that `load_bpe` returns encodes no text as any of them.
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
     `vocab_size` is at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises UserError if

@@ -28,7 +28,8 @@ class JoinedTokens:
         return self.ends[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens from `start` on, or fewer if the file that holds the first one ends before."""
+        """Return `count` tokens from position `start` on, or fewer at the end of the file that has the token at
+        `start`. `start` must be less than the number of all tokens."""
         index = bisect_right(self.ends, start)
         return self.files[index].read(start - (self.ends[index - 1] if index else 0), count)
 
@@ -85,9 +86,9 @@ class TrainingData:
                 check_token_ids(part, split, vocab_size)
 
     def record(self) -> dict[str, Any]:
-        """Return name and fingerprint of the data, as checkpoints and the summary record them. Of several datasets,
-        each one's fingerprint and weight are recorded under "sources", and for each split that all of them have, the
-        sum of the tokens and a hash of all fingerprints and weights."""
+        """Return the name and the fingerprint of the data, as checkpoints and the summary record them. For several
+        datasets, "sources" has the weight and the fingerprint of each. For each split that all of them have, the record
+        has the sum of the tokens, and a hash of the weights and of the fingerprints of this split."""
         name, *others = (part.name for part in self.parts)
         if not others:
             return {"name": name, **self.parts[0].fingerprint()}
@@ -105,5 +106,6 @@ class TrainingData:
 
 
 def are_present(datasets_dir: Path, names: Iterable[str], splits: list[str]) -> bool:
-    """Return True if all of these datasets are on this machine. Raises UserError as `is_present` does."""
+    """Return True if all of these datasets are on this machine, with the files of `splits`. Raises UserError as
+    `is_present` does."""
     return all(is_present(datasets_dir, name, splits) for name in names)

@@ -57,7 +57,8 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     Initializes the default process group of torch.distributed, which all-reduces gradients on the ranks' devices. Its
     timeout is BACKSTOP_SECONDS longer than `timeout_seconds`, the watchdog's. Returns a second process group, on the
     CPU, whose timeout is long enough for any work of another rank, and a store with a connection of its own for the
-    watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached.
+    watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached, and RunError if another process
+    has the port.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if here.world_size == here.local_world_size and loopback:  # one machine; the user's settings have precedence
@@ -173,7 +174,9 @@ def connection_errors_as_peer_errors() -> Iterator[None]:
                 "share, such as eth0"
             ) from None
         if TIMED_OUT_TEXT in text:
-            raise RunError("timed out waiting for another rank; no rank was found stuck") from None
+            raise RunError(
+                "timed out waiting for another rank; no rank was found stuck; run the same command again to continue"
+            ) from None
         if not any(each in text for each in PEER_GONE_TEXTS):
             raise
         raise PeerError("the connection to another rank is gone") from None

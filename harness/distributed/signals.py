@@ -66,7 +66,7 @@ class StopRequest:
 
         Raises RunStopped before the same step on all ranks if any rank has a reason to stop. The ranks exchange their
         reasons while the previous step computes, so that no rank waits for the exchange. A reason that comes up during
-        the last step changes nothing, because the run ends anyway.
+        the last step, or during the step before it if that is short, changes nothing, because the run ends anyway.
         """
         wait_for_maxima, step_seconds = world.async_max(self.reason, 0), 0.0
         for step in steps:
@@ -120,7 +120,7 @@ class SharedWork:
         `work` is given an iterator over the numbers of this rank's pieces and returns their results, or an exception,
         which is then raised on every rank. The iterator raises Interrupted, which `work` must not catch. While `work`
         runs, the watchdog reports a fault if this rank makes no progress for too long. Raises RunStopped on every rank
-        if any rank was asked to stop meanwhile.
+        if a request to stop has interrupted any rank.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1

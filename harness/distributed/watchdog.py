@@ -244,7 +244,8 @@ class Watchdog:
         )
 
     def _exchange(self, store: Any, keys: list[str]) -> None:
-        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped."""
+        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped or the launcher has
+        ended."""
         number = 0
         # The launcher may hold the store. If it has been killed, the ranks end soon and print the reason themselves.
         while not self._ended.wait(self._pause) and not is_launcher_gone():
@@ -257,7 +258,9 @@ class Watchdog:
             self.heartbeats.receive(received, time.monotonic())
 
     def _watch(self) -> None:
-        """Check the heartbeats regularly, and end this process if `diagnose` finds a fault."""
+        """Check the heartbeats regularly, until the watchdog is stopped or the launcher has ended. End this process if
+        `diagnose` finds a fault or another rank of this machine has printed one, unless this process is ending
+        already."""
         looked = time.monotonic()
         while not self._ended.wait(self._pause) and not is_launcher_gone():
             now = time.monotonic()

@@ -122,8 +122,8 @@ class World:
 
     def all_reduce_seconds(self, size: int, least: float) -> float:
         """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. It is
-        the mean of as many as take about `least` seconds, because ranks leave a barrier up to a millisecond apart, in
-        which NCCL exchanges hundreds of megabytes. Needs at least two ranks. Collective."""
+        the mean of as many as take about `least` seconds (at most 2,001), because ranks leave a barrier up to a
+        millisecond apart, in which NCCL exchanges hundreds of megabytes. Needs at least two ranks. Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
 
         def seconds_of(count: int) -> float:

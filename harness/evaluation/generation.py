@@ -46,14 +46,14 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
     if max(tokens) >= vocab_size:
         raise UserError(
             f"the prompt has token {max(tokens)}, beyond the model's vocabulary of {vocab_size}: the tokenizer is "
-            "another model's (a checkpoint has its own beside its weights)"
+            "another model's; put this model's own beside its weights, and its file name into meta.json"
         )
     return tokens
 
 
 def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
-    """Return the prompt continued by up to `count` tokens. The text ends before an end-of-text token. Raises UserError
-    as `encode_prompt` does, and RunError if a logit is not finite."""
+    """Return the prompt continued by up to `count` tokens; `count` is at least 1. The text ends before an end-of-text
+    token. Raises UserError as `encode_prompt` does, and RunError if a logit is not finite."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
     return tokenizer.decode(tokens + more)
@@ -165,7 +165,10 @@ class GrowingRows:
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose one token id from a row of logits. Raises RunError if a logit is not finite."""
     if not torch.isfinite(logits_V).all():
-        raise RunError("the model's logits are not finite: its weights are broken, or its training diverged")
+        raise RunError(
+            "the model's logits are not finite: its weights are broken, or its training diverged; use another "
+            "checkpoint"
+        )
     if sampling.temperature < COLDEST:
         return int(logits_V.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits_V):

@@ -46,7 +46,7 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
 
     A continuation that fits the context length takes one window, whose context is cut from the left if necessary. A
     longer continuation takes several windows, and the last position of each sees `context_length` tokens, as in
-    lm-eval's rolling windows.
+    lm-eval's rolling windows. An empty continuation takes none.
     """
     tokens = (*context, *continuation)
     for start in range(len(context), len(tokens), context_length):

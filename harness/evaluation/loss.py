@@ -180,7 +180,8 @@ class HeldOutText:
     def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
         """Measure and return the loss of `model` (loaded from the weights of `self.model`), with a progress bar on a
         terminal. If the weights are those of a run's checkpoint, the loss is also written to the run's results; if
-        writing fails, a warning is printed. Raises UserError if the model's device does not support the precision."""
+        writing fails, a warning is printed. Raises UserError if the model's device does not support the precision, or
+        if the dataset's tokenizer cannot be loaded."""
         device = next(model.parameters()).device
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
@@ -227,10 +228,11 @@ class HeldOutText:
         return TestLoss(text, description, precision.name, loss, bits, counted is not None, trained_on)
 
     def _counted_bytes_per_token(self) -> float | None:
-        """Return the mean number of UTF-8 bytes of the predicted tokens, counted with the dataset's tokenizer.
+        """Return the mean number of UTF-8 bytes per predicted token, counted with the dataset's tokenizer.
 
         Returns None if GPT-2's vocabulary is needed and not on this machine (it is not downloaded for this), if a token
-        is not in the tokenizer's vocabulary, or if the tokens have no bytes at all.
+        is not in the tokenizer's vocabulary, or if the tokens have no bytes at all. Raises UserError if the dataset's
+        tokenizer file cannot be loaded.
         """
         tokenizer = _tokenizer_here(self.dataset.tokenizer)
         if tokenizer is None:
@@ -247,15 +249,17 @@ class HeldOutText:
 def held_out_texts(
     model: TrainedModel, datasets_dir: Path, *, dataset: str | None = None, **options: Any
 ) -> list[HeldOutText]:
-    """Return the texts for testing a model: that of `dataset` or, if it is None, one of each dataset that the model was
-    trained on (not known: the default of `HeldOutText.choose`). The `options` and errors are those of that method."""
+    """Return the texts for testing a model: that of `dataset` or, if it is None, one for each dataset that the model
+    was trained on. If those are not known, return the default text of `HeldOutText.choose`. The `options` and errors
+    are those of that method."""
     names: list[str | None] = [dataset] if dataset else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 
 
 def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
-    """Return True if each token id stands for the same bytes in both tokenizers ("gpt2", or a tokenizer's file). Also
-    return True if one of them is GPT-2's and its vocabulary is not on this machine."""
+    """Return True if both tokenizers ("gpt2", or a tokenizer's file) have the same end-of-text token, and each token id
+    stands for the same bytes in both. Also return True if one of them is GPT-2's and its vocabulary is not on this
+    machine. Raises UserError if a file cannot be loaded."""
     if first == second:
         return True
     one, other = _tokenizer_here(first), _tokenizer_here(second)
@@ -263,7 +267,8 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
 
 
 def _tokenizer_here(name: str | Path) -> Tokenizer | None:
-    """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine."""
+    """Return the tokenizer, or None if it is GPT-2's and its vocabulary is not on this machine. Raises UserError if a
+    tokenizer's file cannot be loaded."""
     return load_tokenizer(name) if isinstance(name, Path) else load_gpt2_offline()
 
 

@@ -20,13 +20,14 @@ GPT2_EOT_TOKEN = 50256  # known without GPT-2's vocabulary, which may not be on 
 
 def training_overlap(model: TrainedModel, held_out: Dataset, split: str, datasets_dir: Path) -> Overlap | Inconclusive:
     """Return how much of a split stands in the train splits that a model was trained on, or the reason why this is not
-    known. The first call reads these train splits; the result is saved in DATASETS_DIR/.scans."""
+    known. The first call reads these splits; the result is saved in DATASETS_DIR/.scans. Raises UserError if the
+    held-out split or its tokenizer cannot be read."""
     try:
         training = _train_splits(model, datasets_dir)
     except UserError as error:
         return Inconclusive(str(error))
     if _dict(model.meta, "train").get("initial_weights") is not None:
-        return Inconclusive("it began with initial_weights, and what those were trained on is not recorded")
+        return Inconclusive("the model began with initial_weights, and what those were trained on is not recorded")
     if not training:
         return Inconclusive("the model does not say which dataset it was trained on")
     files = [file.fingerprint() for file in (held_out.split(split), *training)]
@@ -42,8 +43,8 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
 
 
 def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
-    """Return the train splits of the model's datasets. Raises UserError if one of them is not on this machine, or is
-    another one than the model was trained on."""
+    """Return the train splits of the model's datasets. Raises UserError if one of them is missing, damaged, or another
+    one than the model was trained on, or if the train.json that names the datasets is not valid."""
     recorded = _dict(model.meta, "dataset")
     found = []
     for name in model.datasets:

@@ -65,15 +65,15 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model`, which was loaded from `files`, to a new folder that the scripts of Giles Thomas's lab notebook
-    can load. Return remarks for the user.
+    """Write `model`, which was loaded from `files`, to a new folder that the scripts of Giles Thomas's lab notebook can
+    load. Return remarks for the user.
 
     The scripts read model.json and model.safetensors. For our own commands the folder also has a meta.json that names
     the tokenizer, and the tokenizer's file unless it is GPT-2's. `dtype` is a key of DTYPES.
 
-    Raises UserError if the notebook's program cannot compute the model, if the tokenizer has more tokens than the
-    model, or if the folder exists and is not empty. Raises RunError if the folder cannot be written. No partial folder
-    remains.
+    Raises UserError if the notebook's program cannot compute the model, if the tokenizer cannot be loaded or has more
+    tokens than the model, or if the folder exists and is not empty. Raises RunError if the folder cannot be written. No
+    partial folder remains.
     """
     shape, tokenizer, notes = model.config, files.tokenizer_file, []
     check_for_notebook(shape, files.config_source)
@@ -102,10 +102,12 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
 
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
-    """Write the tokenizer that `load_tokenizer(name_or_file)` loads to `folder` in the format of transformers:
-    tokenizer.json and tokenizer_config.json. `context_length` is recorded as the greatest length of a text in tokens.
+    """Write a tokenizer to `folder` in the format of transformers: tokenizer.json and tokenizer_config.json.
+    `name_or_file` is an argument of `load_tokenizer`. `context_length` is recorded as the greatest length of a text in
+    tokens.
 
-    Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer would split text differently.
+    Raises UserError if the tokenizer cannot be loaded, or if the written tokenizer has another number of tokens or
+    end-of-text token, or splits SPLITTING_PROBE differently.
     """
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):

@@ -112,7 +112,8 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     The config has three dropout rates, which only matter if the model is trained further. The rate for residuals is
     used in place of all three.
 
-    Raises UserError, naming the key, if the model computes something that our models do not.
+    Raises UserError, naming the key, if a key is missing or invalid, or if the model computes something that our models
+    do not.
     """
     theirs = parse_config(Gpt2Config, raw, source)
     others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
@@ -183,7 +184,8 @@ def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
     """Return the tensors of model.safetensors, or else of all files that model.safetensors.index.json lists. Raises
-    UserError if the folder has neither, or if a file cannot be read."""
+    UserError if the folder has neither, if the index is invalid or lists a file outside of the folder, or if a file
+    cannot be read."""
     if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
     if (source / INDEX).is_file():
@@ -213,7 +215,10 @@ def _from_vocabulary(source: Path, path: Path) -> None:
     try:
         backend: Any = ByteLevelBPETokenizer.from_file(str(source / "vocab.json"), str(source / "merges.txt"))
     except Exception as error:  # the library raises nothing more precise
-        raise UserError(f"{source}: vocab.json and merges.txt are not a tokenizer: {str(error)[:100]}") from None
+        raise UserError(
+            f"{source}: vocab.json and merges.txt are not a tokenizer: {str(error)[:100]}; replace them, or add a "
+            "tokenizer.json"
+        ) from None
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     replace_text(path, backend.to_str(pretty=False) + "\n")
 

@@ -79,14 +79,15 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the logits, (B, T, V), of `input_ids`, (B, T), and the loss if `labels` are given.
+        """Compute the logits, (B, T, V), of `input_ids`, (B, T), and the loss if `labels` are given. With `use_cache`,
+        a new cache is made if `past_key_values` is None. The cache, if there is one, is returned with the logits.
 
         If `logits_to_keep` is not 0, only the logits of the last `logits_to_keep` tokens are computed. The attention
         mask, (B, T), may hide tokens at either end of a row. With a cache, the mask also covers the tokens in the
         cache, and only its last T columns are used.
 
         `labels`, (B, T), are like `input_ids`, with -100 for tokens to ignore, and require `logits_to_keep` 0. The loss
-        is the mean cross-entropy of the labels, each predicted from the tokens before it.
+        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()

@@ -64,7 +64,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
     If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
     Files of an earlier upload that readers would take for files of this model are deleted. Raises UserError if the
-    upload fails.
+    run's summary.json is not valid, or if the upload fails.
     """
     by_hand = "export the model and upload the folder by hand"
     work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
@@ -90,7 +90,8 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
 
 
 def model_card(facts: ModelFacts) -> str:
-    """Return the model card, which is the README.md of the repository."""
+    """Return the model card, which is the README.md of the repository. Raises UserError if the run's summary.json is
+    not valid."""
     config, run = facts.files.config, facts.files.run
     model_type = native_class(config) or OWN_TYPE
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
@@ -137,8 +138,9 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
-    """Yield the name and value of each loss, and a description of the tokens on which it was measured. The value is
-    None if it was not recorded. The training loss in a checkpoint is a mean over the steps before the checkpoint."""
+    """Yield for each loss its name, its value, and a description of the tokens on which it was measured. The value is
+    in nats per token unless the name says otherwise, or None if it was not recorded. The training loss in a checkpoint
+    is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
@@ -170,8 +172,8 @@ def _count(value: Any) -> int | None:
 
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the table on training: a name and a value as text. Facts that were not recorded have no
-    row."""
+    """Yield the rows of the table on training: a name and a value as text. Facts that were not recorded have no row.
+    Raises UserError if the run's summary.json is not valid."""
     meta, run = facts.files.meta, facts.files.run
     if facts.files.dataset:
         yield "data", _code(facts.files.dataset)

@@ -46,7 +46,8 @@ def names_in(files: dict[str, int]) -> list[str]:
 
 
 def read_remote_meta(mirror: Mirror, files: dict[str, int], name: str) -> CheckpointMeta | None:
-    """Return the meta.json of a checkpoint in a mirror, or None if the checkpoint is not whole."""
+    """Return the meta.json of a checkpoint in a mirror, or None if the checkpoint is not whole. Raises the errors of
+    the store."""
     if f"checkpoints/{name}/{META}" not in files:
         return None
     content = mirror.read(f"checkpoints/{name}/{META}")
@@ -67,7 +68,8 @@ def read_remote_meta(mirror: Mirror, files: dict[str, int], name: str) -> Checkp
 
 
 def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, CheckpointMeta] | None:
-    """Return name and meta.json of the newest whole checkpoint in a mirror, or None if there is none."""
+    """Return name and meta.json of the newest whole checkpoint in a mirror, or None if there is none. Raises the errors
+    of the store."""
     for name in names_in(files):
         if meta := read_remote_meta(mirror, files, name):
             return name, meta
@@ -77,11 +79,14 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
     """Return name and meta.json of the newest whole checkpoint in the mirror if it is of a later step than the one that
     the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError if the
-    mirror cannot be read."""
+    mirror cannot be read, and UserError as `choose_start` does."""
     try:
         found = newest_in_mirror(mirror, mirror.files())
     except Exception as error:
-        raise RunError(f"mirror {mirror.name}: cannot be read: {reason_of(error)}") from None
+        raise RunError(
+            f"mirror {mirror.name}: cannot be read: {reason_of(error)}; try again, or train without it "
+            "(ddp_train.py --mirror none)"
+        ) from None
     return found if found and found[1].global_step > _local_step(run) else None
 
 
@@ -91,9 +96,9 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
     damaged checkpoint (a file is missing or does not have its hash in meta.json, or meta.json cannot be read) is left
-    out with a warning, and an older one is taken. A download that was interrupted resumes. Local files that are
-    replaced are moved to a folder below `aside/`. Raises RunError if the mirror cannot be read, and UserError if all
-    checkpoints there are damaged and there is none here.
+    out with a warning, and an older one is taken. A download that was interrupted resumes. A local metrics.jsonl with
+    other lines is moved to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises UserError as
+    `check` and `choose_start` do, and if all checkpoints there are damaged and there is none here.
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
     for name in names_in(files):
@@ -164,7 +169,7 @@ def fetch_checkpoint(
 ) -> Path | None:
     """Fetch all files of a checkpoint into a hidden folder beside the run's checkpoints, and return that folder. What
     an earlier process has fetched there is kept. Return None, with a warning, if a file does not have the hash in
-    `meta` even when it is fetched again."""
+    `meta` even when it is fetched again. Raises RunError if the mirror cannot be read."""
     draft = run.checkpoints / f"{FETCHING_PREFIX}{name}"
     draft.mkdir(parents=True, exist_ok=True)
     wanted = [each for each in meta.sha256 if each != META]
@@ -195,7 +200,8 @@ def fetch_checkpoint(
 
 
 def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> None:
-    """Fetch the rest of a file of `size` bytes, of which `path` holds the beginning."""
+    """Fetch the rest of a file of `size` bytes, of which `path` holds the beginning, and advance `bar`. If `path` is
+    longer, the whole file is fetched. Raises RunError if the mirror cannot be read, or if its file is shorter."""
     with path.open("ab") as file:
         if file.tell() > size:
             file.truncate(0)
@@ -204,7 +210,7 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
         while at < size:
             piece = retried(mirror, partial(mirror.read_part, remote, at, min(size, at + PIECE)))
             if not piece:
-                raise RunError(f"mirror {mirror.name}: {remote}: ends after {at:,} of {size:,} bytes")
+                raise RunError(f"mirror {mirror.name}: {remote}: ends after {at:,} of {size:,} bytes; try again")
             file.write(piece)
             file.flush()
             at += len(piece)
@@ -213,7 +219,8 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
     """Replace metrics.jsonl by the mirror's. If the local file has other lines, it is first moved to a folder below
-    `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`."""
+    `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises RunError if the mirror
+    cannot be read."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         print(
@@ -230,7 +237,8 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Fetch the files of results/ and compile-cache/ that the run's folder does not have."""
+    """Fetch the files of results/ and compile-cache/ that the run's folder does not have. Raises RunError if the mirror
+    cannot be read."""
     folders = {folder.name: folder for folder in (run.results, run.compile_cache)}
     for path in files:
         name, _, file = path.partition("/")
@@ -243,7 +251,8 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
 
 def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
     """Return what `work` returns. If it fails with an error other than UserError and RunError, it is called again, up
-    to FETCHING_TRIES times in all with growing pauses. Raises RunError if all fail."""
+    to FETCHING_TRIES times in all with growing pauses and a new connection each time. The first failure is printed on
+    standard error. Raises RunError if all fail."""
     for attempt in range(FETCHING_TRIES):
         try:
             return work()

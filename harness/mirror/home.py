@@ -24,7 +24,8 @@ POLL_SECONDS = 10.0
 
 def describe_runs(url: str) -> list[str]:
     """Return a line for each run at `url`: its name, its newest whole checkpoint, its size in GB, and who trains it. If
-    there are no runs, return one line that says so."""
+    there are no runs, return one line that says so. Raises UserError as `open_mirror` does, and RunError if reading
+    fails later."""
     mirror = open_mirror(url, "", writes=False)
     lines = []
     for name in retried(mirror, mirror.runs):
@@ -47,11 +48,12 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
-    train.json and results are not replaced if they are there; summary and chart are. Metrics are replaced only together
-    with the newest checkpoint, or if there is no checkpoint here.
+    train.json, results and compiled code are not replaced if they are there; summary and chart are. Metrics are
+    replaced only together with the newest checkpoint, or if there is no checkpoint here.
 
-    Raises UserError if there is no such run, if the run here is another experiment or, with weights, in use by another
-    process, and RunError if the mirror cannot be read.
+    Raises UserError as `open_mirror` does, if there is no such run, or if the run here is another experiment or is the
+    mirror itself. With weights, also raises UserError if another process uses the run, or as `bring` does. Raises
+    RunError if the mirror cannot be read.
     """
     mirror = open_mirror(url, name, writes=False)
     files = _files_of(mirror)
@@ -77,7 +79,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 
 def _files_of(mirror: Mirror) -> dict[str, int]:
-    """Return the files of a run in a mirror, with their sizes in bytes. Raises UserError if there is no such run."""
+    """Return the files of a run in a mirror, with their sizes in bytes. Raises UserError if there is no such run, and
+    RunError if the mirror cannot be read."""
     files: dict[str, int] = retried(mirror, mirror.files)
     if "train.json" not in files:
         raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists them")
@@ -86,8 +89,10 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
 
 def follow_run(url: str, name: str) -> Iterator[str]:
     """Yield a line for each training and validation loss of a run in a mirror: those that are there, then new ones as
-    they come. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS; the last line
-    says which. Raises UserError if there is no such run, and UserError or RunError if the mirror cannot be read."""
+    they come. If the run goes back to an earlier checkpoint, a line says so, and the losses are yielded from the
+    beginning again. Ends when no machine trains the run any more, or its machine was silent for LEASE_SECONDS; the last
+    line says which. Raises UserError if there is no such run, and UserError or RunError if the mirror cannot be
+    read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
     done = 0
@@ -117,8 +122,12 @@ def follow_run(url: str, name: str) -> Iterator[str]:
 
 def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     """Send a run's newest and best checkpoint and all its small files to a mirror, and return the URL of the run's
-    folder there. Raises UserError if another machine, or a process here, trains the run, or if the mirror holds another
-    experiment or a later checkpoint; otherwise the errors of the store."""
+    folder there. With `take_over`, the run is taken from another machine that trains it.
+
+    Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
+    another machine trains it (without `take_over`) or takes it meanwhile, or if the mirror holds another experiment or
+    a later checkpoint. Raises RunError if the mirror cannot be read, and the errors of the store if sending fails.
+    """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
     mirror = open_mirror(url, run.path.name)

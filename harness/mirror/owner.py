@@ -51,14 +51,14 @@ class Lease:
     def take(self, *, wait: bool, take_over: bool) -> None:
         """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard of within
         LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at once.
-        Without both, raises UserError that names the other machine. Also raises UserError if owner.json cannot be read,
-        and the errors of the store if it cannot be written."""
+        Without either of them, raises a UserError that names the other machine. Also raises UserError if owner.json
+        cannot be read, and the errors of the store if it cannot be written."""
         told = False
         while not take_over:
             try:
                 other, silent = owner_of(self._mirror, own=self._id)
             except Exception as error:
-                message = f"mirror {self._mirror.name}: {OWNER} cannot be read: {reason_of(error)}"
+                message = f"mirror {self._mirror.name}: {OWNER} cannot be read: {reason_of(error)}; try again"
                 raise UserError(message) from None
             if other is None or silent > LEASE_SECONDS:
                 break
@@ -77,7 +77,8 @@ class Lease:
         threading.Thread(target=self._refresh, daemon=True, name="mirror-lease").start()
 
     def check(self) -> None:
-        """Raise LeaseLost if another machine has taken the run."""
+        """Raise LeaseLost if another machine has taken the run, or the errors of the store if owner.json cannot be
+        read."""
         if self._lost is None:
             with self._using:
                 owner = _parse(self._mirror.read(OWNER))
@@ -87,7 +88,8 @@ class Lease:
             raise LeaseLost(self._lost)
 
     def release(self) -> None:
-        """Delete owner.json, if it is this machine's, so that another machine can take the run at once."""
+        """Stop renewing the lease, and delete owner.json unless it names another machine, so that another machine can
+        take the run at once. Raises the errors of the store."""
         self._released.set()
         with self._using, suppress(LeaseLost):
             self.check()
@@ -113,12 +115,13 @@ class Lease:
 
 
 def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, float]:
-    """Return the host that owns the run in a mirror, and the seconds for which it was silent. Return None and 0 if it
-    has no owner, or if the owner is the machine with the id `own`.
+    """Return the host that owns the run in a mirror ("another machine" if owner.json does not name it), and the seconds
+    for which it was silent. Return None and 0 if the run has no owner, or if the owner is the machine with the id
+    `own`.
 
     With `own`, if the store says when files were written, the silence is measured by the store's clock alone, for which
-    a file is written and deleted. Otherwise the owner's clock is compared with this machine's. Raises the errors of the
-    store.
+    a file is written and deleted. Otherwise the owner's clock is compared with this machine's, so the seconds can be
+    negative. Raises the errors of the store.
     """
     owner = _parse(mirror.read(OWNER))
     if owner is None or (own is not None and owner.get("id") == own):
@@ -157,14 +160,15 @@ def remembered(run: RunDirectory) -> dict[str, Any]:
 
 
 def remember(run: RunDirectory, **values: Any) -> None:
-    """Keep values in a hidden file of the run's folder: "id" (see `own_id`), and "bytes_per_second" of the last
-    upload."""
+    """Keep values in a hidden file of the run's folder, besides those kept before: "id" (see `own_id`), and
+    "bytes_per_second" of the last upload. Raises OSError if the file cannot be written."""
     known = {"host": socket.gethostname(), **remembered(run), **values}
     replace_text(run.path / KEPT, json.dumps(known) + "\n")
 
 
 def _parse(content: bytes | None) -> dict[str, Any] | None:
-    """Return the object in an owner.json, or None if there is none. A damaged file is an owner without a name."""
+    """Return the object in an owner.json, None if there is no such file, or an empty dict (an owner without a name) if
+    the file is damaged."""
     if content is None:
         return None
     with suppress(ValueError):

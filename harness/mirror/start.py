@@ -42,8 +42,8 @@ def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) 
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
     command's CHECKPOINT; with it or --restart, training continues from no checkpoint in the mirror.
 
-    Without --plan, a probe is written. Raises UserError for a wrong URL, a missing library, a mirror that cannot be
-    read or written, and one that holds another experiment, and RunError if reading it fails later.
+    Without --plan, a probe is written and deleted. Raises UserError as `mirror_url` and `open_mirror` do, if the mirror
+    holds another experiment, or if the datasets cannot be opened. Raises RunError if reading the mirror fails later.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -65,9 +65,9 @@ def connect(
     newer than the run's own. Return the mirror and the lease, or None if the run has no mirror. If another machine has
     the lease, --wait waits for it, and --take-over takes it.
 
-    Raises UserError if the mirror cannot be written, if another machine has the lease and neither option is given, if
-    the mirror holds another experiment, or if all checkpoints there are damaged and the run has none here. Raises
-    RunError if the mirror cannot be read, or if fetching fails.
+    Raises UserError as `mirror_url`, `open_mirror` and `Lease.take` do, if the mirror holds another experiment, or if
+    all checkpoints there are damaged and the run has none here. Raises RunError if the mirror cannot be read, or if
+    fetching fails, and the errors of the store if owner.json cannot be written.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -96,8 +96,8 @@ def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
     """Raise UserError if the mirror's model.json or train.json has another model than the run's, or another value of
-    one of FIXED_KEYS, which must not change when a run resumes. Missing or damaged files there are ignored, since they
-    will be written anew. Raises RunError if the mirror cannot be read."""
+    one of FIXED_KEYS, which must not change when a run resumes. A missing file is ignored. If one of them is damaged,
+    both are ignored, since they will be written anew. Raises RunError if the mirror cannot be read."""
     try:
         read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode()) for content in read)

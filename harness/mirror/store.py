@@ -121,7 +121,7 @@ class Mirror:
             return None
 
     def read_part(self, path: str, start: int, end: int) -> bytes:
-        """Return the bytes from `start` up to `end` of a file."""
+        """Return the bytes of a file from `start` up to, but not including, `end`."""
         return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
 
     def write(self, path: str, data: bytes) -> None:
@@ -215,9 +215,9 @@ def _known_hosts_only() -> Any:
 
 
 def check_url(url: str) -> str:
-    """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, if a path
-    has `..` or a character of a pattern, or if the URL has credentials in it, which would be recorded in the run's
-    files."""
+    """Return the scheme of a mirror's URL. Raises UserError if the scheme is not known, if a part is missing, if a
+    file:// path is not absolute, if the URL has `..`, `::` or a character of a pattern, or if it has a query or
+    credentials, which would be recorded in the run's files."""
     scheme, separator, rest = url.partition("://")
     shown = quoted(printable_url(url))
     known = [name for name in CREDENTIALS if name != "memory"]
@@ -226,14 +226,14 @@ def check_url(url: str) -> str:
         raise UserError(f'mirror (train.json\'s key "mirror", or --mirror) {shown}: unknown scheme; there are {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
     if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
-        raise UserError(f"mirror {shown}: no credentials in a URL: give {CREDENTIALS[scheme]}")
+        raise UserError(f"mirror {shown}: no credentials in a URL, and no query (?); instead: {CREDENTIALS[scheme]}")
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
         raise UserError(f"mirror {shown}: must be hf://buckets/OWNER/NAME, with or without a folder after it")
     if scheme == "file" and parts and not rest.startswith("/"):
         raise UserError(f"mirror {shown}: must be an absolute path, as in file:///mnt/disk/runs")
     if not parts or ".." in parts or any(each in rest for each in "*[]#") or "::" in rest:
-        raise UserError(f"mirror {shown}: must be a plain address, as in s3://BUCKET/FOLDER")
+        raise UserError(f"mirror {shown}: must be a plain address without .. :: * [ ] #, as in s3://BUCKET/FOLDER")
     return scheme
 
 
@@ -244,8 +244,9 @@ def printable_url(url: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's type and first line, with everything removed that may be a secret: queries of URLs, users and
-    passwords in URLs, and the values of environment variables with names like HF_TOKEN."""
+    """Return an error's type and first line, cut to REASON_CHARACTERS. Removes what may be a secret: queries of URLs,
+    users and passwords in URLs, the values of environment variables with names like HF_TOKEN, the token of `hf auth
+    login`, and what follows words like `token=`."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     for name, value in os.environ.items():
         if SECRETS.search(name) and len(value) > 5:
@@ -261,7 +262,8 @@ def reason_of(error: BaseException) -> str:
 
 def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
     """Return a mirror after a trial: with `writes`, a file is written and deleted; otherwise the folder is listed.
-    Raises UserError if the trial fails OPENING_TRIES times, or once for a reason that waiting does not remove."""
+    Raises UserError as `Mirror` does, and if the trial fails OPENING_TRIES times, or once for a reason that waiting
+    does not remove."""
     mirror = Mirror(url, run_name)
     for left in reversed(range(OPENING_TRIES)):
         try:

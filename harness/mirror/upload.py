@@ -74,13 +74,14 @@ class Uploads:
             self._thread.start()
 
     def send_now(self) -> None:
-        """Send what has changed now, not only when the next REFRESH_SECONDS are over."""
+        """Wake the thread, so that it sends what has changed at once, and not only after REFRESH_SECONDS."""
         self._woken.set()
 
     def finish(self) -> None:
-        """Wait until everything is in the mirror, with a progress bar on a terminal, and the lease is released. The
-        wait also ends at a signal that asks to stop, or if nothing could be sent for END_PATIENCE_SECONDS; a warning
-        then names what is missing. Raises no exception."""
+        """Wait until everything is in the mirror and the lease is released, with a progress bar on a terminal. The wait
+        also ends if another machine takes the run, at a signal that asks to stop, or if nothing was sent for
+        END_PATIENCE_SECONDS plus the time that the file in flight takes at LEAST_SPEED. In these cases a warning names
+        what is missing. Raises no exception."""
         if self._mirror is None:
             return
         self._closing = True
@@ -112,7 +113,7 @@ class Uploads:
 
     def missing(self) -> list[str]:
         """Return the names of the newest and the best checkpoint, as far as they are not in the mirror, and of the
-        small files that have changed since they were sent."""
+        small files that this process has not sent, or that have changed since."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
         return [*(path.name for path in self._wanted() if path.name not in self._whole), *changed]
 
@@ -155,7 +156,8 @@ class Uploads:
         self._ended.set()
 
     def _pass(self) -> None:
-        """Send everything that has changed, and delete what `keep_checkpoints` does not keep."""
+        """Send everything that has changed, and delete what `keep_checkpoints` does not keep. The first pass also calls
+        `_set_aside`. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
         if self.lease is not None:
             self.lease.check()
         there = self.mirror.files()
@@ -172,7 +174,8 @@ class Uploads:
         self._prune(self.mirror.files())
 
     def _wanted(self) -> list[Path]:
-        """Return the paths of the checkpoints that the mirror must have: the newest one and the best one."""
+        """Return the paths of the checkpoints that the mirror must have: the one that the link `latest` points to
+        (without the link, the newest), and the best one, if there are any."""
         known = [path for _, path in list_checkpoints(self.run.checkpoints)]
         best = (self.run.checkpoints / BEST).resolve()
         latest = (self.run.checkpoints / LATEST).resolve()
@@ -180,9 +183,10 @@ class Uploads:
         return list(dict.fromkeys([*newest, *(path for path in known if path.name == best.name)]))
 
     def _is_whole(self, path: Path, there: dict[str, int]) -> bool:
-        """Return whether the mirror has a checkpoint as it is in the run's folder: every file with its size, and an
-        identical meta.json, which has the hashes. The mirror's files are not hashed. Files can be lost or replaced in a
-        mirror after they were sent."""
+        """Return True if the mirror has a checkpoint as it is in the run's folder: every file with its size, and an
+        identical meta.json, which has the hashes. The mirror's files are not hashed. They are checked in every pass,
+        because they can be lost or replaced after they were sent. Return False if the checkpoint has been deleted
+        here."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
             sizes = {f"{remote}/{file.name}": file.stat().st_size for file in path.iterdir()}
@@ -233,7 +237,7 @@ class Uploads:
         self._sent_bytes = before + size
 
     def _send_small(self, name: str, path: Path) -> None:
-        """Send a small file if it has changed since it was sent. It may grow meanwhile."""
+        """Send a small file if it exists and has changed since it was sent. It may grow meanwhile."""
         with suppress(FileNotFoundError):
             found = version(path)
             if self._versions.get(name) != found:
@@ -254,7 +258,8 @@ class Uploads:
 
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
-        continues from them: the run was set back to an earlier step, or they are damaged. Their files stay."""
+        continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay.
+        Removes the renamed files from `there`, the sizes of the mirror's files."""
         for name in names_in(there):
             if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
                 if content := self.mirror.read(f"checkpoints/{name}/{META}"):
@@ -263,8 +268,8 @@ class Uploads:
                 del there[f"checkpoints/{name}/{META}"]
 
     def _prune(self, there: dict[str, int]) -> None:
-        """Delete checkpoints by the rule of `keep_checkpoints`, meta.json first, and what machines that were lost have
-        left of checkpoints that they did not finish. Does nothing unless the newest and the best checkpoint are whole.
+        """Delete checkpoints by the rule of `keep_checkpoints`, and incomplete checkpoints, which lost machines have
+        left. The meta.json of each is deleted first. Does nothing unless the newest and the best checkpoint are whole.
         Checkpoints that were set aside stay."""
         names, wanted = names_in(there), {path.name for path in self._wanted()}
         if not wanted <= self._whole:
@@ -300,7 +305,8 @@ class Uploads:
             tqdm.write(text, file=sys.stderr)  # does not break a progress bar
 
     def _bar(self) -> tqdm | None:
-        """Return a bar for what is still to be sent. Where standard error is no terminal, print a line instead."""
+        """Return a progress bar for the bytes of the checkpoints still to be sent. If standard error is no terminal,
+        print a line instead and return None."""
         waiting = [path for path in self._wanted() if path.name not in self._whole]
         left = sum(file.stat().st_size for path in waiting for file in path.iterdir())
         if not sys.stderr.isatty():

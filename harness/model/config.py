@@ -32,8 +32,8 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 
 class Part(BaseModel):
-    """Base class of the objects that are values in model.json, such as "moe". The error for an unknown key lists the
-    known keys."""
+    """Base class of the objects that are values in model.json, such as the value of "moe". The error for an unknown key
+    lists the known keys, except those without effect."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     key: ClassVar[str]  # the key of model.json whose value is this object
@@ -131,7 +131,7 @@ class ModelConfig(RunFile):
     )
     norm_gain: bool | None = Field(default=None, description="Learned gains in RMS norms; null: true.")
     linear_bias: bool = Field(
-        default=True, description="Biases on a block's linear layers, except query, key and value."
+        default=True, description="Biases on a block's linear layers, except query, key, value and router."
     )
     head_dim: Count | None = Field(default=None, ge=1, description="Width of a head; null: emb_dim / n_heads.")
     mlp_dim: Count | None = Field(
@@ -145,7 +145,7 @@ class ModelConfig(RunFile):
         # 2's cap is 30.
         ge=0.01,
         le=10_000,
-        description="Logits become c tanh(logits / c); null: no cap.",
+        description="Cap c: logits become c tanh(logits / c); null: no cap.",
     )
     initialisation: Literal["gpt2", "zero_residual"] = Field(
         default="gpt2", description="zero_residual: projections into the residual stream begin at zero."
@@ -153,7 +153,8 @@ class ModelConfig(RunFile):
     value_embeddings: Count | None = Field(
         default=None,
         ge=1,
-        description="Number N of embedding tables that are mixed into the values of the first N and the last N blocks.",
+        description="Number N of embedding tables that are mixed into the values of the first N and the last N blocks; "
+        "null: none.",
     )
     embedding_skip: bool = Field(default=False, description="A learned skip from the embedding to each block.")
     bigram_embedding: Count | None = Field(
@@ -170,7 +171,9 @@ class ModelConfig(RunFile):
     def _spell_out(cls, raw: Any) -> Any:
         """Replace `{"depth": d}` by the keys of that shape: d layers of width 64·d, with d heads of width 64. With
         "depth", `drop_rate` and `qkv_bias` may be missing, and are filled in as 0.0 and false. If the model uses
-        `rope_base` or `norm_gain`, fill in the default, so that it is recorded.
+        `rope_base` or `norm_gain`, and it is missing or null, fill in the default, so that it is recorded. Raises
+        ValueError if `depth` is not a whole number from 1 to LARGEST_LAYERS, or if a key that it replaces is given,
+        too.
 
         nanochat, too, derives the shape from one setting, with a width of 64 times the number of layers, but its heads
         are 128 wide. Here they are 64 wide as in GPT-2 (Radford et al. 2019), so that depth 12 is the shape of GPT-2

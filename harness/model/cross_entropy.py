@@ -46,9 +46,9 @@ def linear_cross_entropy(
     """Return the mean over N rows of the cross-entropy of softmax(features @ weight.T) against integer targets, as an
     fp32 scalar (fp64 for fp64 input). With a `softcap` c, each product x becomes c·tanh(x / c) before the softmax.
 
-    Equals F.cross_entropy(F.linear(features, weight).float(), targets) up to rounding. Under autocast the matrix
-    products run in the autocast precision and everything else in fp32. Only first derivatives exist, and backward can
-    run only once, because it scales the saved gradient in place.
+    Without `softcap`, equals F.cross_entropy(F.linear(features, weight).float(), targets) up to rounding. Under
+    autocast the matrix products run in the autocast precision and everything else in fp32; fp64 input stays fp64. Only
+    first derivatives exist, and backward can run only once, because it scales the saved gradient in place.
 
     Every target must be from 0 to V - 1; there is no counterpart of `ignore_index`. Compiled code does not check the
     targets, since datasets are checked before training.
@@ -81,9 +81,9 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
     """Return the number of rows per chunk for `rows` rows of `width` logits. Only the last chunk may have fewer rows.
 
     There are as few chunks as the limits allow. A chunk has at most CHUNK_LOGITS[device_type] logits (twice as many if
-    they are 16-bit on a CPU), but always at least one row. In fp16 it has at most FP16_ROWS rows. If these limits allow
-    at least TILE rows per chunk, the number of rows is a multiple of TILE. Apart from this, the chunks are as equal as
-    possible.
+    they are 16-bit on a CPU; on other devices the CPU's number), but always at least one row. In fp16 it has at most
+    FP16_ROWS rows. If these limits allow at least TILE rows per chunk, the number of rows is a multiple of TILE. Apart
+    from this, the chunks are as equal as possible.
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:
@@ -109,7 +109,8 @@ def _loss_and_gradients(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean cross-entropy, and N times its gradients with respect to the features (in `product_dtype`) and
-    the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `softcap` is 0 for no cap.
+    the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `compiled` selects the compiled
+    kernel. `softcap` is 0 for no cap.
 
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
     gives the loss and both gradients. The division by N is left to the backward pass, after the matrix products,
@@ -155,8 +156,8 @@ def _row_losses(
 def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:
     """Return the weight in `dtype`, padded with rows of zeros to a multiple of TILE if `whole_tiles`.
 
-    GPT-2's vocabulary of 50,257 is odd. Without padding, every second row of logits would begin at an address that is
-    not aligned for vector loads.
+    GPT-2's vocabulary of 50,257 is odd. Without padding, most rows of logits would begin at an address that is not
+    aligned for vector loads.
     """
     vocab, dim = weight_VxC.shape
     missing = -vocab % TILE if whole_tiles else 0
@@ -211,7 +212,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 @once_differentiable
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Return the gradients with respect to features and weight, and None for the other inputs."""
+    """Return the gradients with respect to features and weight, and None for the other inputs. All are None if
+    `grad_loss` is."""
     if grad_loss is None:
         return (None,) * INPUTS
     grad_features, grad_weight = ctx.saved_tensors
@@ -240,7 +242,8 @@ def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
     """Write the loss of each row of a chunk of logits to `losses_R`. If `wants_errors`, overwrite the logits with the
-    gradient of the loss. The rows are processed a few at a time, by separate torch operations."""
+    gradient of the loss, otherwise perhaps with other values. The rows are processed a few at a time, by separate torch
+    operations."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
         slice_logits *= torch.get_num_threads()  # all threads share a slice, and wait for each other after each op
@@ -296,7 +299,7 @@ def fused_kernel(
 def _compiled_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float
 ) -> None:
-    """Run the compiled `fused_kernel`. It is compiled once, for any number of rows."""
+    """Run the compiled `fused_kernel`. It is compiled once, for any number of rows above 1."""
     for tensor in (logits_RxW, targets_R, losses_R):  # mark_dynamic is documented, but only under this private name
         torch._dynamo.mark_dynamic(tensor, 0)
     # torch.compile compiles once for each state of autograd's dispatch keys, and callers differ in this state. Without

@@ -14,7 +14,7 @@ NO_TOKEN = -1  # stands for the predecessor of a sequence's first token
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode and turn gradients off. On exit, restore the model's previous mode."""
+    """Put the model in evaluation mode and turn gradients off. On exit, restore both."""
     was_training = model.training
     model.eval()
     try:
@@ -27,8 +27,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class KeyValueCache:
     """Keys and values of all attention layers, and the number of tokens in each row.
 
-    Rows may have unequal lengths, because the tokens of a call can be padded on the right. Keys and values of padding
-    are stored, too, but no token attends to their positions until the row's next tokens have overwritten them.
+    Rows may have unequal lengths, because the tokens given to `take` can be padded on the right. Keys and values of
+    padding are stored, too, but no token attends to their positions until the row's next tokens have overwritten them.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class KeyValueCache:
     def extend(self, layer: int, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store a layer's keys and values of the new tokens, which must have been passed to `take` before.
 
-        Returns the layer's keys and values of all S positions so far, and a mask (B, 1, T, S) that is true where a
-        token may attend to a position.
+        Returns the layer's keys and values of all S positions so far, each (B, H, S, D), and a mask (B, 1, T, S) that
+        is true where a token may attend to a position.
         """
         held = self.layers.get(layer)
         room = held[0].shape[2] if held else 0

@@ -42,8 +42,8 @@ _chosen_attention = ExitStack()  # undoes this process's choice
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return True if the model is to be compiled: if `setting`, train.json's `compile`, is true, or if it is "auto",
-    the device is a GPU, and this machine has all tools that compiling needs.
+    """Return True if the model is to be compiled. `setting` is train.json's `compile`. True means yes; "auto" means yes
+    on a GPU if this machine has all tools that compiling needs.
 
     Raises UserError if `setting` is true and a tool is missing.
     """
@@ -75,7 +75,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 def missing_tool(device: torch.device) -> str | None:
     """Return the name of a tool that torch.compile needs for `device` and that is not installed, with the way to
-    install it, or None if nothing is missing. Without this check torch.compile would fail, but only minutes later."""
+    install it, or None if nothing is missing. The tools are a compiler and Python.h. If CC (on a CPU: CXX) is set, the
+    compiler is not checked. Without this check torch.compile would fail, but only minutes later."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -90,8 +91,8 @@ def missing_tool(device: torch.device) -> str | None:
 def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Make this process compute attention with the kernel that `setting`, train.json's `attention`, names. "auto" means
     FlashAttention 3 or 4 if it is installed and can compute this model's attention, and else torch's choice. Calls that
-    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel. On a CPU it only
-    undoes an earlier call.
+    the kernel cannot compute, such as those with a mask or in fp32 for samples, take another kernel. On a GPU this also
+    calls `avoid_rounded_dropout`. On a CPU it only undoes the choice of an earlier call.
 
     Raises UserError if the kernel cannot train a model of this shape in `dtype` on this GPU, or if "auto" finds a
     FlashAttention package that cannot be loaded.
@@ -124,8 +125,9 @@ def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: 
 
 
 def _newer_flash(call: SDPAParams, device: torch.device) -> str | None:
-    """Activate the first of NEWER_FLASH that is installed and made for this GPU, and return its name. Returns None if
-    there is none, or if `call` has dropout or is in fp32, which none of them computes.
+    """Activate the first of NEWER_FLASH that is installed, known to this version of torch and made for this GPU, and
+    return its name. Returns None if there is none, if `call` has dropout, or if torch's own FlashAttention cannot
+    compute `call`, as in fp32.
 
     Raises UserError if one is installed and cannot be loaded.
     """
@@ -144,7 +146,7 @@ def _newer_flash(call: SDPAParams, device: torch.device) -> str | None:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f'train.json: key "attention": "auto" takes {name}, but its package cannot be loaded ({reason}); '
-                f"remove it, or {OTHER_ATTENTION}"
+                f"uninstall the package, or {OTHER_ATTENTION}"
             ) from None
         return name
     return None
@@ -169,8 +171,9 @@ def explain_failed_attention(error: BaseException) -> str | None:
 
 def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
     """Disable cuDNN's attention kernel in this process if it may round `drop_rate`, that is, unless the rate is a
-    multiple of 1/16. From version 2.12 on torch itself avoids the kernel then; earlier versions prefer it on Hopper and
-    Blackwell whatever the rate is (https://github.com/pytorch/pytorch/pull/174245)."""
+    multiple of 1/16. Does nothing on a CPU, or from torch 2.12 on, which itself avoids the kernel for such rates.
+    Earlier versions prefer it on Hopper and Blackwell whatever the rate is
+    (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -32,8 +32,8 @@ class Precision:
 
     @classmethod
     def resolve(cls, name: str, device: torch.device, *, place: str = 'train.json: key "precision"') -> Precision:
-        """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`: "auto" is bf16 on a CUDA
-        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere, so that the precision of an evaluation
+        """Return the precision that `name` (bf16, fp16, fp32 or auto) means on `device`. "auto" is bf16 on a CUDA
+        device with native bf16, fp16 on other CUDA devices, and fp32 elsewhere. The precision of an evaluation thus
         does not depend on the kind of CPU.
 
         Raises UserError for "bf16" on a CUDA device that would only emulate it. `place` is the key or option that gave
@@ -59,8 +59,8 @@ class Precision:
         return cls.resolve(name, device)
 
     def residual_dtype(self, wanted: str) -> torch.dtype | None:
-        """Return the dtype of the residual stream if train.json's `residual_precision` is `wanted`: bf16, or None for
-        "fp32", which means the dtype of the weights.
+        """Return the dtype of the residual stream. `wanted` is train.json's `residual_precision`. Returns
+        torch.bfloat16 for "bf16", and None for "fp32". None means the dtype of the weights.
 
         Raises UserError for "bf16" if the matrix products run in another precision.
         """
@@ -74,13 +74,13 @@ class Precision:
         return torch.bfloat16
 
     def update_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the matrix products in an optimizer (Muon's): bf16 if training is in bf16 and the device
+        """Return the dtype of the matrix products in the optimizer Muon: bf16 if training is in bf16 and the device
         computes bf16 fast. Otherwise return None, which means the dtype of the weights."""
         is_fast = self.device_type != "cpu" or has_fast_bf16()
         return torch.bfloat16 if self.name == "bf16" and is_fast else None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context manager in which a forward pass runs."""
+        """Return the context manager in which a forward pass runs: autocast, or for fp32 one without effect."""
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device_type, DTYPES[self.name])

@@ -55,8 +55,8 @@ def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Off
 
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """Raise UserError if the tensors of a file (`offered`) do not have the names and shapes in `wanted`, or if a dtype
-    is not one of LOADABLE. The error names `source` and the differences: missing and unequal tensors in the order of
-    `wanted`, then tensors that only the file has."""
+    is not one of LOADABLE. The error names `source` and the first SHOWN_DIFFERENCES faults: those of the tensors in
+    `wanted`, in their order, then the tensors that only the file has."""
     faults = []
     for name, shape in wanted.items():
         found, dtype = offered.get(name, (None, ""))
@@ -79,7 +79,8 @@ def unreadable(path: Path, error: SafetensorError | OSError) -> UserError:
 
 
 def check_weights_file(path: Path, config: ModelConfig) -> None:
-    """Raise UserError if a safetensors file is missing or unreadable, or holds another model. Reads only its header."""
+    """Raise UserError if a safetensors file is missing or unreadable, or if `check_tensors` finds faults in it for the
+    model that `config` describes. Reads only its header."""
     try:
         refuse_special(path)
         with safe_open(path, "numpy") as file:

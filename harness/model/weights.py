@@ -65,7 +65,7 @@ def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, so
     they have in checkpoints.
 
     The file may have `att.mask` buffers and the prefix of a wrapper around the model, and may lack one of two tied
-    tensors. Raises UserError, naming `source` and the differences, if it holds another model.
+    tensors. Raises UserError, naming `source` and the faults, as `check_tensors` does, and if two tied tensors differ.
     """
     tensors = public_names(offered, tied=config.tie_weights)
     check_tensors(kinds_of(tensors), config.tensor_shapes(), source)
@@ -75,7 +75,8 @@ def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, so
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises UserError if the file is missing or damaged."""
+    """Return the tensors of a safetensors file. Raises UserError if the file is missing, unreadable or not a regular
+    file."""
     try:
         refuse_special(path)
         return load_file(path)
@@ -84,6 +85,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises SafetensorError or OSError."""
+    """Write a safetensors file. The tensors must be contiguous and share no memory. Raises SafetensorError or OSError
+    if the file cannot be written."""
     save_file(tensors, path, metadata={"format": "pt"})
     os.chmod(path, 0o666 & ~umask())  # safetensors creates the file with mode 0600 whatever the umask is

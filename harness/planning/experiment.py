@@ -45,8 +45,9 @@ class Position:
 
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
         """Return the names of the work that is due after a global step. Work is done in the order "report",
-        "validation", "benchmarks", "sample", "checkpoint", "weights_check". If an earlier process was interrupted in an
-        evaluation of this step ("validation" or "benchmarks"), give its name, and the names before it are left out."""
+        "validation", "benchmarks", "sample", "checkpoint", "weights_check". A validation or checkpoint also makes
+        "report" due. If an earlier process was interrupted in an evaluation of this step, give the evaluation's name
+        ("validation" or "benchmarks"), and the names before it are left out."""
         intervals = {  # in the order in which it is done
             "report": config.report_interval,
             "validation": config.validation_interval,
@@ -78,7 +79,8 @@ FIXED_KEYS = {
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
     """Raise UserError if training cannot resume from the checkpoint at `path`, because the model, the dataset or one of
-    FIXED_KEYS in its `meta` differs from those of `now`. The message shows the first difference."""
+    FIXED_KEYS in its `meta` differs from those of `now`. Of the dataset, only keys that both record are compared. The
+    message shows the first difference."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # earlier versions recorded fewer keys
@@ -101,8 +103,8 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """Return True if validation losses are measured on the same text now as when the checkpoint was saved. The
-    checkpoint's model and dataset must have passed `check_continuable`."""
+    """Return True if validation losses are measured on the same text now as when the checkpoint was saved, or on none
+    both times. The checkpoint's model and dataset must have passed `check_continuable`."""
     then, now = (
         validation_text(provenance.model, settings, provenance.dataset) for settings in (meta.train, provenance.train)
     )
@@ -214,8 +216,8 @@ class Experiment:
         return ["train", "validation"] if self.config.validates else ["train"]
 
     def check_dataset(self, *, ask_hub: bool) -> None:
-        """Raise UserError if a dataset is not on this machine and cannot be downloaded or made. Unless `ask_hub`, the
-        Hub is assumed to have it (see `check_obtainable`)."""
+        """Raise UserError if a dataset's folder is incomplete, or if a dataset is not on this machine and cannot be
+        downloaded or made. Unless `ask_hub`, the Hub is assumed to have it (see `check_obtainable`)."""
         for name in self.config.dataset_weights:
             check_obtainable(self.datasets_dir, name, self.splits, ask_hub=ask_hub)
 
@@ -241,7 +243,7 @@ class Experiment:
         except UserError as error:
             raise UserError(
                 f'{self.run.train_json}: key "initial_weights": {error}; name the model.safetensors of a model of the '
-                "same shape, relative to the run's folder"
+                "same shape, by an absolute path or one relative to the run's folder"
             ) from None
 
     def layout(self, world_size: int) -> BatchLayout:
@@ -252,7 +254,8 @@ class Experiment:
 
     def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
         """Return the schedule of global batches for the steps after the first `tokens_seen` tokens of the run. `layout`
-        is a result of the method of this name."""
+        is a result of the method `layout`. Raises UserError if a batch of a ramp is not a whole number of microbatches
+        on every rank."""
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
@@ -260,7 +263,8 @@ class Experiment:
         the budget is `min_train_tokens`, which needs no conversion. If the checkpoint that `meta` describes has
         recorded the same budget, the recorded number of tokens is returned; otherwise it is computed.
 
-        Raises UserError if the budget is less than one global batch, or more tokens than can be counted.
+        Raises UserError as `batches` does, and if the budget is less than one global batch, or more tokens than can be
+        counted.
         """
         config, recorded = self.config, meta.budget if meta else None
         key, value = config.budget_key, getattr(config, config.budget_key)
@@ -294,10 +298,10 @@ class Experiment:
         )
 
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
-        """Return the number of tokens that training may read, in all passes over the train splits that train.json's
-        `epochs` allows, and one token more for the last target: sys.maxsize for "repeat". If a split is shorter than
-        one sequence, return the number of the shortest split's tokens from `start_train_token` on, which may be
-        negative."""
+        """Return the number of tokens that training may read: the windows of all passes over the train splits that
+        train.json's `epochs` allows, and one token more for the last target. For "repeat" it is sys.maxsize. For a
+        single split without `epochs`, it is the number of all its tokens from `start_train_token` on. If a split is
+        shorter than one sequence, it is this number of the shortest split, which may be negative."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token
@@ -319,7 +323,8 @@ class Experiment:
         Training resumes at the token where it stopped. A change of world size, microbatch or accumulation therefore
         neither repeats nor skips a token.
 
-        Raises UserError if the split is too short, or if the schedule's warm-up and decay are longer than the run.
+        Raises UserError as `budget` does, and if a split is too short, or if the schedule's warm-up and decay are
+        longer than the run.
         """
         config = self.config
         done_steps, done_tokens = (meta.global_step + 1, meta.tokens_seen) if meta else (0, 0)
@@ -382,7 +387,7 @@ class Experiment:
                 size = "validation_sequences" if config.validation_sequences else "validation_batches x microbatch_size"
                 raise UserError(
                     f"the validation split of {part.name} is too short: wanted {wanted:,} tokens (train.json: "
-                    f"start_val_token + {size} x context_length), but there are {there:,}; lower one of them"
+                    f"start_val_token + {size} x context_length + 1), but there are {there:,}; lower one of them"
                 )
 
     def validation_order(self, data: TrainingData) -> WindowOrder:

@@ -37,7 +37,8 @@ class PriceList(BaseModel):
 
 
 def read_machines(path: Path = PRICES) -> list[Machine]:
-    """Read a price list and return its machines. Raises UserError naming the key that is wrong."""
+    """Read a price list and return its machines. Raises UserError if the file cannot be read, naming the key if one is
+    wrong."""
     return parse_config(PriceList, read_json_object(path), path).machines
 
 

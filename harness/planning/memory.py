@@ -1,7 +1,8 @@
 """Estimated memory of a training step on a GPU. Does not import torch.
 
-The estimate adds up the tensors that exist when the loss is computed, where a compiled step in bf16 has its peak. Those
-that the backward pass of a block needs are listed in `block_bytes`. docs/LOG.md compares it with torch's allocator.
+The estimate adds up the tensors that exist when the loss is computed, where a compiled step in bf16 has its peak (with
+activation checkpointing, perhaps in a block's backward pass). Those that the backward pass of a block needs are listed
+in `block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOG
 
 def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> int | None:
     """Return the bytes that a compiled step in bf16 allocates on each GPU at its peak, or None if the estimate does not
-    cover the model or the settings: experts, another precision, a step that is not compiled."""
+    cover the model or the settings: experts, another precision, a step that is not compiled. "auto" counts as bf16 and
+    as compiled."""
     if model.moe is not None or config.precision not in ("auto", "bf16") or config.compile is False:
         return None
     ranks, tokens = layout.world_size, layout.microbatch_size * layout.context_length
@@ -45,7 +47,8 @@ def outside_bytes(model: ModelConfig, residual: int) -> int:
 
 
 def block_bytes(model: ModelConfig, residual: int) -> int:
-    """Return the bytes per token that a block's forward pass keeps for its backward pass."""
+    """Return the bytes per token that a block's forward pass keeps for its backward pass. `residual` is the size of the
+    residual stream in bytes per token."""
     width, queries, keys, rates = model.emb_dim, model.query_width, model.kv_width, model.drop_rates
     norms = 2 * (residual + BF16 * width)
     attention = BF16 * (queries + 2 * keys + queries)  # queries, keys, values, and the heads' output

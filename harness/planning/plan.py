@@ -39,7 +39,7 @@ OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.
 
 
 class InMirror(NamedTuple):
-    """Checkpoint from which a run would continue, found in its mirror (harness/mirror/)."""
+    """Contents of a run's mirror (harness/mirror/): the checkpoint from which the run would continue, if any."""
 
     name: str  # the URL of the run's folder there
     checkpoint: str | None  # the checkpoint from which the run would continue; None: there is none newer than its own
@@ -76,8 +76,9 @@ class Plan:
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The different global batches of the remaining steps. Each item is the number of the run's tokens before the
-        first step with this batch, and the batch's layout. Only a batch ramp gives more than one item."""
+        """The different global batches from the first remaining step on, also those of a ramp that would come after the
+        run's end. Each item is the number of the run's tokens before the first remaining step with this batch, and the
+        batch's layout. Only a batch ramp gives more than one item."""
         seen = self.position.tokens_seen if self.position else 0
         return [(seen + stage.tokens_before, stage.layout) for stage in self.batches.stages]
 
@@ -121,7 +122,7 @@ class Plan:
         return self.times(self.config.checkpoint_every)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint on disk."""
+        """Return the size of one checkpoint on disk in bytes, of which OTHER_BYTES are assumed."""
         model = self.experiment.model
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
@@ -160,8 +161,8 @@ class Plan:
         )
 
     def check_disk(self, run: RunDirectory) -> None:
-        """Raise UserError if the disk of the run's checkpoints cannot hold them. Otherwise training would fail after
-        hours."""
+        """Raise UserError if the disk of the run's checkpoints cannot hold them. Without this check, training would
+        fail after hours."""
         if shortage := self.disk_shortage(run):
             raise UserError(f"{run.path}: {shortage}")
 
@@ -239,8 +240,9 @@ def checked_plan(
     """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
     there is any), or starts anew if `restart` is true. If `mirrored` has a checkpoint, training resumes from that one.
 
-    Raises UserError for settings, data and checkpoints that training would refuse. Not checked are the free disk space,
-    the names of benchmarks, the checkpoint's hashes, and whether the device supports the settings.
+    Raises UserError for settings, data and checkpoints that training would refuse. Not checked are, among others, the
+    free disk space, the names of benchmarks, the checkpoint's hashes, whether the device supports the settings, and
+    whether max_hours or max_dollars is reached.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:
@@ -253,8 +255,8 @@ def checked_plan(
 
 
 def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
-    """Return a note for the user if the model's vocabulary is far larger than the data's, or None if the difference
-    is small enough to be padding."""
+    """Return a note for the user if the model's vocabulary is far larger than the data's. Return None if the difference
+    is small enough to be padding, or if the size of the data's vocabulary is unknown."""
     needed = data.vocab_size
     if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
         return None
@@ -268,7 +270,8 @@ def _unused_vocabulary(model: ModelConfig, data: TrainingData) -> str | None:
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """Return meta.json of the checkpoint that training would resume from (`checkpoint`, or the latest one), or None if
     training would start from scratch. If the training program of Giles Thomas's lab notebook wrote the checkpoint, the
-    keys that its meta.json lacks are filled in. Raises UserError as `open_start` does, but does not verify hashes."""
+    keys that its meta.json lacks are filled in. Does not verify hashes. Raises UserError as `open_start` does, and for
+    data or a batch that training would refuse."""
     found = open_start(experiment.run, checkpoint, verify=False)
     if found is None:
         return None
@@ -386,8 +389,9 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
-    """Return the table rows for speed, time and cost. The time of validation is estimated, unless
-    `speed.training_share` gives it. The time of benchmarks and of saving checkpoints is not included."""
+    """Return the table rows for speed, time and cost, or one row with the reason if there is no speed. The time of
+    validation is estimated, unless `speed.training_share` gives it. The time of benchmarks, start-up and of saving
+    checkpoints is not included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = plan.seconds(speed)
@@ -415,8 +419,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
     """Return the lines to print at the start of training. They describe train.json's budget (unless it is in tokens),
-    epochs, batch ramp and scaling rules. The list is empty if train.json has none of these. The time and cost of the
-    remaining steps are computed from `speed`; if it is None, they are left out."""
+    the passes over the data (`describe_passes`), the batch ramp and the scaling rules. The list is empty if train.json
+    has none of these. The budget's line has the time and cost of the remaining steps at `speed`, or the reason why they
+    are unknown. If `speed` is None, it has neither."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"
@@ -451,7 +456,8 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 def print_plan(
     experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions, mirrored: InMirror | None = None
 ) -> None:
-    """Print what training would do, resuming from `checkpoint` (None: from the latest one, if there is any).
+    """Print what training would do. `checkpoint`, `mirrored` and --restart determine where it starts, as in
+    `checked_plan`.
 
     `ranks` is the number of processes that were started. The plan is for this number of ranks, unless
     --assume-world-size gives another one. If this machine has no GPUs, but `machine_of_run` knows the machine that the

@@ -52,11 +52,11 @@ def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
     """Return the speed for this model and batch from the first source that has one, in this order: given by the user,
-    measured by an earlier run, published by somebody else in the run's reported.json (not with --assume-device),
-    estimated for a GPU. If none has one, `tokens_per_second` is None.
+    measured by an earlier run or check_machine.py, published by somebody else in the run's reported.json (not with
+    --assume-device), estimated for a GPU. If none has one, `tokens_per_second` is None.
 
-    An estimate is for the GPU of --assume-device, or else for this machine's GPUs, or else for `meant`, the GPU of the
-    machine on which the run is meant to train.
+    An estimate is for the GPU of --assume-device, or else for this machine's GPUs (if they are of one kind, in DEVICES,
+    and enough for all ranks), or else for `meant`, the GPU of the machine on which the run is meant to train.
 
     Raises UserError for an unknown --assume-device, or an invalid reported.json.
     """
@@ -90,7 +90,7 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
     speed = float(f"{found:.3g}")  # three digits are enough for an estimate
     low, high = (f"{float(f'{speed * (1 + sign * UNCERTAINTY):.3g}'):,.0f}" for sign in (-1, 1))
     source = (
-        f"estimated for {layout.world_size} x {device.name}: {low} to {high}; not measured; "
+        f"estimated for {layout.world_size} x {device.name}: {low} to {high} tokens/s; not measured; "
         "docs/performance.md explains the estimate"
     )
     return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY, device=device)
@@ -100,11 +100,11 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
     """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
     check_machine.py. Only runs with the same model, the same batch and the same settings that affect the time of a step
     are used, and only those on `device` if it is given. The result has a reason instead of a number if there is no such
-    run, or if none measured for long enough. A summary of an earlier version that does not record over how many steps
-    its speed was measured is skipped.
+    run, or if none measured for long enough. A summary that is not valid, or that does not record over how many steps
+    its speed was measured (of an earlier version), is skipped.
 
-    Of several speeds that were measured for long enough, one of this run is preferred, then one of training to one of
-    check_machine.py, then the one that was measured for the longest time.
+    Speeds that were measured for long enough come first; among these, speeds of this run; among these, speeds of
+    training rather than of check_machine.py; among these, the one that was measured for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
     found: list[tuple[tuple[bool, bool, bool, float], Path, RunSummary, Measured]] = []
@@ -123,7 +123,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
                 rank = (measured.is_believable, path.parent == folder, is_of_training, measured.seconds)
                 found.append((rank, path, summary, measured))
     if not found:
-        return PlannedSpeed(None, f"no earlier run of this shape with a measured speed; {OR_A_DEVICE}")
+        return PlannedSpeed(None, f"no earlier run of this shape, batch and kernels has a speed; {OR_A_DEVICE}")
     _, path, summary, measured = max(found, key=lambda each: each[0])
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
     if measured.is_believable:
@@ -140,7 +140,8 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | 
 
     Returns None if there is no report, if the report lacks the speed, the model or the batch, or if it is for another
     model or batch or for another device than `own` (None: any device). Also returns None if a setting in train.json
-    that affects the time of a step has neither the default value nor the report's.
+    that affects the time of a step has neither the default value nor the report's. Raises UserError if reported.json or
+    the model in it is not valid.
     """
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or reported.model is None:

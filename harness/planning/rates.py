@@ -1,5 +1,5 @@
-"""The learning rate and weight decay of every step: train.json's values, scaled if they were tuned with another batch
-or depth, and multiplied by a schedule."""
+"""The learning rate and weight decay of every step: train.json's values, scaled if they were tuned with another batch,
+length of run or depth, and multiplied by the factors of a schedule."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Schedule:
         """Return the fraction of the peak learning rate at the 0-based global `step`. It is never 0 before the last
         step, because a step with a learning rate of 0 is wasted.
 
-        The warm-up rises linearly from 1/W at step 0 to 1 at step W - 1. "cosine" falls as half a cosine to `min_ratio`
-        at the last step (Loshchilov & Hutter, arXiv:1608.03983). "linear" falls to `min_ratio` at the step after the
-        last; with 0 this is "D2Z" of Bergsma et al., arXiv:2502.15938. "wsd", warm-up-stable-decay (Hu et al.,
-        arXiv:2404.06395), falls linearly in the last steps, to `min_ratio` at the last one.
+        The warm-up of W steps rises linearly from 1/W at step 0 to 1 at step W - 1. "constant" stays at 1. "cosine"
+        falls as half a cosine to `min_ratio` at the last step (Loshchilov & Hutter, arXiv:1608.03983). "linear" falls
+        to `min_ratio` at the step after the last; with 0 this is "D2Z" of Bergsma et al., arXiv:2502.15938. "wsd",
+        warm-up-stable-decay (Hu et al., arXiv:2404.06395), falls linearly in the last `decay_steps` steps, to
+        `min_ratio` at the last one.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -72,13 +73,14 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
     if warmup_steps > total_steps:
         raise UserError(
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
-            f"{total_steps} global steps; shorten the warm-up or raise {config.budget_key}"
+            f"{total_steps} global steps; shorten the warm-up or make the run longer ({config.budget_key})"
         )
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '
-            f"longer than the run of {total_steps} global steps; shorten one of them or raise {config.budget_key}"
+            f"longer than the run of {total_steps} global steps; shorten one of them or make the run longer "
+            f"({config.budget_key})"
         )
     ramp_tokens = largest_batch_tokens if config.scale_with_batch else None
     return Schedule(config.lr_schedule, total_steps, warmup_steps, decay_steps, config.min_lr_ratio, ramp_tokens)

@@ -60,7 +60,9 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
 
     `tokens_per_parameter` counts all parameters except the inactive experts of a mixture, because the training FLOPs of
     N active parameters and D tokens are about 6ND. The first two fits of Hoffmann et al. (arXiv:2203.15556) give about
-    20. Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
+    20 tokens per parameter.
+
+    Raises UserError if `tokens_per_parameter` or `target_flops` gives less than one global batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
@@ -99,8 +101,8 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return a copy of the recorded train.json `train` whose budget is given as `min_train_tokens`, from the recorded
-    budget. Two runs have the same budget in this form if their budgets resolve to the same number of tokens. If
+    """Return the recorded train.json `train` with `min_train_tokens` in place of its budget. The number of tokens is
+    that of the budget `recorded`. Two recorded budgets are the same in this form if they have equally many tokens. If
     `recorded` is None, `train` is returned unchanged."""
     if recorded is None:
         return train
@@ -108,8 +110,8 @@ def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str,
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens in a whole run, from its recorded train.json and budget, or None if neither gives a
-    number."""
+    """Return the number of tokens that a whole run is to train on: that of its recorded budget or, without one, the
+    recorded `min_train_tokens`, which is not rounded up to whole batches. Returns None if neither gives a number."""
     if recorded is not None:
         return recorded.tokens
     tokens = train.get("min_train_tokens")

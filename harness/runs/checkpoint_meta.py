@@ -166,7 +166,7 @@ class TrainState(Progress):
 
     @property
     def is_best(self) -> bool:
-        """True if the last completed step is `best_step`. Without validation it is that in every checkpoint."""
+        """True if the last completed step is `best_step`. Without validation, this is true in every checkpoint."""
         return self.best_step == self.global_step
 
 
@@ -218,8 +218,8 @@ def tokens_by_source(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, tuple[int, int]]:
     """Return two numbers for each dataset that a run trains on, by the dataset's name: how many of the run's first
-    `tokens_seen` tokens were from it, and the tokens of one pass over it. Empty if these are not recorded. The other
-    arguments are those of `validation_text`."""
+    `tokens_seen` tokens were from it, and the tokens of one pass over it. A dataset without a whole sequence is left
+    out. The dict is empty if the numbers are not recorded. The other arguments are those of `validation_text`."""
     try:
         sources = dataset.get("sources") or {dataset["name"]: {"weight": 1.0, **dataset}}
         order = WindowOrder(
@@ -279,7 +279,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     global_step: Count
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
-    planned: bool = False  # True: saved at an interval of train.json; False: saved because of a request to stop
+    planned: bool = False  # True: saved at an interval of train.json or after the last step; False: at an early stop
     # At most one of these is true; the code calls it `interrupted_evaluation`.
     validation_due: bool = False  # the run was stopped before this step's validation was done
     benchmarks_due: bool = False
@@ -358,16 +358,17 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def verify_meta(path: Path) -> None:
-    """Raise UserError if the values in the meta.json of the checkpoint `path` do not match the SHA-256 that the file
-    records for them. A file of an earlier version, which lacks this SHA-256, passes."""
+    """Raise UserError if the meta.json of the checkpoint `path` cannot be read, or if its values do not match the
+    SHA-256 that it records for them. A file of an earlier version, which lacks this SHA-256, passes."""
     values = read_json_object(path / META)  # as they are in the file, including unknown keys
     if values["sha256"].get(META, own := _own_sha256(values)) != own:
         raise UserError(f"{path / META}: damaged (its values do not match the SHA-256 recorded in it)")
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write meta.json into the checkpoint folder `path`. The key "sha256" gets the hashes of the other files, from
-    `meta.sha256`, and a hash of the values in meta.json itself."""
+    """Write the fields of `meta` that have been set into meta.json in the checkpoint folder `path`. The key "sha256"
+    gets the hashes of the other files, from `meta.sha256`, and a hash of the values in meta.json itself. Raises OSError
+    if the file cannot be written."""
     values = meta.model_dump(exclude_unset=True)
     values["sha256"] = {**meta.sha256, META: _own_sha256(values)}
     (path / META).write_text(json.dumps(values, indent=2) + "\n")

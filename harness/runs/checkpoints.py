@@ -85,7 +85,8 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return (global step, path) of every checkpoint in `folder`, sorted by step, then by the date in its name."""
+    """Return (global step, path) of every checkpoint in `folder`, sorted by step, then by the date in its name. The
+    list is empty if there is no such folder."""
     if not folder.is_dir():
         return []
     paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -174,7 +175,10 @@ def check_tokenizer(tokenizer: str | Path) -> None:
     """Raise UserError if a tokenizer's file has a name that a checkpoint reserves for its own files, because the
     checkpoint also holds a copy of the tokenizer's file. "gpt2" has no file."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
-        raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it")
+        raise UserError(
+            f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's own file; rename it, and give its "
+            f'new name as "tokenizer" in the {META} beside it'
+        )
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -187,7 +191,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 def point(folder: Path, link: str, target: Path) -> None:
     """Make `folder/link` a relative symbolic link to the checkpoint `target` in the same folder, in one rename. If
-    `folder/link` is a folder, it is renamed first, not deleted."""
+    `folder/link` is a folder, it is renamed first, not deleted. Raises OSError if the link cannot be made."""
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
     try:
@@ -242,7 +246,7 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the checkpoint of the latest step that `verify_checkpoint` accepts, or None if there is none."""
+    """Return the last checkpoint in `list_checkpoints` that `verify_checkpoint` accepts, or None if there is none."""
     with suppress(OSError):
         for _, path in reversed(list_checkpoints(folder)):
             with suppress(UserError, OSError):
@@ -252,9 +256,12 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file of a checkpoint with its hash in meta.json. Raises UserError naming the first file that is
-    missing, damaged, or a link that leads out of the checkpoint. Also raises UserError if the training program of Giles
-    Thomas's lab notebook (upstream.py) wrote the checkpoint, because that program's meta.json has no hashes."""
+    """Compare every file of a checkpoint with its hash in meta.json.
+
+    Raises UserError as `read_meta` does, and naming the first file that is missing, is damaged, has no hash, or is a
+    link that leads out of the checkpoint. Also raises UserError if the training program of Giles Thomas's lab notebook
+    (upstream.py) wrote the checkpoint, because that program's meta.json has no hashes. Raises OSError if a file cannot
+    be read."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -302,19 +309,22 @@ def _load_state(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):  # torch's warning advises to trust the file
             return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
-        raise UserError(f"{path}: missing") from None
+        raise UserError(f"{path}: missing; give the name of another checkpoint, or --restart") from None
     except Exception:  # other kinds of files raise many types of errors, whose messages advise to trust the file
         raise UserError(
-            f"{path}: not a readable state file: nothing but tensors and plain values may be in it"
+            f"{path}: not a readable state file: nothing but tensors and plain values may be in it; give the name of "
+            "another checkpoint, or --restart"
         ) from None
 
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
-    """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the links
-    `latest` and `best` to checkpoints that remain. Return True if any checkpoint was moved.
+    """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
+    `latest` to `start`, and `best` to the best checkpoint that `start` records. If this one is gone, remove the link
+    `best`. Return True if any checkpoint was moved.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
-    to move. They are moved into the new folder's subfolder checkpoints/.
+    to move. They are moved into the new folder's subfolder checkpoints/. Raises UserError as `read_meta` does, RunError
+    if a checkpoint cannot be moved, and OSError if a link or folder cannot be made.
     """
     meta, known = read_meta(start), list_checkpoints(folder)
     later = [path for at, path in known if at > meta.global_step]

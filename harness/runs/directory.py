@@ -1,4 +1,5 @@
-"""A run directory. This is the only module that knows the paths inside `runs/<name>/`."""
+"""A run directory: the paths inside `runs/<name>/`, finding runs by their names, moving old results aside, and the
+run's lock."""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _known_runs(runs_dir: Path) -> list[str]:
-    """Return the names of all runs in `runs_dir`, sorted."""
+    """Return the names of all runs in `runs_dir`, sorted. The list is empty if there is no such folder."""
     return sorted(path.name for path in runs_dir.iterdir() if is_run(path)) if runs_dir.is_dir() else []
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder has a run, an imported model or published figures, and is no draft of one."""
+    """Return True if a folder holds a run, an imported model or published figures. A hidden folder does not count,
+    because it is a draft."""
     names = ("train.json", "summary.json", "reported.json", WEIGHTS)
     return not path.name.startswith(".") and any((path / name).is_file() for name in names)
 
@@ -123,13 +125,20 @@ class RunDirectory:
         inside = not folder or os.path.realpath(folder) == os.path.realpath(runs_dir)
         found = fnmatch.filter(_known_runs(runs_dir), pattern) if inside else []
         if not found:
-            raise UserError(f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name")
+            raise UserError(
+                f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name; --runs-dir names the "
+                "folder of your runs"
+            )
         if odd := next((each for each in found if not SAFE_NAME.fullmatch(each)), None):
-            raise UserError(f"{runs_dir}: {quoted(odd)} matches {pattern}, but is no run's name; rename the folder")
+            raise UserError(
+                f"{runs_dir}: {quoted(odd)} matches {pattern}, but is not a valid name (letters, digits and _ . + -); "
+                "rename the folder"
+            )
         return [cls.find(runs_dir, each) for each in found]
 
     def check_outputs(self) -> None:
-        """Raise UserError if training could not write its results: checkpoints, metrics and summary."""
+        """Raise UserError if no file can be created in the run's folder or in its `checkpoints`, or if the metrics or
+        the summary are not a regular file."""
         check_writable(self.path)
         if os.path.lexists(self.checkpoints):  # it may be a file, or a link to a folder that is gone
             check_writable(self.checkpoints)
@@ -139,17 +148,18 @@ class RunDirectory:
 
     def new_aside(self) -> Path:
         """Create a new folder below `aside/` and return its path. Old results are moved into such folders instead of
-        being deleted."""
+        being deleted. Raises OSError if the folder cannot be created."""
         folder = unused_name(self.aside)
         folder.mkdir(parents=True)
         return folder
 
     def set_results_aside(self) -> Path | None:
         """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder,
-        or None if there was nothing to move.
+        or None if there was nothing to move. Results of microbatch searches (-f) alone are not moved.
 
         If the moves are interrupted, their order ensures that the run can still resume or start again, and that
-        `results/` never holds measurements of weights that are gone.
+        `results/` never holds measurements of weights that are gone. Raises RunError if a move fails, and OSError if
+        a folder cannot be read or created.
         """
 
         def links_last(path: Path) -> tuple[bool, int, str]:
@@ -181,7 +191,7 @@ class RunDirectory:
     def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
         """Move the measurements of checkpoints after global step `last_step` into `results/` of the folder that
         `make_aside` returns. `make_aside` must return the same folder each time. It is not called if there is nothing
-        to move."""
+        to move. Raises RunError if a move fails, and OSError if a folder cannot be read or created."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
             checkpoint = CHECKPOINT_NAME.search(path.name)  # which the name of a measurement's file contains
             if checkpoint and int(checkpoint.group(1)) > last_step:
@@ -190,7 +200,7 @@ class RunDirectory:
                 move(path, folder / path.name)
 
     def set_summary_and_chart_aside(self, folder: Path) -> None:
-        """Move the summary and the chart, if there are any, into `folder`."""
+        """Move the summary and the chart, if there are any, into `folder`. Raises RunError if a move fails."""
         for path in (self.summary, self.chart):
             if path.exists():
                 move(path, folder / path.name)

@@ -1,8 +1,8 @@
-"""The end of a training command, told to the world outside: train.json's command `on_end` runs after the last upload to
-the mirror, and the URL `notify` gets messages.
+"""The keys `on_end` and `notify` of train.json: the command `on_end` runs after training has ended and the last upload
+to the mirror is over, and the URL `notify` gets messages about the start and the end of training.
 
-A process of its own does both, so that they also happen if training is killed. It learns of the end from its standard
-input, which training's process writes its exit status to, or closes by dying.
+A process of its own does both, so that they also happen if training is killed. This process waits at its standard
+input. Training's process writes its exit status there. If training is killed, the input ends without a status.
 """
 
 from __future__ import annotations
@@ -51,20 +51,24 @@ STATES |= {128 + each: "stopped" for each in STOPPING_SIGNALS}
 
 
 def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
-    """Raise UserError if the program that train.json's `on_end` names does not exist on this machine."""
+    """Raise UserError if the program that train.json's `on_end` names does not exist on this machine, or is not
+    executable."""
     if config.on_end and shutil.which(config.on_end[0]) is None:
         raise UserError(
-            f'{run.train_json}: key "on_end": there is no program {quoted(config.on_end[0])} here; give its path'
+            f'{run.train_json}: key "on_end": there is no program {quoted(config.on_end[0])} here; give its path, or '
+            "make the file executable"
         )
 
 
 def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | None) -> None:
-    """Start the process that sends messages to train.json's `notify`, and that runs its `on_end` once this process has
-    printed its last message and the last upload to the mirror at the URL `mirror` (None: no mirror) has ended. `rank0`
-    is the pid of rank 0, which is this process or a child of it. Does nothing if train.json has neither key.
+    """Start the process that sends messages to train.json's `notify` and runs train.json's command `on_end`. The
+    command runs once this process has printed its last message and the last upload to the mirror at the URL `mirror`
+    (None: no mirror) has ended. `rank0` is the pid of rank 0, which is this process or a child of it. If rank 0 does
+    not take the run's lock, no message is sent and the command does not run. Does nothing if train.json has neither
+    key.
 
-    This process waits for the command at its end, unless torchrun has started it: torchrun may start its ranks again,
-    and the command then runs once torchrun has ended.
+    Before it exits, this process waits until the command has ended. If torchrun has started this process, it does not
+    wait: torchrun may start its ranks again, and the command runs once torchrun has ended.
     """
     if config.on_end is None and config.notify is None:
         return
@@ -94,7 +98,8 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
 
 
 def main() -> None:
-    """Watch the training command that standard input describes, in a process that `watch_end` has started."""
+    """Watch the training command that the first line of standard input describes, send its messages, and run its
+    `on_end`. Called in the process that `watch_end` starts."""
     for number in STOPPING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     job = json.loads(sys.stdin.readline())
@@ -126,7 +131,7 @@ def main() -> None:
     if not job["on_end"]:
         return
     if job["mirror"] and (fault := send_rest(run, job["mirror"])):
-        warn(f"before on_end, not everything was sent: {fault}")
+        warn(f"before on_end, not everything was sent to the mirror: {fault}; mirror.py push sends the rest")
     if fault := run_on_end(job["on_end"], run, state):
         warn(f"on_end {fault}; if it ends the rental, do that by hand")
 
@@ -145,8 +150,9 @@ def warn(text: str) -> None:
 
 
 def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
-    """Send an event to `url` as JSON, or do nothing if there is no URL. Waits at most NOTIFY_SECONDS for the answer. If
-    there is none, or an error, print a warning without the URL, which is a secret."""
+    """Send an event to `url` as JSON, or do nothing if there is no URL. `event` is "start", "end" or "failure". `state`
+    is "training", "failed" or a value of STATES. Waits at most NOTIFY_SECONDS for the answer. If there is none, or an
+    error, print a warning without the URL, which is a secret."""
     if url is None:
         return
     from harness.runs.metrics import read_progress  # imported late: the watcher stays small while it waits
@@ -172,7 +178,7 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     thread.start()
     thread.join(NOTIFY_SECONDS)
     for fault in faults:
-        warn(f"notify: {event} was not received: {fault}")
+        warn(f"notify: {event} was not received: {fault}; check the URL in train.json")
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
@@ -199,7 +205,8 @@ def send_rest(run: RunDirectory, url: str) -> str | None:
 
 
 def run_on_end(command: list[str], run: RunDirectory, state: str) -> str | None:
-    """Run the command, and return what went wrong, or None. It is killed after LONGEST_SECONDS."""
+    """Run the command, and return what went wrong, or None. The command is killed after LONGEST_SECONDS. It gets the
+    run's name, the run's folder and `state` in environment variables whose names begin with DDP_PRETRAIN_."""
     variables: dict[str, Any] = {"RUN": run.path.name, "STATE": state, "DIRECTORY": run.path}
     environment = os.environ | {f"DDP_PRETRAIN_{name}": str(value) for name, value in variables.items()}
     try:

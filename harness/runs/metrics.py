@@ -72,7 +72,7 @@ class ValidationEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A checkpoint that was due by train.json's interval. A checkpoint saved because of a request to stop has none."""
+    """A checkpoint that was due by train.json's interval. A checkpoint saved because the run stopped early has none."""
 
     event: str = "checkpoint"
     is_best: bool = False
@@ -111,7 +111,7 @@ def parse_event(line: str | bytes) -> Event | None:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, with one JSON object per line. Training only appends to it.
+    """The file metrics.jsonl, with one JSON object per line. While a run trains, it only appends to the file.
 
     Each line is passed to the operating system at once, so that the line survives the end of the process. Training does
     not wait until the line is on the disk. `make_durable`, which is called before a checkpoint gets its final name,
@@ -141,7 +141,10 @@ class MetricsFile:
             raise self._failure(error) from None
 
     def _failure(self, error: OSError) -> RunError:
-        return RunError(f"{self.path}: cannot write metrics: {error.strerror}")
+        return RunError(
+            f"{self.path}: cannot write metrics: {error.strerror}; fix the cause and run the command again, without "
+            "--restart, to continue"
+        )
 
     def size(self) -> int:
         """Return the size of the file in bytes; 0 if there is no file."""
@@ -149,11 +152,12 @@ class MetricsFile:
 
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
         """Truncate the file to the length that it had when the checkpoint with this meta.json was saved. Later lines,
-        if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. Raises
-        RunError if this fails; metrics.jsonl is unchanged in that case.
+        if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. If this
+        fails, metrics.jsonl is unchanged.
 
         The line of the checkpoint itself (a CheckpointEvent) is written after the checkpoint, if that was due by
-        train.json's interval. This line is kept, or appended if it is missing.
+        train.json's interval. This line is kept, or appended if it is missing. Raises RunError if a file cannot be
+        written, and OSError if metrics.jsonl cannot be read.
 
         If the file was truncated or edited, so that no line ends at that length, its whole lines up to the checkpoint's
         step are kept instead, and a warning is printed.
@@ -179,7 +183,9 @@ class MetricsFile:
                 for path in (rest, *rest.parents[:2], self.path.parent):  # the folder and its parent may be new
                     sync(path)
             except OSError as error:
-                raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
+                raise RunError(
+                    f"{rest}: cannot set later metrics aside: {error.strerror}; fix the cause and run the command again"
+                ) from None
             try:
                 os.truncate(self.path, size)
             except OSError as error:
@@ -223,8 +229,8 @@ def read_metrics(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest numbers of the last training in a run's metrics.jsonl. A number that the run has not reported is
-    None."""
+    """The newest numbers of the last training in a run's metrics.jsonl (see `last_training`). A number that this
+    training has not reported is None."""
 
     global_step: int
     tokens_seen: int
@@ -242,9 +248,9 @@ def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
 
 
 def describe_progress(progress: RunProgress | None, wanted: int | None, *, goes_on: bool = True) -> str:
-    """Return the progress of a run as text for a terminal. `wanted` is the number of tokens of the whole run, or None
-    if it is not known. The text includes the time left if the run is still training (`goes_on`) and its speed is
-    known."""
+    """Return the progress of a run as text for a terminal. `progress` is None if the run has reported nothing. `wanted`
+    is the number of tokens of the whole run, or None if it is not known. The text includes the time left if the run is
+    still training (`goes_on`) and `wanted` and its speed are known."""
     if progress is None:
         return "nothing reported yet"
     parts = [f"global step {progress.global_step:,}"]
@@ -267,8 +273,8 @@ def rough_duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> RunProgress | None:
-    """Return the newest numbers of the last training in a metrics.jsonl. Returns None if the file does not exist or no
-    line in it is an event. Raises UserError if the file cannot be read."""
+    """Return the newest numbers of the last training in a metrics.jsonl (see `last_training`). Returns None if the file
+    does not exist or no line in it is an event. Raises UserError if the file cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None

@@ -38,8 +38,8 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
-    """Return the bytes of the optimizer's state in a whole model. With `shard_optimizer` the ranks share them; without
-    it, each rank has as many."""
+    """Return the bytes of the optimizer's state tensors (MOMENTS) for a whole model. Step counts are not included. With
+    `shard_optimizer` the tensors are split over the ranks; without it, each rank has all of them."""
     assert config.optimizer in MOMENTS
     by_muon = 0
     if config.optimizer == "muon":

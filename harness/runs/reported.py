@@ -104,8 +104,8 @@ class Reported(BaseModel):
 
 
 def read_reported(run: RunDirectory) -> Reported | None:
-    """Read the reported.json of a run, or return None if there is none. Raises UserError naming the key that is
-    wrong."""
+    """Read the reported.json of a run, or return None if there is none. Raises UserError if it cannot be read, naming
+    the key if one is wrong."""
     if not run.reported.exists():
         return None
     return parse_config(Reported, read_json_object(run.reported), run.reported)

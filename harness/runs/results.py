@@ -223,7 +223,7 @@ AnyStored = TypeVar("AnyStored", bound=StoredResult)
 
 @dataclass(frozen=True)
 class Results:
-    """All results of a run."""
+    """All results of a run, and the problems with files that cannot be used."""
 
     found: list[StoredResult] = field(default_factory=list)  # sorted by the names of their files
     problems: list[str] = field(default_factory=list)  # a line of text for each file that cannot be used
@@ -240,15 +240,16 @@ def now() -> str:
 
 def write_result(run: RunDirectory, result: StoredResult) -> Path:
     """Write a result into the run's `results/`, and return its path. An earlier result of the same measurement is
-    replaced. Raises RunError if the file cannot be written."""
+    replaced. Raises RunError if the file cannot be written, and UserError if the checkpoint's name is not a plain
+    name."""
     text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
     return _write(run, f"{result.name()}.json", f"{text}\n".encode(), "the result")
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
     """Write a loss result and the file with the losses of its windows ([windows], written as fp32), and return the
-    result's path. The losses are written first, so that no result refers to a missing file. Raises RunError if a file
-    cannot be written."""
+    result's path. The losses are written first, so that no result refers to a missing file. Raises RunError and
+    UserError as `write_result` does."""
     losses = save({"losses": window_losses.astype(np.float32)})
     _write(run, result.windows_name, losses, "the losses of the windows")
     return write_result(run, result)
@@ -293,8 +294,8 @@ def _read(path: Path) -> StoredResult:
 
 
 def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
-    """Raise UserError if the loss of a result is not the mean of its windows' losses. A result is accepted if the file
-    of these losses is missing or unreadable, or has another number of windows."""
+    """Raise UserError if the loss of a result is not the mean of its windows' losses. A result is accepted if its loss
+    is None, or if the file of these losses is missing or unreadable, or has another number of windows."""
     try:
         losses = read_window_losses(run, result)
     except UserError:

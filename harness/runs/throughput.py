@@ -52,8 +52,8 @@ class Measured(BaseModel):
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any], *, same_batch: bool = False) -> bool:
     """Return True if the two train.json `then` and `now` have the same kernels: equal values of all keys in KERNEL_KEYS
-    and of `batch_ramp` and, with `same_batch`, of all keys in BATCH_KEYS. A step with the same model and batch then
-    takes the same time. A key that is missing in `then` or `now` is not compared.
+    and of `batch_ramp`. With `same_batch`, all keys in BATCH_KEYS must be equal, too. On the same machine, a step with
+    the same model and batch then takes the same time. A key that is missing in `then` or `now` is not compared.
 
     `batch_ramp` is compared, because a speed that was measured during a ramp includes smaller batches.
     """
@@ -89,8 +89,9 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of a device, given the name that its driver reports, or None if the peak is unknown. The
-    peak is unknown for a slice of a GPU (MIG), and for a variant with fewer or more units (Laptop, D, Ti)."""
+    """Return the peak FLOP/s of a device in dense 16-bit matrix products, given the name that its driver reports.
+    Returns None for a device that is not in PEAK_FLOPS, for a slice of a GPU (MIG), and for a variant with fewer or
+    more units (Laptop, D, Ti)."""
     words = re.split(r"[ -]", device_name)
     if not {"MIG", "Laptop", "D", "Ti"}.isdisjoint(words):
         return None

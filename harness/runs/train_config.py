@@ -64,8 +64,8 @@ class Source(BaseModel):
 
 
 class Affects(Enum):
-    """Effect of a key of train.json, given in the annotation of the key's field. `keys_affecting` returns the keys with
-    one effect. A key without such an annotation affects only the result of training."""
+    """Effect of a key of train.json, given in the annotation of the key's field. `keys_affecting` returns the keys that
+    have a given effect. A key without such an annotation affects only the result of training."""
 
     BATCH = "the number of tokens of a step"
     SPEED = "the kernels of a step, and thereby its time and its rounding errors"
@@ -171,16 +171,17 @@ class TrainConfig(RunFile):
     decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
     scale_with_batch: BatchScale | None = Field(
         default=None,
-        description="The global batch and the length of run that learning rates and weight decay were tuned with. They "
-        "are scaled to this run's. null: not scaled.",
+        description="Scale learning rates and weight decay to this run's global batch, and weight decay to its length, "
+        "from those that they were tuned with; null: not scaled.",
     )
     scale_with_depth: DepthScale | None = Field(
         default=None,
-        description="The number of layers that weight decay was tuned with. It is scaled to this model's. null: not "
-        "scaled.",
+        description="Scale weight decay to this model's number of layers, from the number that it was tuned with; "
+        "null: not scaled.",
     )
     lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = Field(
-        default="constant", description="Shape after warm-up."
+        default="constant",
+        description="The learning rate after warm-up; wsd: constant, then falling linearly (decay_period_percent).",
     )
     warmup_steps: Index | None = Field(default=None, description="Global steps of linear warm-up.")
     warmup_period_percent: float | None = Field(
@@ -316,7 +317,7 @@ class TrainConfig(RunFile):
         min_length=1,
         exclude=True,
         repr=False,
-        description="Command to run once when training has ended.",
+        description="Command, as a list of words, that runs after training has ended or failed.",
     )
     notify: Annotated[str | None, Affects.NOTHING] = Field(
         default=None,
@@ -343,15 +344,17 @@ class TrainConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _linear_to_zero(cls, raw: Any) -> Any:
-        """If the schedule is linear and `min_lr_ratio` is missing, add it with the value 0, its default for such a
-        schedule. It is added as if the file had it, so that every file that records the given keys records it, too."""
+        """Return `raw`. If the schedule is linear and `min_lr_ratio` is missing, add this key with the value 0, its
+        default for such a schedule. The key then counts as given, so that files that record only the given keys record
+        it, too."""
         if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
             return {**raw, "min_lr_ratio": 0.0}
         return raw
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        """Raise ValueError for keys that contradict each other."""
+        """Return the configuration. Raises ValueError if keys contradict each other or are missing, or if a value is
+        not possible."""
         _check_budget(self)
         _check_batch(self)
         _check_schedule(self)
@@ -371,14 +374,14 @@ class TrainConfig(RunFile):
 
     @property
     def dataset_weights(self) -> dict[str, float]:
-        """The weights of the datasets, by their names."""
+        """The weights of the datasets, by their names. A single dataset has the weight 1."""
         if isinstance(self.dataset, str):
             return {self.dataset: 1.0}
         return {source.name: source.weight for source in self.dataset}
 
     @property
     def data_name(self) -> str:
-        """The names of the datasets, for messages."""
+        """The names of the datasets, joined by " + " in one text."""
         return " + ".join(self.dataset_weights)
 
     def seed_of(self, use: Literal["init", "data", "dropout"]) -> int:
@@ -408,7 +411,8 @@ class TrainConfig(RunFile):
 
     def ceilings(self, seconds: float, dollars: float) -> dict[str, float]:
         """Return the seconds that are left until a run that has taken `seconds` and cost `dollars` reaches `max_hours`
-        and `max_dollars`, by these keys. Keys that train.json does not set are left out."""
+        and `max_dollars`, by these keys. They are negative if the run is past the limit. Keys that train.json does not
+        set are left out."""
         left = {}
         if self.max_hours is not None:
             left["max_hours"] = 3600 * self.max_hours - seconds
@@ -432,8 +436,8 @@ class TrainConfig(RunFile):
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
         """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
-        `sequences` is the size of the global batch over all ranks. If it is None, it is train.json's size (the last
-        size of a ramp) or, if train.json gives none, its gradient_accumulation_steps are returned. Raises UserError if
+        `sequences` is the size of the global batch over all ranks. If it is None, train.json's size is used (of a ramp,
+        the last one). If train.json gives no size, its gradient_accumulation_steps are returned. Raises UserError if
         the global batch is not a whole number of microbatches on every rank.
         """
         if sequences is None:
@@ -527,7 +531,8 @@ def _check_batch(config: TrainConfig) -> None:
     grows = all(before < after for pair in itertools.pairwise(ramp) for before, after in zip(*pair, strict=True))
     if ramp[0][1] < 1 or not grows:
         raise ValueError(
-            'key "batch_ramp": tokens and sequences must grow from entry to entry, as in [[0, 8], [1000000, 16]]'
+            'key "batch_ramp": sequences must be at least 1, and tokens and sequences must grow from entry to entry, '
+            "as in [[0, 8], [1000000, 16]]"
         )
 
 
@@ -559,10 +564,9 @@ def keys_affecting(kind: Affects) -> tuple[str, ...]:
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
     """Read and check a train.json. Keys of the training program of Giles Thomas's lab notebook are replaced by this
-    program's keys (`translate_upstream`), in a way that depends on `has_experts`: True if the model is a mixture of
-    experts.
+    program's keys (see `translate_upstream`). `has_experts` is True if the model is a mixture of experts.
 
-    Raises UserError naming the file and the key.
+    Raises UserError if the file cannot be read, naming the key if one is wrong.
     """
     raw = read_json_object(path)
     try:

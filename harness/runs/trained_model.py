@@ -57,7 +57,8 @@ class TrainedModel:
         that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
         checkpoint. `label` is the model's name in tables. If it is None, it is RUN:CHECKPOINT for a run's checkpoint,
         and otherwise the path of the weights. Prints a warning if a checkpoint's folder has no meta.json. Raises
-        UserError if there are no weights or no valid configuration, or if the weights are damaged.
+        UserError if there are no weights or no valid configuration, if meta.json cannot be read, or if the weights are
+        damaged. Raises OSError if the weights cannot be read.
         """
         weights = path / WEIGHTS if path.is_dir() else path
         if not weights.is_file():
@@ -133,7 +134,7 @@ class TrainedModel:
         return "gpt2" if name == "gpt2" else folder / check_name(str(name), f"{folder / META}: tokenizer")
 
     def tokenizer(self) -> Tokenizer:
-        """Load and return the model's tokenizer (see `tokenizer_file`)."""
+        """Load and return the model's tokenizer. Raises UserError as `tokenizer_file` and `load_tokenizer` do."""
         return load_tokenizer(self.tokenizer_file)
 
     @property
@@ -170,7 +171,8 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
     RUN may be a pattern like `lr-*`, or a run's path. Without a checkpoint, the model is `best`, or `latest` if there
     is no best, or, for an imported model, the weights beside its model.json. Runs that match a pattern and do not have
     the checkpoint are left out, with a line on standard error. Raises UserError if a model does not exist, or if no run
-    that matches a pattern has the checkpoint; the message suggests the nearest name.
+    that matches a pattern has the checkpoint; the message suggests the nearest name, if there is one. Also raises
+    UserError and OSError as `TrainedModel.read` does.
     """
     found: list[TrainedModel] = []
     left = list(words)
@@ -267,8 +269,8 @@ class ModelInRun(NamedTuple):
 
 def model_in_run(weights: Path) -> ModelInRun | None:
     """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
-    a checkpoint called IMPORTED. Return None if the file is in no run. Reads the whole file for its hash. Raises
-    OSError if it cannot be read."""
+    a checkpoint called IMPORTED. Return None if the file is in no run, or is not the model.safetensors of its folder.
+    Reads the whole file for its hash. Raises OSError if it cannot be read."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
@@ -292,8 +294,9 @@ class _PlaceInRun(NamedTuple):
 
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
     """Return the run, and the checkpoint's folder, that contain this weights file. For an imported model, which has no
-    train.json, both are the run's folder. Return None if the file is in neither. The path may lead through links:
-    `best`, a link to the run's folder, or a `checkpoints` that is a link."""
+    train.json, both are the run's folder. Return None if the file is neither in a run's checkpoint nor an imported
+    model's weights. The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a
+    link."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)
@@ -307,8 +310,9 @@ def _place_in_run(weights: Path) -> _PlaceInRun | None:
 
 
 def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
-    """Return the checkpoint of this name and its run, or None if the run has no such checkpoint or its weights no
-    longer have the SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name."""
+    """Return the checkpoint of this name (or IMPORTED) and its run, or None if the run has no such checkpoint or its
+    weights no longer have the SHA-256 `digest`. Raises UserError if `checkpoint` cannot be a checkpoint's name, and
+    OSError if the weights cannot be read."""
     weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
     if checkpoint == IMPORTED:
         weights = run.path / WEIGHTS
@@ -337,7 +341,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a draft folder for the body to fill; then rename the draft to `folder`, so that no incomplete folder has
     that name (see `atomic_folder`).
 
-    Raises UserError if `folder` exists and is not an empty folder, and RunError if it cannot be written.
+    Raises UserError if `folder` is a link, or exists and is not an empty folder, and RunError if it cannot be written.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists; give another place, or move it away")
@@ -366,7 +370,8 @@ def write_model(
 
 def write_model_files(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor], **facts: Any) -> None:
     """Write model.json, model.safetensors, and a meta.json with the configuration and `facts` about the weights into
-    the folder `draft`. `tensors` are the weights by their names in published checkpoints, and may share memory."""
+    the folder `draft`. `tensors` are the weights by their names in published checkpoints, and may share memory. Raises
+    OSError or SafetensorError if a file cannot be written."""
     from harness.model.weights import save_weights
 
     replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")

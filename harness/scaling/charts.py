@@ -118,7 +118,7 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     """Draw the best size, or the best number of tokens, over FLOPs: once by the isoFLOP profiles, and once by the
-    fitted law."""
+    fitted law. If neither gives anything to draw, write the reason of the profiles."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", title=title, xlabel="FLOPs", ylabel=quantity)
@@ -156,7 +156,8 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
-    """Draw the losses of all points over FLOPs, and the law's loss at the best size for each number of FLOPs."""
+    """Draw the losses of all points over FLOPs, the law's loss at the best size for each number of FLOPs, and the
+    predictions. Without a law, write the reason instead of the latter two."""
     points, law, cost = analysis.points, analysis.law, analysis.cost
     axes.set(xscale="log", title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colors = _colors(points.parameters)

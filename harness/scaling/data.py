@@ -87,8 +87,9 @@ class CostLaw:
     @classmethod
     def of(cls, points: Points) -> CostLaw:
         """Return the rule of thumb C = 6ND if it is exact for all points. Otherwise fit coefficient and exponent by a
-        line through the logarithms. In small models the rule is not exact, because the shares of embeddings (which are
-        looked up) and attention (which grows with the context) change with the size."""
+        line through the logarithms; if all sizes are the same, the exponent stays 1. In small models the rule is not
+        exact, because the shares of embeddings (which are looked up) and attention (which grows with the context)
+        change with the size."""
         ratio = points.flops / points.tokens / points.parameters
         if np.allclose(ratio, FLOPS_PER_PARAMETER, rtol=1e-6):
             return cls()
@@ -118,8 +119,9 @@ def read_points(path: Path) -> Points:
     """Read points from a CSV file with the columns parameters, flops and loss, and optionally tokens and name.
 
     If tokens are not given, they are flops / 6 / parameters. Lines that begin with # are comments. Lines whose loss is
-    not finite are left out. Raises UserError if the file cannot be read, if its columns are wrong, if no point is left,
-    or, naming line and column, if a value is invalid.
+    not finite are left out. Raises UserError if the file cannot be read or is larger than LARGEST_FILE_BYTES, if its
+    columns are wrong, if a line is not CSV or has too few or too many values, if a value is invalid (naming line and
+    column), or if no point is left.
     """
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
@@ -217,7 +219,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
         else:
             points.append(point)
     if not points:
-        raise UserError(f"no finished run to fit: {abbreviated(left_out, separator='; ')}")
+        raise UserError(f"none of the runs gives a point: {abbreviated(left_out, separator='; ')}")
     return Points(points, left_out)
 
 

@@ -62,7 +62,7 @@ class Law:
     def best_size(self, flops: float, cost: CostLaw) -> np.ndarray:
         """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens.
 
-        With FLOPs = c N^p D, the derivative of L over ln N is zero at N^(alpha + p beta) = (alpha A / p beta B)
+        With FLOPs = c N^p D, the derivative of L over ln N is zero at N^(alpha + p beta) = (alpha A / (p beta B))
         (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. If the loss does not fall with
         parameters, as in some resamples, the best size is 0. Otherwise, if the loss does not fall with tokens, the best
         size is infinite.
@@ -245,7 +245,7 @@ def _minimum(
     from scipy.optimize import minimize
 
     def error(x: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the sum of Huber losses that the search minimizes, and its gradient [5], for the coefficients `x`."""
+        """Return the error that the search minimizes, and its gradient [5], for the coefficients `x` [5]."""
         log_a, log_b, log_e, alpha, beta = x
         by_size, by_tokens, floor = np.exp(log_a - alpha * u), np.exp(log_b - beta * v), np.exp(log_e)
         loss = by_size + by_tokens + floor

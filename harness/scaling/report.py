@@ -136,7 +136,8 @@ def _interval(value: Estimate) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format a number with four digits, or with all digits before the decimal point if it is between 1000 and 1e6."""
+    """Format a number with four digits, or with all digits before the decimal point if it is between 1000 and 1e6.
+    Infinity is "unbounded"."""
     if math.isinf(value):
         return UNBOUNDED
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
@@ -245,7 +246,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as plain JSON: results as objects, and null for a number that is not finite."""
+    """Return a value as plain JSON: results as objects, an inconclusive result as {"inconclusive": reason}, and null
+    for a number that is not finite."""
     if isinstance(value, Inconclusive):
         return {"inconclusive": value.reason}
     if isinstance(value, Estimate | Optimum):

@@ -70,9 +70,10 @@ def explained(place: str) -> Iterator[None]:
 class DerivedRun:
     """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json.
 
-    `parent` is the name of the run from which this run was derived. `differs` has each setting in which this run
-    differs from its parent, as {"base": value in the parent, "here": value in this run}. The parent's values are those
-    of its files when this run was derived. `sweep` is the name of the sweep to which the run belongs, or None.
+    `parent` is the name of the run from which this run was derived, or "" for a base. `differs` has each setting in
+    which this run differs from its parent, as {"base": value in the parent, "here": value in this run}. The parent's
+    values are those of its files when this run was derived. `sweep` is the name of the sweep to which the run belongs,
+    or None.
     """
 
     directory: RunDirectory
@@ -119,7 +120,7 @@ class DerivedRun:
         return True
 
     def check_startable(self, train_tokens: Sequence[int] | None = None) -> int:
-        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` are the
+        """Raise UserError if training would refuse the run, however many processes train it. `train_tokens` are the
         numbers of tokens in the train splits. If it is None, only problems that do not depend on the data are found.
         Return the number of global steps with one process, or 0 if this number depends on the data and `train_tokens`
         is None.
@@ -179,8 +180,8 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     inherited. A relative path of `initial_weights` that is inherited is rewritten to lead to the same place. Writes
     nothing.
 
-    Raises UserError if `name`, a key or a value is invalid; for a value, the message names the file that would be
-    wrong.
+    Raises UserError if `name`, a key or a value is invalid. For a value, the message names the file that would be
+    wrong, or the dataset or mirror.
     """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
@@ -212,10 +213,11 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns. If `changes` name other datasets that are in `datasets_dir`, also fit the
-    run to them: set their vocabulary size, and a microbatch size and a number of validation batches or sequences that
-    the validation splits can fill. Turn validation off if a dataset has no validation split. If the train splits are
-    too short for the training that the base's train.json asks for, train on all that they have, with `warmup_steps`
-    lowered to a tenth of the steps if it is more. `changes` take precedence.
+    run to them: set their vocabulary size (unless the model's is this size, or padded by fewer than PADDING tokens),
+    and a microbatch size and a number of validation batches or sequences that the validation splits can fill. Turn
+    validation off if a dataset has no validation split. If the train splits are too short for the training that the
+    base's train.json asks for, train on all that they have, with `warmup_steps` lowered to a tenth of the steps if it
+    is more. `changes` take precedence.
 
     Raises UserError like `derive`, and also if the dataset is too short.
     """

@@ -71,8 +71,8 @@ class Sweep(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _explain_settings(cls, raw: Any) -> Any:
-        """Reject settings at the top level with a message that they belong in "set" or in "vary", and "search", a key
-        of earlier versions. Remove the key "$schema", which only editors use."""
+        """Reject "search", a key of earlier versions. Reject settings at the top level with a message that they belong
+        in "set" or in "vary". Remove the key "$schema", which only editors use."""
         if not isinstance(raw, dict):
             return raw
         if "search" in raw:
@@ -175,7 +175,7 @@ class SweepRuns:
     def missing(self) -> list[DerivedRun]:
         """Return the runs whose folders do not exist yet, after checking that training would accept all of them, so
         that all or none are written. Raises UserError if training would refuse one of them, or if the folder of a run
-        holds something else."""
+        holds something else or damaged files."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):

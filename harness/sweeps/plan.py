@@ -35,7 +35,7 @@ TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last 
 @dataclass(frozen=True)
 class Status:
     """Status of one run. `said` describes it: for a finished run its loss, time and cost, otherwise its progress or
-    what is wrong. `dollars` is what the run has cost so far."""
+    what is wrong. `dollars` is what the run has cost so far, or 0 if that is not known."""
 
     run: DerivedRun
     state: StateWord
@@ -106,7 +106,8 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 def visible_gpus() -> list[str]:
     """Return one entry for CUDA_VISIBLE_DEVICES for each GPU that this process may use: the variable's own entries if
-    it is set, otherwise the indices of all GPUs. Return an empty list without a GPU driver."""
+    it is set, otherwise the indices of all GPUs. Return an empty list without a GPU driver, or if the variable hides
+    all GPUs."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
@@ -226,7 +227,8 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
-    """Return the plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
+    """Return the plan as text for a terminal: how many runs have ended, a line for each run left to train, the speeds
+    and their sources, the sums, and why runs cannot be trained."""
     parts = [paragraph(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
     if plan.ended:
         parts.append([f"{count_states(plan.ended)} already"])
@@ -237,8 +239,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
 
 
 def _table(plan: SweepPlan) -> list[str]:
-    """Return the lines of a table with a row for each run. A run's cost is the machine's cost for the run's time,
-    divided by the number of groups, because the groups share the machine."""
+    """Return the lines of a table with a row for each run that is left to train. A run's cost is the machine's cost for
+    the run's time, divided by the number of groups, because the groups share the machine."""
     rows = []
     for name, each in zip(cut_names([each.run.name for each in plan.left]), plan.left, strict=True):
         time = "unknown" if each.seconds is None else duration(each.seconds)

@@ -81,7 +81,8 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
     gpus, wanted = visible_gpus(), groups * processes
     if gpus and wanted > len(gpus):
         raise UserError(
-            f"--groups {groups} with {processes} processes each: needs {wanted} GPUs, and there are {len(gpus)}"
+            f"--groups {groups} with {processes} processes each: needs {wanted} GPUs, and there are {len(gpus)}; "
+            "lower --groups or --processes"
         )
     if not gpus:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // wanted)))
@@ -152,8 +153,8 @@ def _note(run: DerivedRun, *lines: str) -> None:
 
 
 class SweepRunner:
-    """Runner that trains the unfinished runs. Runs that have diverged, and damaged runs, which have a file that cannot
-    be read, are left unchanged.
+    """Runner that trains the unfinished runs. Runs that have diverged are left unchanged. So are damaged runs, which
+    have a file that cannot be read, or whose path holds something else.
 
     `planner` plans the remaining work of a run, and `script` is ddp_train.py. `max_dollars` limits the cost of all
     `runs` together, including all that they have cost before. `max_hours` limits their time on this machine, including
@@ -274,8 +275,8 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
-        """Return a message if the machine costs more than `max_dollars` up to the end of `run` and of the runs under
-        way; then no further run is started, not even a cheaper one. Return None if it does not, or if there is no such
+        """Return a message if `max_dollars` are spent, or would be exceeded by the end of `run` and of the runs under
+        way; then no further run is started, not even a cheaper one. Return None otherwise, or if there is no such
         limit. A run of unknown cost counts as free."""
         if self.max_dollars is None:
             return None

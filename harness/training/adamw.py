@@ -23,8 +23,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
-    """Return `parameters` in groups, by peak learning rate and weight decay. In `config`, the head, embeddings, vectors
-    and other matrices can have different rates, and vectors no decay. Within a group, parameters are by name."""
+    """Return `parameters` in groups, by peak learning rate and weight decay. Within a group, parameters are by name.
+    `config` can give the head, embeddings, vectors and other matrices different rates, and exempt vectors from decay. A
+    tied head has the embeddings' rate."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -113,10 +114,11 @@ class AdamW(torch.optim.AdamW):
         }
 
     def named_state(self, world: World, into: NamedState | None = None) -> NamedState:
-        """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and before the first
-        step, return an empty dict.
+        """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and as long as no
+        update was made and no state was loaded, return an empty dict.
 
-        A state that is not sharded is returned as the optimizer's own tensors, which the next step overwrites.
+        A state that is not sharded is returned as the optimizer's own tensors, which the next step overwrites. It lacks
+        parameters that have never had a gradient.
 
         A sharded state is gathered into `into`, which is returned. On rank 0, `into` must have tensors in host memory
         with the shapes of `state_shapes`; on other ranks it is an empty dict. On a GPU, the copies may still be running
@@ -141,7 +143,7 @@ class AdamW(torch.optim.AdamW):
         """Load the whole state, as `named_state` returns it on rank 0. Every rank needs it, and keeps the part that
         `partition` assigns to it. Settings such as learning rates are not part of the state.
 
-        Raises ValueError (see `check_state`) if the state is not one of this optimizer's.
+        Raises ValueError (see `check_state`) if the state does not fit this optimizer's parameters.
         """
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():

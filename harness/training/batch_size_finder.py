@@ -67,15 +67,16 @@ COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` if it is
-    given. Rank 0 also writes the result into the run's folder. With `write`, it sets `microbatch_size` in train.json to
-    the largest size with which training can run, of at most the size found. Collective: joins the other ranks, and
+    """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` GiB if they
+    are given. Rank 0 also writes the result into the run's folder. With `write`, rank 0 then sets `microbatch_size` in
+    train.json to the largest size that training accepts, up to the size found. Collective: joins the other ranks, and
     leaves them at the end.
 
     Raises RunError if not even one sequence fits. Raises UserError if a dataset cannot be downloaded, if the train
     split is too short or has token ids outside the model's vocabulary, if a global batch is not a multiple of the
-    number of ranks, if training is not possible on this device with the settings in train.json, if the device is a CPU
-    and the system is not Linux, or if `write` is true and training would refuse every size.
+    number of ranks, if training is not possible on this device with the settings in train.json, or if the device is a
+    CPU and the system is not Linux. With `write`, also raises UserError if train.json cannot be changed, or if training
+    would refuse every size. Raises errors as `World.join` does.
     """
     world, config = World.join(), experiment.config
     if write:  # before a search that may take minutes
@@ -142,24 +143,26 @@ class MicrobatchSearcher:
 
     def find(self, ceiling: int) -> int:
         """Return the largest microbatch found to fit, in sequences, and at most `ceiling`. If the model is compiled,
-        microbatches larger by up to 1 / COMPILED_FINENESS may fit, too. On a CPU the search stops after SEARCH_SECONDS,
-        and much larger ones may fit. Collective.
+        microbatches larger by up to 1 / COMPILED_FINENESS may fit, too. On a CPU the search stops once SEARCH_SECONDS
+        have passed and a size fits; much larger ones may fit then. Collective.
 
-        Raises RunError if not even one sequence fits.
+        Raises RunError if not even one sequence fits. Also raises errors as `fits` does.
         """
         rough = {"growth": COMPILED_GROWTH, "fineness": COMPILED_FINENESS} if self.compiles else {}
         found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
         if not found:
+            remedy = "" if self.limit.asked_gib is None else ", or raise --memory-limit-gib"
             raise self.world.collective_error(
                 f"not even a microbatch of 1 fits in {self.limit.gib:.2f} GiB, of which {self.limit.note}; use a "
-                "smaller model or context, or raise --memory-limit-gib"
+                f"smaller model or context{remedy}"
             )
         return found
 
     def fits(self, microbatch_size: int) -> bool:
         """Return True if optimizer steps with this microbatch run on every rank, under the memory limit, without an
         out-of-memory error. On a CPU, return False without trying the size if SEARCH_SECONDS have passed and a smaller
-        size fits. Prints the result on rank 0. Collective."""
+        size fits. Prints the result on rank 0. Collective. Raises errors as `_try_in_child` does on a CPU, and as
+        `_try` does on a GPU."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
             self.remark = f"A larger microbatch may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
@@ -197,8 +200,9 @@ class MicrobatchSearcher:
         """Run optimizer steps with this microbatch. Return the peak bytes of this rank's memory (see
         `peak_of_limited_memory`), or None if this rank ran out of memory.
 
-        Raises UserError if the steps fail because the model cannot be compiled, is not deterministic, or has no working
-        attention kernel on this device.
+        Raises UserError if the steps fail because the model cannot be compiled, has an operation that `deterministic`
+        does not allow, or has no working attention kernel on this device. Also raises UserError as `_build_step` does.
+        Other errors are not changed.
         """
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
@@ -220,13 +224,15 @@ class MicrobatchSearcher:
         checkpoint after the first step. Validation is not run, because it never needs more memory than training.
 
         On a CPU a step takes seconds or minutes. So the first one, which creates the optimizer's state, has a single
-        sequence there, unless the model is compiled, because another size would be compiled separately.
+        sequence there. If the model is compiled, it has all sequences, because another size would be compiled
+        separately.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
         forward pass. The bare model has gradients during a forward pass only from a step's second microbatch on. So a
-        step on several ranks has two microbatches here, even if it has one in training. While DDP rearranges its
-        buckets, it has a second set of them. That set is not counted, because no activations exist at that time.
+        step has two microbatches here if training has several ranks or several microbatches per step; otherwise it has
+        one. While DDP rearranges its buckets, it has a second set of them. That set is not counted, because no
+        activations exist at that time.
         """
         device = self.world.device
         if self._step is None:
@@ -310,14 +316,14 @@ class MicrobatchSearcher:
         """Print the size found, the measured memory and the limit, and write the result of the search into the run's
         folder. `is_all_data` says that the data or the global batch allow no larger microbatch. Rank 0 only.
 
-        If the result cannot be written, prints a warning instead of raising an error, because it has been printed.
+        If the result cannot be written, prints a warning and raises no error, because the result has been printed.
         """
         print(f"Max microbatch size was {found}")
         if self.remark:
             print(self.remark)
         if self.experiment.config.benchmark_tasks is not None:
-            print("Not counted: the memory of benchmarks while training")
-        line, fit = self.line(), "too few sizes to tell"
+            print("Not counted: memory that benchmarks need during training; if they run out of it, use a smaller size")
+        line, fit = self.line(), "amount per sequence unknown"
         if line:
             fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
         data = "; the size is limited by the data or the global batch" if is_all_data else ""
@@ -365,9 +371,10 @@ def largest_that_fits(
     `fits` must be true up to some size and false for every larger one. It is called at most once for each size. The
     first size is 1, and no size is more than `growth` times the largest that is known to fit.
 
-    `guess` returns an estimate of the result from the calls of `fits` so far, or None. An estimate is tried next, in
-    place of a size of growth or bisection, unless the sizes tried so far contradict it or it is beyond the next size of
-    growth. Good estimates make the search shorter, and bad ones make it only a little longer.
+    `guess` returns an estimate of the result from the calls of `fits` so far, or None. A size at or near the estimate
+    is tried next, in place of a size of growth or bisection. An estimate is ignored if the sizes tried so far
+    contradict it, if it is beyond the next size of growth, or if too few sizes are left. Good estimates make the search
+    shorter, and bad ones make it only a little longer.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):
@@ -392,9 +399,9 @@ def largest_that_fits(
 
 
 def largest_with_data(experiment: Experiment, world: World, data: TrainingData) -> int:
-    """Return the largest microbatch, in sequences, for which the train split (of several datasets, the shortest one)
-    has enough tokens for one global batch. If train.json sets the global batch, the result is at most one rank's part
-    of it (of the smallest one in a ramp).
+    """Return the largest microbatch, in sequences, for which the train split has enough tokens from `start_train_token`
+    on for one global batch. Of several datasets, the shortest train split decides. If train.json sets the global batch,
+    the result is at most one rank's part of it (of the smallest one in a ramp).
 
     Raises UserError if the split is too short even for a microbatch of 1, or if a global batch is not a multiple of the
     number of ranks.
@@ -411,7 +418,8 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     if ceiling < 1:
         raise UserError(
             f"the train split of {config.data_name} is too short for one global batch: wanted "
-            f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {tokens:,}"
+            f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {tokens:,}; use a longer dataset, "
+            "use fewer ranks, or lower gradient_accumulation_steps"
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 

@@ -77,4 +77,4 @@ class ChartProcess:
             self._process = None
 
     def _warn(self, reason: str) -> None:
-        click.echo(f"warning: {self._run.chart}: no chart: {reason}", err=True)
+        click.echo(f"warning: {self._run.chart}: no new chart: {reason}", err=True)

@@ -16,7 +16,7 @@ from harness.runs.train_config import TrainConfig
 @dataclass
 class Clock:
     """Seconds and dollars that a run has spent in each phase, including those before it was resumed.
-    `price_per_hour` is today's price of the machine, or None if it is not known."""
+    `price_per_hour` is today's price of the machine in dollars, or None if not known."""
 
     price_per_hour: float | None = None
     _since: float = field(default_factory=time.perf_counter)
@@ -54,8 +54,8 @@ class Clock:
         return dict(self.seconds)
 
     def spent(self) -> dict[str, Any]:
-        """Return the keys "seconds" and, if there is or was a price, "dollars" of a checkpoint's meta.json. Each has
-        the value of every phase up to now."""
+        """Return {"seconds": ..., "dollars": ...} for a checkpoint's meta.json, each by phase and up to now. Without a
+        price now or before, "dollars" is left out."""
         seconds, price, changes = self.now(), self.price_per_hour, self._price_changes
         if price is None and not changes:
             return {"seconds": seconds}

@@ -4,7 +4,8 @@ On a GPU, torch.compile takes one to seven minutes. torch keeps its results in f
 temporary by default. `CompileCache` packs them into files.
 
 Loading such a file can execute any code: torch unpickles it and runs the programs in it. A run's folder may come from
-somebody else. So every file is signed with a secret of this user, and a file without the right signature is not read.
+somebody else. So every file is signed with a secret of this user, and a file without the right signature is not loaded.
+A start on another machine loads the files only if the secret is the same there (see `_secret`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KEPT_KEYS = 3  # of different versions, GPUs and settings; the newest are kept
 
 
 class CompileCache:
-    """Compiled code of one rank, in files of `folder`. `key` must say everything that the code depends on. What torch
+    """Compiled code of one rank, in files of `folder`. `key` identifies everything that the code depends on. What torch
     compiles later, such as validation, is added as a further file."""
 
     def __init__(self, folder: Path, key: str, device_index: int, *, writes: bool) -> None:
@@ -73,7 +74,8 @@ class CompileCache:
 
     def load(self) -> None:
         """Give the files' contents to torch, up to the first file that is missing or damaged or has no signature of
-        this user. Torch compiles the graphs of the files left out, as it does without a cache."""
+        this user. Torch compiles the graphs of the files left out, as it does without a cache. Raises no error, not
+        even if this user's secret cannot be read."""
         with suppress(Exception):  # whatever is wrong with a file, this run can do without it
             while self.parts < MOST_PARTS:
                 content = self.path.read_bytes()
@@ -84,9 +86,9 @@ class CompileCache:
                 self.parts += 1
 
     def save(self) -> None:
-        """If torch has compiled something since the last file, or taken it from its own cache, write it to the next
-        one, and remove files of old keys. Does nothing once there are MOST_PARTS files, or on a rank that does not
-        write. If it cannot be written, warn once, on rank 0."""
+        """Write what torch has compiled since the last file, or taken from its own cache since then, to the next file.
+        Rank 0 then removes files of old keys. Does nothing if there is nothing new, if there are MOST_PARTS files, or
+        on a rank that does not write. If writing fails, this rank writes no more, and rank 0 warns."""
         if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
         artifacts = torch.compiler.save_cache_artifacts()
@@ -121,7 +123,8 @@ class CompileCache:
         return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
 
     def _remove_old_keys(self) -> None:
-        """Remove the files of all keys but KEPT_KEYS: this one and the newest others."""
+        """Remove the files of older keys. Of KEPT_KEYS keys the files stay: of this cache's key and of the newest
+        others."""
         # The pattern matches no foreign files, which are there if the folder is a link.
         files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")
         newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -132,14 +135,14 @@ class CompileCache:
 
 
 def _names(found: CacheInfo | None) -> set[tuple[str, str]]:
-    """Return kind and key of each result of compilation that `found` lists (None: of none)."""
+    """Return (kind, key) of each result of compilation that `found` lists, or an empty set if it is None."""
     return {(kind, key) for kind, keys in (found.artifacts if found else {}).items() for key in keys}
 
 
 def _secret() -> bytes:
     """Return this user's secret: the value of the environment variable that CACHE_SECRET names or, if it is not set,
-    the contents of SECRET_FILE in the user's cache, which is made if it is missing. Raises OSError if it cannot be read
-    or made, and RuntimeError if this user has no home directory."""
+    the contents of SECRET_FILE in the user's cache, which is made if it is missing. Raises OSError if the file cannot
+    be read or made, or is not SECRET_BYTES long. Raises RuntimeError if this user has no home directory."""
     if given := os.environ.get(CACHE_SECRET):
         return given.encode()
     path = user_cache() / SECRET_FILE

@@ -69,9 +69,10 @@ class Evaluations:
         self.benchmarks = found[0] if found else load(tasks)
 
     def validation_loss(self, step: int) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over train.json's validation sequences after global step `step`, and of a mixture also
-        the mean loss over those of each dataset. `validation_ranks` decides whether rank 0 alone computes them or all
-        ranks share the work.
+        """Return the mean loss (nats per token) over train.json's validation sequences after global step `step`. Also
+        return the mean loss by dataset of a mixture, without datasets that have no sequences; for a single dataset the
+        dict is empty. A mean is not finite if the loss of one of its microbatches is not. `validation_ranks` decides
+        whether rank 0 alone computes the losses or all ranks share the work.
 
         Raises RunStopped on every rank if any rank is asked to stop meanwhile. The evaluation is not finished in that
         case, because torchrun kills ranks 30 seconds after a signal.
@@ -87,7 +88,8 @@ class Evaluations:
         return float(np.average([*losses.values()], weights=counts)), losses
 
     def _loss(self, loader: TokenLoader, sequences: int, place: Place) -> float:
-        """Return the mean loss over the first `sequences` windows of a loader."""
+        """Return the mean loss over the first `sequences` windows of a loader. `place` is that of SharedWork.
+        Collective. Raises RunStopped as `validation_loss` does."""
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, place)
         size = self.config.microbatch_size
 
@@ -119,8 +121,8 @@ class Evaluations:
             return []
 
     def sample(self) -> str | UserError | RunError:
-        """Return the current model's continuation of train.json's `sample_prompt`, or the error if sampling failed.
-        Collective."""
+        """Return train.json's `sample_prompt`, continued by the current model with up to SAMPLE_TOKENS tokens. If a
+        UserError or RunError is raised, return it. Collective."""
         prompt = self.config.sample_prompt
         assert prompt is not None
 

@@ -33,6 +33,7 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         raise RunError(
-            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that fits; unless "
-            "global_batch_size or batch_ramp is set, raise gradient_accumulation_steps to keep the global batch size"
+            f"out of memory with microbatch_size {microbatch_size} ({reason}); lower it (ddp_train.py -f finds the "
+            "largest that fits), and, unless global_batch_size or batch_ramp is set, raise "
+            "gradient_accumulation_steps to keep the global batch size"
         ) from None

@@ -106,15 +106,15 @@ class LossMeter:
         )
 
     def state(self) -> list[float]:
-        """Return this rank's values since the last report, for a checkpoint between two reports. Waits for the
-        device."""
+        """Return this rank's values since the last report, for a checkpoint between two reports: those at the indices
+        SUM to LONGEST_ROW, then the experts' tokens by block and expert. Waits for the device."""
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
         """Replace this meter's values by those that `state` returned on one or more ranks, combined. `ranks` holds
         this rank's values alone or, if the number of ranks has changed, those of all previous ranks. In this case only
-        one rank may load them, because `reduce` adds up the ranks' values. Raises ValueError if a rank does not have as
-        many values as this meter."""
+        rank 0 may load them: `reduce` adds up the ranks' losses, and takes norm and skipped steps from rank 0. Raises
+        ValueError if a rank does not have as many values as this meter."""
         # Values from NORM on, except for the experts' tokens, are the same on all ranks, so those of rank 0 are used.
         columns, own = list(zip(*ranks, strict=True)), len(self.EMPTY)
         if len(columns) != own + self._expert_tokens.numel():

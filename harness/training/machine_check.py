@@ -1,9 +1,9 @@
 """Rates of a machine, measured before anything is trained on it: matrix products and copies on each device, the ranks'
 all-reduce, the disk, a download, and the training step of a run (check_machine.py).
 
-All ranks measure at the same time, as they train. A rate is the mean over a period of time, not the best, because a
-device that slows down after a while, as a hot one does, is slow in training. If a rank is slow, all measure again,
-because another program may have slowed it for a moment; a bad device stays slow.
+All ranks measure at the same time, because they also train at the same time. A rate is the mean over a period of time,
+not the best, because a device that slows down after a while, as a hot one does, is slow in training. If a rank is slow,
+all measure again, because another program may have slowed it for a moment; a bad device stays slow.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class DeviceRates:
 def report_machine(experiment: Experiment | None, folder: Path) -> None:
     """Measure this machine and print its rates; `folder` is where checkpoints go. With an experiment, also measure its
     training. Collective: joins the other ranks, and leaves them at the end. Raises RunError if a rank is slow or a
-    measurement fails, and UserError if this machine cannot compute what train.json demands."""
+    measurement other than the download fails. Raises UserError if this machine cannot compute what train.json demands,
+    or if its memory cannot hold the model's weights. Raises errors as `World.join` does."""
     world = World.join()
 
     def show(text: str) -> None:
@@ -112,8 +113,8 @@ def report_machine(experiment: Experiment | None, folder: Path) -> None:
 
 @contextmanager
 def naming_the_rank(world: World) -> Iterator[None]:
-    """Context manager for all measurements: raises RunError for an error of this rank's device, and PeerError if
-    another rank is gone."""
+    """Context manager for all measurements. Raises RunError, with rank, host and device, for a RuntimeError or
+    MemoryError in its body. Raises PeerError or RunError as `connection_errors_as_peer_errors` does."""
     try:
         with connection_errors_as_peer_errors():
             yield
@@ -135,7 +136,8 @@ def measure_device(world: World) -> DeviceRates:
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], object], amount: int) -> float:
-        """Return `amount` per call of `work`, per second."""
+        """Call `work` repeatedly for SECONDS, and return the rate per second of what each call does `amount` of.
+        Collective."""
 
         def run(calls: int) -> int:
             with world.watchdog.guard(Place(0, "machine")):
@@ -194,8 +196,9 @@ def slow_rates(rates: Sequence[DeviceRates]) -> dict[tuple[int, str], float]:
 
 
 def bus_bandwidths(world: World, sizes: Sequence[int]) -> list[float]:
-    """Return for each size (bytes) the bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes per
-    second, which NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md) compare with the hardware. Collective."""
+    """Return for each size (bytes) the bus bandwidth (bytes/s) of an all-reduce over all n ranks: 2 (n - 1) / n times
+    its bytes per second. NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md) compare this number with the
+    hardware. Needs at least two ranks. Collective."""
     share = 2 * (world.size - 1) / world.size
     return [share * size / world.all_reduce_seconds(size, EXCHANGE_SECONDS) for size in sizes]
 
@@ -209,8 +212,8 @@ def describe_disk(folder: Path) -> str:
         with tempfile.TemporaryFile(dir=folder) as file:
 
             def rate(work: Callable[[], int]) -> tuple[int, float]:
-                """Call `work` repeatedly, until it returns 0 or DISK_BYTES or DISK_SECONDS are reached; it returns how
-                many bytes it moved. Return the bytes, and the bytes per second."""
+                """Call `work`, which returns how many bytes it moved, until it returns 0 or DISK_BYTES or DISK_SECONDS
+                are reached. Return the bytes of all calls, and the bytes per second."""
                 count, began = 0, time.perf_counter()
                 while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
                     count += size
@@ -234,9 +237,9 @@ def describe_disk(folder: Path) -> str:
 
 
 def describe_download() -> str:
-    """Download from the Hub for up to DOWNLOAD_SECONDS, and return the rate as text, or why it was not measured.
-    Returns after at most ANSWER_SECONDS more. So the download runs in a thread, since looking up a name or trying all
-    its addresses can take a minute."""
+    """Download from the Hub, up to DOWNLOAD_BYTES in up to DOWNLOAD_SECONDS, and return the rate as text, or why it was
+    not measured. Returns after at most DOWNLOAD_SECONDS + ANSWER_SECONDS: the download runs in a thread, because
+    looking up a name or trying all its addresses can take a minute."""
     from huggingface_hub import constants
 
     found = ["not measured: no answer in time"]
@@ -265,8 +268,9 @@ def describe_download() -> str:
 
 
 def measure_training(experiment: Experiment, world: World) -> Measured:
-    """Train a new model of the experiment on random tokens, with its batch and settings, and return the speed. Writes
-    it into the run's folder, where --plan finds it. Collective.
+    """Train a new model of the experiment on random tokens, with its batch and settings and at learning rate 0, and
+    return the speed. Rank 0 writes the speed into the run's folder, where --plan finds it. Also keeps the compiled code
+    for the run. Collective.
 
     Raises RunError if the memory is too small for training. Raises UserError if it cannot even hold the weights, or if
     this machine cannot compute what train.json demands.
@@ -316,9 +320,9 @@ def measure_training(experiment: Experiment, world: World) -> Measured:
 
 
 def exchanged_sizes(experiment: Experiment | None) -> list[int]:
-    """Return the bytes of DDP's buckets: of its first one by default (1 MiB; with `bucket_mb` it is as large as the
-    others), of the others and, if it is larger, of the gradient of a token embedding (a run's, or GPT-2 small's), which
-    has a bucket of its own. Gradients are in fp32."""
+    """Return the different sizes of DDP's buckets in bytes, in ascending order. By default, the first bucket has 1 MiB
+    and the others 25 MiB; `bucket_mb` sets the size of all. The gradient of the token embedding, in fp32, has a bucket
+    of its own if it is larger. Without an experiment, it is that of GPT-2 small."""
     bucket_mb = experiment.config.bucket_mb if experiment else None
     bucket = 2**20 * (bucket_mb or 25)
     vocab_size, width = (experiment.model.vocab_size, experiment.model.emb_dim) if experiment else (50257, 768)
@@ -326,7 +330,7 @@ def exchanged_sizes(experiment: Experiment | None) -> list[int]:
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three digits, or all of them before the point: 0.0123, 12.3, 1,234."""
+    """Return a number as text with three significant digits, or from 100 on as an integer: 0.0123, 12.3, 1,234."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 

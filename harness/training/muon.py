@@ -113,8 +113,9 @@ class Muon:
     """Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
     Muon updates a matrix by its orthogonalized Nesterov momentum, with decoupled weight decay. Formulas, names and
-    order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. A rank
-    orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum.
+    order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. Unlike
+    there, the momentum's factor can rise during the first `muon_momentum_warmup_steps` steps. A rank orthogonalizes the
+    batches of matrices that `partition` assigns to it, and keeps their momentum.
 
     Methods without a docstring do the same as the methods of the same names in AdamW (adamw.py).
     """

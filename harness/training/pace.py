@@ -66,9 +66,10 @@ class SlowRanks:
         self._found: dict[int, tuple[int, int, bool]] = {}
 
     def name(self, seconds: Sequence[float], step: int) -> Iterator[str]:
-        """Yield a note for each rank whose own time has been SLOWER_BY above the median for REPORTS reports in a row,
-        over LEAST_STEPS steps, once until it is faster again. `seconds` are those of `OwnTime.take`, by rank; `step` is
-        the report's."""
+        """Yield a note for each rank that was slow in at least REPORTS reports in a row, over at least LEAST_STEPS
+        steps. A rank is named once, and again only after a report in which it was not slow. It is slow in a report if
+        its own time is above the median by more than SLOWER_BY (a fraction), unless the median is below LEAST_SECONDS.
+        `seconds` are those of `OwnTime.take`, by rank; `step` is the report's global step."""
         usual = statistics.median_low(seconds)  # of two ranks, the faster
         for rank, own in enumerate(seconds):
             if usual < LEAST_SECONDS or own <= usual * (1 + SLOWER_BY):
@@ -79,4 +80,4 @@ class SlowRanks:
             self._found[rank] = since, reports + 1, is_named or is_due
             if is_due:
                 more = f"{own / usual - 1:.0%} longer than the median since global step {since:,}"
-                yield f"note: rank {rank} takes {more}; the others wait for it"
+                yield f"note: rank {rank} takes {more}; the others wait for it; check_machine.py tests its device"

@@ -93,8 +93,9 @@ class Console:
 
 
 class Reporter:
-    """Prints and records the results of the training loop, and makes the meta.json of a checkpoint, which holds them.
-    Methods that need the run's progress take a TrainState."""
+    """Prints and records the results of the training loop, and makes the meta.json of a checkpoint. Methods that need
+    the run's progress take a TrainState. Methods that write a line to metrics.jsonl raise RunError if it cannot be
+    written."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -223,7 +224,7 @@ class Reporter:
 
     def stopped(self, reason: int, state: TrainState) -> None:
         """Print why the run stops here and how to resume it; `reason` is that of RunStopped. First flush metrics.jsonl
-        to disk, and wait for the chart that is being drawn."""
+        to disk, and wait up to STOPPED_CHART_SECONDS for the chart. Raises RunError if flushing fails."""
         self.console.close()
         if not self.world.is_main:
             return
@@ -246,8 +247,8 @@ class Reporter:
         say_last(f"stopped by {cause} {done}; to continue, {remedy}")
 
     def summary(self, state: TrainState) -> None:
-        """Write and print the summary, wait until the last chart is drawn, and print which commands test the model.
-        Collective."""
+        """Write and print the summary, wait up to LAST_CHART_SECONDS for the last chart, and print which commands test
+        the model. Collective. Raises RunError if the summary cannot be written or metrics.jsonl cannot be flushed."""
         self.console.close()
         if self.world.is_main:
             self.chart.draw()
@@ -271,8 +272,8 @@ class Reporter:
 
         Of the keys of ProgramAndSettings, these are included only if they mean anything for the run: `budget` if
         train.json's budget is not in tokens, `scaled` if it has scaling rules, `attention` if torch does not choose the
-        kernel, the keys of experts if the model has experts, and `changed` if settings were changed when the run was
-        resumed.
+        kernel, the keys of experts if the model has experts, and `changed` if the run was resumed with changes that
+        affect the result: of settings, or of the machine.
         """
         prepared, experiment = self.prepared, self.prepared.experiment
         resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values}
@@ -301,7 +302,7 @@ class Reporter:
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
         """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on other
-        ranks than 0."""
+        ranks than 0. Raises RunError if the line cannot be written."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
@@ -309,7 +310,7 @@ class Reporter:
 
 
 def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
-    """Return the keys of meta.json that say where this process trains and with which batch."""
+    """Return the entries of meta.json on the machine, torch's version and the batch of this process."""
     return {
         "world_size": world.size,
         "microbatch_size": prepared.layout.microbatch_size,

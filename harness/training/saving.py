@@ -32,8 +32,8 @@ class Writer:
         self._error: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Wait for the previous task to end, then run `work`. If the previous task failed, raise its error and do not
-        run `work`."""
+        """Wait for the previous task to end, then run `work`, or with `in_background` only start it. If the previous
+        task failed, raise its error and do not run `work`."""
         self.wait()
         if not self._in_background:
             work()
@@ -69,8 +69,9 @@ class HostCopies:
     """CPU copies of nested dicts of tensors, used on rank 0 only.
 
     All copies are in one buffer of the tensors' total size (for AdamW three times the weights; torch rounds pinned
-    memory up to a power of two). The buffer is allocated at the first copy and kept until the process ends, or with
-    `keep=False` until the copy is dropped.
+    memory up to a power of two). With `keep`, the buffer is allocated at the first copy, replaced if a later copy needs
+    a larger one, and kept until the process ends. Without `keep`, each copy has a buffer of its own, which is freed
+    when the copy is dropped.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:
@@ -141,8 +142,8 @@ class HostCopies:
 
 def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[str, Any]:
     """Return on rank 0 copies of the weights and of the optimizer state by their names in checkpoints, as
-    {"weights": ..., "optimizer": ...}. Both dicts are empty on other ranks. Before the first step, there is no
-    optimizer state. Collective. On a GPU the copies can be read after `copies.wait()`."""
+    {"weights": ..., "optimizer": ...}. Both dicts are empty on other ranks. As long as no update was made and no state
+    was loaded, "optimizer" is empty. Collective. On a GPU the copies can be read after `copies.wait()`."""
     optimizer = step.optimizer
     is_sharded = optimizer.partition.size > 1
     copied: dict[str, Any] = {"weights": {}, "optimizer": {}}

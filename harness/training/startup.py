@@ -62,8 +62,8 @@ class PreparedRun:
 
     @property
     def interrupted_evaluation(self) -> str | None:
-        """Evaluation of the checkpoint's last step that a signal interrupted: "validation", "benchmarks" or None. This
-        process must repeat that evaluation and do the work that follows it."""
+        """Evaluation of the checkpoint's last step that a request to stop interrupted: "validation", "benchmarks" or
+        None. This process must repeat that evaluation and do the work that follows it."""
         return self.meta.interrupted_evaluation if self.meta else None
 
     @property
@@ -71,7 +71,9 @@ class PreparedRun:
         return self.meta is not None and self.position.is_finished and self.interrupted_evaluation is None
 
     def state(self, world: World) -> TrainState:
-        """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint."""
+        """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint. If
+        the batch or the machine has changed, the speed is measured anew from here on. Best and last validation loss are
+        dropped if later losses are not comparable with them."""
         if self.meta is None:
             return TrainState()
         state = self.meta.state()
@@ -93,8 +95,9 @@ def prepare(
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
     `options` gives --restart, the options of the mirror, and the assumed speed from which the time and cost of a budget
-    are computed. The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError or
-    RunError, with a remedy, if a check fails.
+    are computed. If torchrun has restarted this process, `checkpoint` and --restart are ignored, because the first
+    start has applied them. The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError
+    or RunError, with a remedy, if a check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -187,8 +190,9 @@ def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
     """Return the name of the run's precision. With "auto", a resumed run keeps the precision with which it began, so
     that a move to another processor does not silently change the results. The precision is chosen anew if the run moves
-    between CPU and GPU, if this GPU does not support the earlier precision, or if train.json did not have "auto" then.
-    Raises UserError if this device does not support the precision that train.json names."""
+    between CPU and GPU, if this GPU does not support the earlier precision, if train.json did not have "auto" at the
+    checkpoint, or if the checkpoint records no device. Raises UserError if this device does not support the precision
+    that train.json names."""
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best
@@ -203,8 +207,8 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
 
 
 def fetch_data(world: World, experiment: Experiment) -> TrainingData:
-    """Return the experiment's data on every rank. If a dataset is missing, the first process of each node downloads it.
-    Collective. Raises UserError if it cannot be downloaded."""
+    """Return the experiment's data on every rank. If a dataset is missing, the first process of each node downloads or
+    builds it. Collective. Raises UserError if a dataset is invalid, incomplete or cannot be obtained."""
     for name in experiment.config.dataset_weights:
         world.on_each_node(partial(ensure_dataset, experiment.datasets_dir, name, experiment.splits))
     return experiment.open_data()
@@ -235,8 +239,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
     if found > newest:
         raise UserError(
             f"{run.checkpoints}: {host} has checkpoints up to step {found:,}, but rank 0 is on another machine, which "
-            f"{f'has none after step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them, "
-            "or use --restart"
+            f"{f'has none after step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them "
+            "to rank 0's machine, or use --restart"
         )
 
 

@@ -77,8 +77,8 @@ class OptimizerStep:
         other ranks: before a backward pass in which the ranks exchange gradients, and at the end of every backward
         pass.
 
-        Raises UserError if this device does not support the precision that train.json demands, or not together with its
-        optimizer.
+        Raises UserError if this device does not support the precision that train.json demands, or if the optimizer does
+        not support it (Muon and fp16).
         """
         self.model, self.config = model, config
         self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
@@ -142,7 +142,7 @@ class OptimizerStep:
         """Run the forward and the backward pass of each microbatch. Afterwards `.grad` of each parameter holds the
         gradient averaged over the microbatches and over all ranks, multiplied by the scaler's scale in fp16. With
         `exchange=False` it is averaged over this rank's microbatches alone. Returns `losses_A` and `expert_tokens` of
-        StepResult."""
+        StepResult. With `exchange`, collective if the model is wrapped in DistributedDataParallel."""
         # DDP's buckets still hold the gradients of the last step. (Without DDP, `forget_gradients` has freed them.)
         # For several microbatches, which are added up, set them to zero, because a gradient of None would be allocated
         # outside its bucket. For a single microbatch set them to None: DDP then copies the new gradient into the bucket

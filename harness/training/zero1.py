@@ -72,8 +72,8 @@ class StatePartition:
     """Division of an optimizer's state among `size` ranks, of which this process is number `rank`. Without sharding,
     every rank has a partition of `size` 1 and number 0, so that it owns everything.
 
-    If `is_connected` is false, `broadcast_shards` and `gather` send nothing. So can a process alone measure the memory
-    that it needs as one of `size` ranks (ddp_train.py -f).
+    If `is_connected` is false, `broadcast_shards` and `gather` send nothing. A single process can then measure the
+    memory that it would need as one of `size` ranks (ddp_train.py -f).
     """
 
     rank: int = 0

@@ -191,7 +191,7 @@ def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str
         (("--points", "POINTS", "--chart", "c.txt"), "--chart c.txt: name a file that ends in .png, .pdf, .svg"),
         (("--points", "POINTS", "--chart", "/nowhere/c.png"), "/nowhere: no file can be written there"),
         (("--points", "POINTS", "--drop-highest", "20"), "--drop-highest 20: there are 20 points"),
-        (("quickstart", "--runs-dir", "RUNS"), "no finished run to fit: quickstart: has not finished"),
+        (("quickstart", "--runs-dir", "RUNS"), "none of the runs gives a point: quickstart: has not finished"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(points: str, arguments: tuple[str, ...], message: str) -> None:

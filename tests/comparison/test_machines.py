@@ -56,14 +56,14 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
     text = text_of(run, *SHIPPED)
     assert "Hours and dollars are of training alone: validation, checkpoints and set-up come on top" in text
     assert "8x H100 80 GiB: reported of 8xh100m80, microbatch 27" in text
-    assert "2x H100 80 GiB: inconclusive, because no speed of this model was measured or reported there" in text
+    assert "2x H100 80 GiB: inconclusive, because no speed of this run's model and kernels is known there" in text
     assert "Prices of 2025-12-05: Lambda" in text
     values = read_json_object(PRICES)
     values["machines"][0]["machine"] = "a machine with a very long name that somebody rents from somebody else"
     (tmp_path / "prices.json").write_text(json.dumps(values))
     lines_of(run, SHIPPED, tmp_path / "prices.json")
     by_six = text_of(RunDirectory(SHIPPED_RUNS / "original"), *SHIPPED)
-    assert "because its global batch of 6 sequences cannot be divided by 8 GPUs" in by_six
+    assert "because the run's global batch of 6 sequences cannot be divided by 8 GPUs" in by_six
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_measured_speed_of_the_same_training_comes_before_a_reported_one(
     (row,) = [line for line in lines if line.startswith("8x A100 40 GiB  ")]
     assert row.split()[-1] == basis
     text = " ".join(" ".join(lines).split())
-    assert ("8x A100 40 GiB: measured of mine, microbatch 13" in text) is (basis == "measured")
-    assert ("Compare only machines with the same basis" in text) is ("measured of mine" in text)
+    assert ("8x A100 40 GiB: measured for mine, microbatch 13" in text) is (basis == "measured")
+    assert ("Compare only machines with the same basis" in text) is ("measured for mine" in text)
 
 
 def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_was(tmp_path: Path) -> None:

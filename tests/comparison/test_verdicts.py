@@ -98,7 +98,7 @@ def test_single_runs_on_both_sides() -> None:
     assert "beyond text noise (95 % interval -0.0" in verdict.sentence
     assert verdict.adjusted_p is None
     verdict = compare(window_losses(0, runs=1, seed=4, by_seed=0), baseline=first)[0]
-    assert "is within text noise, too (95 % interval -0.0" in verdict.sentence
+    assert "is within text noise (95 % interval -0.0" in verdict.sentence
     verdict = compare(Arm("b", [3.4]), baseline=Arm("a", [3.5]))[0]
     assert verdict.sentence == (
         "b against a: inconclusive, because training noise is unknown; these models differ by -0.100 nats on this text"

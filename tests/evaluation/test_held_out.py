@@ -236,7 +236,7 @@ def test_how_much_of_the_text_was_trained_on(shop: Workshop, monkeypatch: pytest
     unknown = "Of this split, also in the training data: not known, because"
     further = shop.add_run("further", initial_weights="../r/checkpoints/best/model.safetensors")
     shop.train(further.name, ranks=1)
-    assert f"{unknown} it began with initial_weights" in unwrapped(measure(shop, "further"))
+    assert f"{unknown} the model began with initial_weights" in unwrapped(measure(shop, "further"))
     shutil.rmtree(further)
     save_file({"tokens": train[::-1].copy()}, folder / "train.safetensors")
     reversed_split = unwrapped(measure(shop, "r"))

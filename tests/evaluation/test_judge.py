@@ -171,7 +171,7 @@ def test_a_judge_that_never_answers_or_refuses(
         bench.run(parallel=1, timeout=0.3)
     assert words in str(caught.value)
     assert KEY not in str(caught.value)
-    assert str(caught.value).endswith("; judging again asks again") == (error is RunError)
+    assert str(caught.value).endswith("; no valid answer is kept; judge again later") == (error is RunError)
     assert len(bench.judge.requests) == requests
     assert list(bench.folder.iterdir()) == []
 

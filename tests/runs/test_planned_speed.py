@@ -68,7 +68,7 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"world_size": 2}, "no earlier run of this shape with a measured speed; give --assume-tps"),
+        ({"world_size": 2}, "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
         ({"microbatch_size": 1}, "no earlier run of this shape"),
         ({"model": MODEL | {"n_layers": 3}}, "no earlier run of this shape"),
         ({"train": {"precision": "bf16"}}, "no earlier run of this shape"),
@@ -314,10 +314,10 @@ def test_what_has_no_estimate(shop: Workshop, train: dict[str, Any], options: di
     ("gpus", "said"),
     [
         (["NVIDIA H200", "NVIDIA H200"], "(estimated for 2 x H200: "),
-        (["NVIDIA H200"], "no earlier run of this shape with a measured speed; give --assume-tps"),
-        (["NVIDIA H200", "NVIDIA H100 80GB HBM3"], "no earlier run of this shape with a measured speed"),
-        (["NVIDIA L4", "NVIDIA L4"], "no earlier run of this shape with a measured speed; give --assume-tps"),
-        ([], "no earlier run of this shape with a measured speed; give --assume-tps"),
+        (["NVIDIA H200"], "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
+        (["NVIDIA H200", "NVIDIA H100 80GB HBM3"], "no earlier run of this shape, batch and kernels has a speed"),
+        (["NVIDIA L4", "NVIDIA L4"], "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
+        ([], "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
     ],
     ids=str,
 )

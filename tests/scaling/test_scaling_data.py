@@ -130,7 +130,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
     assert reasons["unknown"] == "does not record which text its validation losses were measured on"
     assert reasons["copied"] == "has exactly the size, tokens and loss of whole: a copy, counted once"
     assert reasons["bare"].startswith("its summary.json, of an earlier version, lacks")
-    with pytest.raises(UserError, match="no finished run to fit: going: has not finished"):
+    with pytest.raises(UserError, match="none of the runs gives a point: going: has not finished"):
         points_of_runs([going])
     assert len(points_of_runs([older])) == 1, "earlier versions' summaries are read"
 

@@ -40,8 +40,8 @@ HELD_OUT_SHARES = {"test": 0.05, "validation": 0.05}
 def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:
     """Build the dataset in `folder`, which does not appear until it is complete. A complete folder is left unchanged.
 
-    The same Python gives byte-identical files. Raises UserError if the folder cannot be written, or if this Python has
-    no readable source files.
+    The same Python gives byte-identical files. Raises UserError if the folder cannot be written, if this Python has no
+    readable source files, or if their text yields fewer than `vocab_size` tokens.
     """
     splits = split_documents(standard_library())
     try:
@@ -59,8 +59,8 @@ BUILTIN_DATASETS: dict[str, Callable[[Path], None]] = {"builtin/python-stdlib": 
 
 def standard_library() -> dict[str, str]:
     """Return the texts of the standard library's source files by relative path, sorted by path. Of several files with
-    the same text, only the first is returned. Empty files, files that are not UTF-8 and files in SKIPPED_FOLDERS are
-    left out.
+    the same text, only the first is returned. Empty files, files that are unreadable or not UTF-8, and files in
+    SKIPPED_FOLDERS are left out.
 
     Raises UserError if this Python has no readable source files.
     """
@@ -84,8 +84,8 @@ def standard_library() -> dict[str, str]:
 
 
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
-    """Return the texts of each split from the texts by path. HELD_OUT_SHARES gives the splits' shares of the bytes,
-    which are met approximately. Every document is in exactly one split.
+    """Divide `documents` (path -> text) among the splits, and return the texts of each split. HELD_OUT_SHARES gives the
+    splits' shares of the bytes, which are met approximately. Every document is in exactly one split.
 
     Documents are sorted by the hash of their path, so that any slice of a split is a sample of the whole library.
     """

@@ -149,7 +149,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
         made_from["excluded_documents"] = left_out
-        print(f"{counted(left_out, 'document')} left out that {abbreviated(options['exclude'])} has, too", flush=True)
+        print(f"{counted(left_out, 'document')} left out by --exclude {abbreviated(options['exclude'])}", flush=True)
     return journal.splits, tokenizer, made_from
 
 
@@ -171,7 +171,8 @@ def _deciding(options: Mapping[str, Any], held_out: HeldOut | None) -> dict[str,
 def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFolder) -> TextSource:
     """Return the local files that `inputs` names. If `inputs` is a single name that is no local path but can be a
     dataset on the Hub, return the files of that dataset. With --delete-after, they will be downloaded to a folder in
-    `work`. Raises UserError if no files are found, or if an option for Hub datasets is given with local files."""
+    `work`. Raises UserError if no files are found, if the Hub cannot be read, or if an option for Hub datasets is
+    given with local files."""
     if len(inputs) == 1 and not Path(inputs[0]).exists() and is_hub_name(inputs[0]):
         from harness.data.preparation.hub_source import find_on_hub
 
@@ -180,7 +181,7 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFo
     for option in ("include", "revision", "delete_after"):
         if options[option]:
             name = f"--{option.replace('_', '-')}"
-            raise UserError(f"{name} belongs with a dataset on the Hub, but {inputs[0]} is local")
+            raise UserError(f"{name} belongs with a dataset on the Hub as the only INPUT, not {abbreviated(inputs)}")
     return find_text(inputs)
 
 

@@ -51,7 +51,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     """Gather `pieces` (documents or parts of documents) into batches, and yield the batches. Documents without any text
     are counted and left out.
 
-    A batch has about BATCH_CHARACTERS characters, and at most BATCH_PIECES pieces. A batch also ends at the end of a
+    A batch ends once it has at least BATCH_CHARACTERS characters, or BATCH_PIECES pieces. It also ends at the end of a
     file if it has at least a sixteenth of BATCH_CHARACTERS. The last batch may have no pieces.
 
     Reading may begin in the middle of the input: `file` is the number of the first piece's file, and `documents` is the
@@ -226,7 +226,8 @@ def encoder_processes(count: int) -> Iterator[Executor]:
 
 
 def _initialize_process() -> None:
-    """Keep tokenizers from starting threads in this process of the pool, and end it with its parent."""
+    """Keep the library `tokenizers` from starting threads in this process of the pool, and end the process with its
+    parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     end_with_parent()
 

@@ -45,7 +45,8 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 
     The tokenizer is `given`, the value of --tokenizer. But if `train` is given, `train` is called with a path to which
     it writes a new tokenizer. An interrupted call leaves no partial file. An existing file is kept, because the same
-    options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded, and the errors of `train`.
+    options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or used, and the errors of
+    `train`.
     """
     if given == "gpt2" and not train:
         return "gpt2"
@@ -75,8 +76,8 @@ def sample_texts(source: TextSource, form: TextFormat, rules: SplitRules) -> lis
     held out, the held-out splits are not left out, because they are not known yet.
 
     Of a large text, return about SAMPLE_CHARACTERS characters from the beginnings of the files that
-    `TextSource.sampled` chooses, and if `rules.order` is "given" without a shuffle, leave out the end of that sample by
-    the shares of the held-out splits. Some of the documents may be held out later. The options --exclude,
+    `TextSource.sampled` chooses. If `rules.order` is "given" without a shuffle, cut off the held-out splits' shares
+    from the end of that sample. Some of the documents may be held out later. The options --exclude,
     --max-documents and --max-tokens do not apply to the sample. Raises the errors of reading the files.
     """
     files = source.sampled()

@@ -10,7 +10,7 @@ written to the training stream. At the end, the pool's documents that are not he
 stream, in the order of their draws. The training stream then becomes the file of the train split without being copied.
 All documents of a small text are in the pool, so a small text is completely shuffled.
 
-With --split-order given, or if a held-out split would otherwise get no document, splits are ranges of one stream. The
+With --split-order given, or if a split would otherwise get no document, splits are ranges of one stream. The
 ranges at its end are copied to the files of the held-out splits, and the rest becomes the train split. Token shards
 (token_input.py) are split already, so that only their meta.json is written by this module.
 """
@@ -150,7 +150,7 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
     """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
     last documents are the validation split, and the documents before them are the test split.
 
-    If the share of a split comes to less than half a document (as of a single book), the splits are ranges of tokens.
+    If the number of documents of a split is 0 after rounding (as for a single book), the splits are ranges of tokens.
     Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would have no
     text at all.
     """
@@ -185,7 +185,7 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position from `start` on that follows the end of a line or of a document, or `start` if there is
     none up to LINE_END_SEARCH tokens after it. A position that only white space follows, up to the end of the stream,
-    is not returned."""
+    does not count."""
     first = max(0, start - 1)
     tokens = stream.read(first, LINE_END_SEARCH + start - first).tolist()
     texts = ["\n" if token == tokenizer.eot_token else tokenizer.decode([token]) for token in tokens]
@@ -231,9 +231,11 @@ def write_dataset_meta(
     folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, description: str, source: Mapping[str, object]
 ) -> None:
     """Write `folder`/meta.json, which describes the splits and the tokenizer. The splits' files and the tokenizer's
-    file are in `folder`, and are read for their hashes. `source` says where the text came from.
+    file (there is none for GPT-2) are in `folder`, and are read for their hashes. `source` says where the text came
+    from.
 
-    Nothing in the file depends on when or where it was made, so the same text gives the same bytes.
+    Nothing is added that depends on when or where the file is made, so the same files and arguments give the same
+    bytes.
     """
     paths = [folder / f"{split.name}.safetensors" for split in splits]
     own = {} if tokenizer.place == "gpt2" else {"tokenizer_sha256": Path(tokenizer.place)}

@@ -43,8 +43,8 @@ class StreamSize:
 class TokenStream:
     """Token file and index file of a sequence of documents, for appending and reading.
 
-    Appending requires `open_at`; its result can be read after `flush` or `close`. To read the files of an interrupted
-    process, set `size`.
+    Call `open_at` before appending. What has been appended can be read after `flush` or `close`. To read the files of
+    an interrupted process, set `size`.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:

@@ -182,8 +182,9 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     the file is read as plain text.
 
     Raises UserError if the text column is missing, or if a parquet file has it twice or with something other than text.
-    Raises RunError if the file cannot be read, is damaged or (with "strict" `form.errors`) not UTF-8, or if a JSON line
-    holds no text; the message of a damaged file has the position of the fault, or the number of documents before it.
+    Raises RunError if the file cannot be read or is damaged, if a JSON line is not an object or its text is neither a
+    string nor null, or if text is not valid Unicode and `form.errors` is "strict". The message of a damaged file has
+    the position of the fault, or the number of documents before it.
     """
     documents = 0
     try:
@@ -296,7 +297,8 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Yield the text of a file in pieces, reading it block by block. A document ends at each separator, and at the end
-    of the file unless the file ends with a separator. Raises RunError with the position of invalid UTF-8."""
+    of the file unless the file ends with a separator. With "strict" `form.errors`, raises RunError with the position of
+    invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False

@@ -1,9 +1,10 @@
 """Token shards of other programs, imported as the splits of a dataset. A shard's file name contains its split.
 
-llm.c and modded-nanogpt write shards: a header of 256 int32 (magic, version, number of tokens), then the tokens, uint16
-or, for Llama 3, uint32 (https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT). build-nanogpt saves NumPy
-arrays (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16 without a header
-(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the dtype.
+llm.c and modded-nanogpt write shards: a header of 256 int32, which begins with magic, version and number of tokens,
+then the tokens, uint16 or, for Llama 3, uint32 (https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT).
+build-nanogpt saves NumPy arrays (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16
+without a header (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the
+dtype.
 
 The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document,
 the other programs write one before each document.
@@ -48,8 +49,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """Return the position, number and dtype of the tokens in a file. `stated_dtype` is the dtype that the user gives
     for files without a header; None means uint16.
 
-    Raises UserError if the file is damaged or not a file of tokens, or if it has no header, `stated_dtype` is None, and
-    its tokens look like uint32.
+    Raises UserError if the file is damaged or not a file of tokens, if its header has an unknown version, or if it has
+    no header, `stated_dtype` is None, and its tokens look like uint32.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -77,8 +77,8 @@ class Mark:
 
 @dataclass
 class Journal:
-    """State of the work after its last completed step, as saved in journal.json. When the work is resumed, everything
-    that was written after that step is cut off."""
+    """State of the work, as saved in journal.json. When the work is resumed, everything that was written after the last
+    save is cut off or written again."""
 
     options: dict[str, Any]  # the options with which the work was begun
     phase: Phase = "reading"  # "reading" is under way; the other phases name the step that is done
@@ -182,11 +182,12 @@ class WorkFolder:
 
         If the interrupted work has written no tokens, new work begins if options or files have changed. If it has
         written tokens, other options raise UserError. The option replace_invalid may be added, because all text that
-        was read without it was valid UTF-8.
+        was read without it was valid UTF-8. A damaged journal.json or files.json raises UserError, too.
 
-        While the text is being read, a change of a file that was already read to the end raises UserError, too. If the
-        file that was being read has changed, it is read again from its beginning. Later, changes of files do not
-        matter.
+        While the text is being read, a change of a file that was already read to the end raises UserError. If the file
+        that was being read has changed, reading goes back to the last mark at the beginning of a file
+        (`Journal.file_start`). Changes of files that have not been read do not matter. After all text has been read, no
+        changes of files matter.
         """
         if restart:
             self._clear()

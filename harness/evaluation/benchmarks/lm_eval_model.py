@@ -86,9 +86,10 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[at] for at in range(len(jobs))]
 
     def _job(self, request: Instance) -> tuple[list[int], Settings]:
-        """Return the prompt's tokens and the settings for generating new tokens. Of a longer prompt only the end is
-        kept: as many tokens as the context has room for beside the new tokens, or half of the context if the new tokens
-        may fill all of it. Raises UserError for an unsupported sampling option."""
+        """Return the prompt's tokens and the settings for generating new tokens. An empty prompt becomes an end-of-text
+        token. Of a prompt that is too long, only the end is kept: as many tokens as the context has room for beside the
+        new tokens, or half of the context if the new tokens may fill all of it. Raises UserError for an unsupported
+        sampling option."""
         prompt, kwargs = request.args
         known = dict(normalize_gen_kwargs(kwargs))
         temperature = float(known.get("temperature", 1.0)) if known.get("do_sample") else 0.0

@@ -80,7 +80,7 @@ def prepare(specs: Sequence[str]) -> None:
     """Check the names of tasks (see `load`) and import lm-eval. This takes seconds, but downloads nothing, so all ranks
     can do it at the same time before the tasks are loaded.
 
-    Raises UserError for unknown names, or if lm-eval is not installed.
+    Raises UserError for unknown names and missing task files, or if lm-eval is not installed.
     """
     check_installed()
     for spec in specs:
@@ -89,16 +89,17 @@ def prepare(specs: Sequence[str]) -> None:
 
 
 def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
-    """Load tasks by names, wildcards or paths of task files (.yaml), and download their data if it is not on this
-    machine.
+    """Load tasks by names (of tasks, groups or tags), wildcards or paths of task files (.yaml, .yml), and download
+    their data if it is not on this machine.
 
     `num_fewshot` is the number of solved examples before each question. It replaces the tasks' own numbers, except, as
-    in lm-eval, an explicit 0. If it is None, the tasks' own numbers are used. A `!function` in a task file is run,
-    because it is the user's own code beside the file.
+    in lm-eval, an explicit 0. If it is None, the tasks' own numbers are used, or 0 if a task has none. A `!function` in
+    a task file is run, because it is the user's own code beside the file.
 
     The random states of this process are restored afterwards. Raises UserError if lm-eval is not installed, for an
-    unknown name, for two different tasks of one name, for a task that would run code of other people or of the model or
-    is about pictures or sound, and for a task that cannot be loaded, for example because its data is not available.
+    unknown name, and for two different tasks of one name. Also raises UserError for a task that would run downloaded
+    code or code written by the model, that is about pictures or sound, or that cannot be loaded, for example because
+    its data is not available.
     """
     check_installed()
     found = Benchmarks({}, {}, [])
@@ -114,7 +115,7 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
                     fault = "its scoring runs programs that a model wrote, which is not allowed here; leave it out"
                     raise UserError(f'task "{key}": {fault}')
                 if getattr(task, "MULTIMODAL", False):
-                    raise UserError(f'task "{key}": asks about pictures or sound; these models read text')
+                    raise UserError(f'task "{key}": asks about pictures or sound, not text; leave it out')
                 other = found.tasks.setdefault(key, task)
                 if other is not task and other.dump_config().get("metadata") != task.dump_config().get("metadata"):
                     raise UserError(f'two different tasks are called "{key}"; give one of them another name')
@@ -296,9 +297,9 @@ def scores(results: dict[str, Any], name: str) -> list[Score]:
 
 
 def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a table of 80 columns: task, metric, value and standard error, number of examples. The tasks
-    of a group follow the group, and their names are indented. `depth` is the depth of indentation of `names`; at depth
-    0 the table has a heading.
+    """Yield the lines of a table, 80 characters wide, with task, metric, value and standard error, and number of
+    examples. The tasks of a group follow the group, and their names are indented. Names of tasks and metrics that are
+    too long are cut. `depth` is the depth of indentation of `names`; at depth 0 the table has a heading.
 
     lm_eval.utils.make_table is not used, because with the installed pytablewriter (0.38) its tables have no headings
     and fewer digits.

@@ -126,9 +126,10 @@ def fine_tune(
     epoch. Afterwards the model is in evaluation mode.
 
     An example whose prompt leaves no room for its answer in the context is left out. All randomness comes from the
-    settings' seed, which also becomes torch's global seed. Prints the number of these examples, a line for each epoch,
-    and the reason for stopping. Raises UserError if the training or the validation part has no example left, and
-    RunError if the model's loss is not finite before training.
+    settings' seed, which also becomes torch's global seed. Prints the number of these examples, the validation loss
+    before training, a line for each epoch, the reason for stopping and, on standard error, a hint if nothing was
+    learned. Raises UserError if the training or the validation part has no example left, and RunError if the model's
+    loss is not finite before training.
     """
     context_length, padding = model.config.context_length, tokenizer.eot_token
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -149,7 +150,7 @@ def fine_tune(
     held_out = list(batches(validation, BATCH_SIZE, padding, answers_only=only, generator=None))
     before = mean_loss(model, held_out, precision)
     if not math.isfinite(before):
-        raise RunError("the model's loss on instructions is not finite: its weights are broken")
+        raise RunError("the model's loss on instructions is not finite: its weights are broken; use another checkpoint")
     click.echo(f"before: validation loss {before:.3f}")
     result, reason = FineTuning([before]), f"--max-epochs {settings.max_epochs} reached"
     scaler = precision.scaler()

@@ -47,8 +47,8 @@ class Instruction(_Part):
     output: Text
 
     def request(self, input_heading: str = "### Input:") -> str:
-        """Return the instruction and, if it is not empty, the input below `input_heading`, in the prompt format of
-        Stanford Alpaca (Taori et al. 2023)."""
+        """Return the instruction in the prompt format of Stanford Alpaca (Taori et al. 2023). If the input is not
+        empty, it follows below `input_heading`."""
         request = (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             f"\n\n### Instruction:\n{self.instruction}"
@@ -91,7 +91,7 @@ class InstructionSplits(NamedTuple):
             except UserError as error:
                 raise UserError(f"{error}; the file must be {wanted}") from None
             if not entries[-1].instruction.strip():
-                raise UserError(f'{place}: key "instruction": empty')
+                raise UserError(f'{place}: key "instruction": empty; write one, or remove the entry')
         if len(entries) < FEWEST_ENTRIES:
             raise UserError(
                 f"{path}: only {len(entries)} entries; training, validation and test together need {FEWEST_ENTRIES}"
@@ -140,7 +140,8 @@ class Response(Instruction):
 
 
 class InstructionData(_Part):
-    """The instruction file that the questions come from: its name, its SHA-256, and its numbers of entries."""
+    """The instruction file that the questions come from: its name, its SHA-256, and its numbers of entries, in all and
+    in the test part."""
 
     file: Text
     sha256: str
@@ -149,8 +150,8 @@ class InstructionData(_Part):
 
 
 class AnsweringModel(_Part):
-    """The checkpoint of a run that was fine-tuned and answered the questions, and the device and the version of torch
-    on which it did so."""
+    """The checkpoint that was fine-tuned and then answered the questions, and the device and the version of torch that
+    were used."""
 
     checkpoint: Text  # the name of its folder
     sha256: str  # of its model.safetensors, before fine-tuning
@@ -203,7 +204,8 @@ def read_responses(path: Path) -> Responses:
 
 
 def write_responses(path: Path, responses: Responses) -> None:
-    """Write a responses file. The finished file is renamed to `path`, so that no partial file is ever visible."""
+    """Write a responses file. The finished file is renamed to `path`, so that no partial file is ever visible. Raises
+    OSError if it cannot be written."""
     replace_text(path, json.dumps(responses.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
 
 

@@ -80,7 +80,7 @@ class Prompt:
 
     def parse(self, text: str) -> dict[str, float]:
         """Return the scores in a judge's reply, as a dict from each answer's name to a number from 0 to 100. Raises
-        InvalidAnswerError unless the reply has exactly one valid score for each name."""
+        InvalidAnswerError unless the reply has exactly one valid score for each name, and none for other names."""
         text = text.strip()
         if not text:
             raise InvalidAnswerError("an empty answer")
@@ -112,8 +112,9 @@ def together_prompt(answers: Mapping[str, Response], *, question: int, repeat: i
     answers.
 
     In the prompt, the answers are called A, B, …, Z, AA, AB, … in a pseudo-random order; all orders are equally likely.
-    The answers are sorted by hashes of their texts (equal texts by label), so that the prompt depends neither on the
-    order of the models nor on their labels. The same answers therefore give the same prompt, and are paid for once.
+    The answers are sorted by hashes of `seed`, `question`, `repeat` and their texts (equal texts by label), so that the
+    prompt depends neither on the order of the models nor on their labels. The same answers therefore give the same
+    prompt, and are paid for once.
     """
     labels = list(answers)
     texts = [answers[label].response for label in labels]

@@ -212,8 +212,8 @@ def judge_and_report(
     `keep_scores`). `paths` are the responses files of `models`, in the same order. `cache` is the file for the judge's
     answers.
 
-    Raises UserError and RunError as `judge` does. Also raises RunError, after the report, if the judge gave no valid
-    answer to at least one prompt.
+    Raises UserError and RunError as `judge` does. Also raises RunError, after the report, if at least one prompt has no
+    valid answer.
     """
     report = JudgeReport(judge(models, settings, cache), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))

@@ -61,7 +61,7 @@ class JudgeSettings:
         variable OPENAI_BASE_URL or, if it is not set, OpenAI's. Raises UserError if the address or the name is not
         valid."""
         if not model or not is_unicode(model):
-            raise UserError(f"the judge: {quoted(model)} is not the name of a model")
+            raise UserError(f"the judge: {quoted(model)} is not the name of a model; give one like {NOTEBOOK_JUDGE}")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
         fault = f"{quoted(url)} is not the address of a server"
         with suppress(ValueError):
@@ -71,7 +71,7 @@ class JudgeSettings:
             elif parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and url.isprintable():
                 return cls(model, url.rstrip("/"), **others)
         place = "--base-url" if base_url else "OPENAI_BASE_URL"
-        raise UserError(f"{place}: {fault}; give one like {OPENAI_URL}")
+        raise UserError(f"{place}: {fault}; give an address like {OPENAI_URL}")
 
     @property
     def judges_together(self) -> bool:
@@ -249,8 +249,10 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
     """Ask the judge for all scores that are not in the cache file, and return all scores. The models must have
     different labels and the same questions.
 
-    Raises UserError if the judge cannot be asked with these settings, or if another process uses the cache file. Raises
-    RunError if the judge does not answer, or gives no valid answers. Its answers before the error are in the cache.
+    Raises UserError if the judge cannot be asked with these settings, if another process uses the cache file, or if
+    that is no cache file. Raises RunError if the judge does not answer, if there is no valid answer at all after
+    HOPELESS_PROMPTS prompts, or if the cache file cannot be read or written. The answers before an error are in the
+    cache.
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
@@ -305,8 +307,8 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
     the number of valid answers to the judging's other prompts, which are in the cache already.
 
     Returns a dict from the key of each prompt without a valid answer to a text that says what was wrong with the last
-    answer. Raises UserError if the judge cannot be asked with these settings, and RunError if it does not answer or
-    gives no valid answers.
+    answer. Raises UserError if the judge cannot be asked with these settings. Raises RunError if it does not answer, if
+    there is no valid answer at all after HOPELESS_PROMPTS prompts, or if the cache cannot be written.
     """
     settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
     stop = threading.Event()
@@ -350,7 +352,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
         wait([future for future in futures if future.running()], timeout=IN_FLIGHT_SECONDS)
         if not isinstance(error, UnavailableError):
             raise
-        advice = "judging again asks again"
+        advice = "no valid answer is kept; judge again later"
         if count := valid():
             advice = f"{count:,} answer{'s are' if count > 1 else ' is'} kept in {cache.path}; judge again to continue"
         raise RunError(f"{settings.name}: does not answer: {error}; {advice}") from None
