@@ -51,7 +51,8 @@ def test_named_again_only_after_it_was_as_fast_as_the_others() -> None:
     ranks, slow, fast = SlowRanks(), [0.1, 0.1, 0.114, 0.1], [0.1, 0.1, 0.109, 0.1]
     windows = [slow, slow, fast, slow, slow, slow, slow, fast, slow, slow, slow]
     found = [(step, note) for step, seconds in enumerate(windows) for note in ranks.name(seconds, 10 * step)]
-    said = "note: rank 2 takes 14% longer than the median since global step {}; the others wait for it; check_machine.py tests its device"
+    said = "note: rank 2 takes 14% longer than the median since global step {}; the others wait for it; "
+    said += "check_machine.py tests its device"
     assert found == [(5, said.format(30)), (10, said.format(80))]
 
 
