@@ -198,7 +198,11 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     assert [run.path.name for run in find_runs(tmp_path, ("c*",))] == ["c"]
     refused: list[tuple[Path, tuple[str, ...], str]] = [
         (tmp_path, ("a**b",), r"a\*\*b: no run in .* has such a name"),
-        (tmp_path, ("d*",), '"d copy" matches d., but is no run.s name; rename the folder$'),
+        (
+            tmp_path,
+            ("d*",),
+            '"d copy" matches d., but is not a valid name .letters, digits and _ . + -.; rename the folder$',
+        ),
         (tmp_path, ("bb",), "no such run; did you mean b"),
         (tmp_path, ("notes",), "not a run; it has neither train"),
         (tmp_path, ("n*",), "no run in .* has such a name"),

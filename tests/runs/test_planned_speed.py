@@ -208,7 +208,7 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path)
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (chosen by the run's name; ")
     assert found["global batch"].startswith("8 ranks x 64 sequences")
-    assert "(estimated for 8 x H100: 2,490,000 to 3,730,000; " in found["speed"]
+    assert "(estimated for 8 x H100: 2,490,000 to 3,730,000 tokens/s; " in found["speed"]
     assert "estimated: $5.93 to $8.89" in found["cost"]
     found = rows(where, "8xh100m80-fast", ranks=2)
     assert found["machine"].startswith("2 x H100 in place of 8x H100 80 GiB (chosen by the run's name; ")
