@@ -201,7 +201,7 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
         (
             tmp_path,
             ("d*",),
-            '"d copy" matches d., but is not a valid name .letters, digits and _ . + -.; rename the folder$',
+            '"d copy" matches d., but is not a valid name .*; rename the folder$',
         ),
         (tmp_path, ("bb",), "no such run; did you mean b"),
         (tmp_path, ("notes",), "not a run; it has neither train"),
