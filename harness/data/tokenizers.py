@@ -287,5 +287,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     backend.train_from_iterator(texts, trainer)
     reached = backend.get_vocab_size()
     if reached != vocab_size:
-        raise UserError(f"the text yields only {reached} tokens, not {vocab_size}; ask for {reached} or fewer")
+        raise UserError(
+            f"the text is too small for a vocabulary of {vocab_size} tokens: give more text, or --train-tokenizer "
+            f"{reached} at most"
+        )
     path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")

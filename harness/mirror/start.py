@@ -95,9 +95,9 @@ def check_of(mirror: Mirror, experiment: Experiment, provenance: Provenance) -> 
 
 
 def check_same_experiment(experiment: Experiment, mirror: Mirror) -> None:
-    """Raise UserError if the mirror's model.json or train.json has another model than the run's, or another value of
-    one of FIXED_KEYS, which must not change when a run resumes. A missing file is ignored. If one of them is damaged,
-    both are ignored, since they will be written anew. Raises RunError if the mirror cannot be read."""
+    """Raise UserError if the model in the mirror's model.json is not the run's, or if the mirror's train.json has
+    another value of one of FIXED_KEYS, which must not change when a run resumes. A missing file is ignored. If either
+    file is damaged, both are ignored, since they will be written anew. Raises RunError if the mirror cannot be read."""
     try:
         read = [retried(mirror, partial(mirror.read, name)) or b"null" for name in ("model.json", "train.json")]
         model, train = (strict_json(content.decode()) for content in read)

@@ -101,9 +101,9 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return the recorded train.json `train` with `min_train_tokens` in place of its budget. The number of tokens is
-    that of the budget `recorded`. Two recorded budgets are the same in this form if they have equally many tokens. If
-    `recorded` is None, `train` is returned unchanged."""
+    """Return `train`, a recorded train.json, with its budget replaced by `min_train_tokens`: the number of tokens that
+    `recorded`, the record of this budget, gives. In this form, two budgets with equally many tokens are equal, whatever
+    their keys. If `recorded` is None, return `train` unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}

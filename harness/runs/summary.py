@@ -155,7 +155,8 @@ def write_summary(run: RunDirectory, summary: RunSummary) -> None:
     try:
         replace_text(run.summary, text + "\n")
     except OSError as error:
-        raise RunError(f"{run.summary}: cannot write the summary: {error.strerror}") from None
+        remedy = "the last checkpoint is saved: fix the cause, and run the same command again to write the summary"
+        raise RunError(f"{run.summary}: cannot write the summary: {error.strerror}; {remedy}") from None
     print("\n" + describe_summary(summary), flush=True)
 
 
