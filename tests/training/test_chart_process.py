@@ -94,7 +94,7 @@ def test_without_metrics_there_is_no_chart(run: RunDirectory, capsys: pytest.Cap
     chart.draw()
     chart.finish(PATIENCE_SECONDS)
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {run.chart}: no chart: ")
+    assert warning.startswith(f"warning: {run.chart}: no new chart: ")
     assert "metrics.jsonl" in warning
 
 
@@ -108,9 +108,9 @@ def test_no_failure_of_drawing_ends_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(chart_process, "WORKER", [str(run.path / "nothing")])
         chart.draw()
-    assert f"warning: {run.chart}: no chart: No such file" in capsys.readouterr().err
+    assert f"warning: {run.chart}: no new chart: No such file" in capsys.readouterr().err
     for patience, kill, warning in (
-        (0.1, False, "no chart: not drawn in 0.1 s"),
+        (0.1, False, "no new chart: not drawn in 0.1 s"),
         (PATIENCE_SECONDS, True, "no chart: the process that draws has ended with status -9"),
     ):
         chart.draw()
