@@ -131,7 +131,8 @@ class TrainState(Progress):
         hundred tokens.
         """
         validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
-        self.lowest_val_loss = min((each for each in validated if not math.isnan(each)), default=None)
+        lowest_val_loss = min(filter(math.isfinite, validated), default=None)
+        self.lowest_val_loss = lowest_val_loss
         loss, window = self.train_loss, max(1, patience // 2)
         if self.lowest_loss_level is not None:
             highest = self.lowest_loss_level + 2 * DIVERGED_BY
@@ -149,8 +150,12 @@ class TrainState(Progress):
             self.above_level_since, self.has_diverged = None, False
             return
         self.above_level_since = since = self.global_step if since is None else since
-        is_near_best = self.val_loss is not None and self.val_loss <= (self.lowest_val_loss or 0.0) + DIVERGED_BY / 2
-        self.has_diverged = self.global_step - since >= patience * interval and not is_near_best
+        is_near_lowest = (
+            self.val_loss is not None
+            and lowest_val_loss is not None
+            and self.val_loss <= lowest_val_loss + DIVERGED_BY / 2
+        )
+        self.has_diverged = self.global_step - since >= patience * interval and not is_near_lowest
 
     def close_loss_period(self) -> None:
         """Set `train_loss` to the mean loss over the reports since the previous call, or None if there were none.

@@ -225,7 +225,8 @@ def test_changes_of_settings_are_recorded(shop: InProcess) -> None:
     shop.train_here("varied")
     assert json.loads((run / "summary.json").read_text())["changed"] == [first, second]
     said = " ".join(shop.script("compare_runs.py", "varied", "--runs-dir", "runs").stdout.split())
-    assert f"is no replicate of a run without these changes: {first}; {second}" in said
+    how = "its settings changed while it was trained, so it is no replicate of a run without these changes"
+    assert f"varied: {how}: {first}; {second}" in said
 
 
 def test_a_summary_from_before_the_budget_was_raised_is_replaced(shop: InProcess) -> None:

@@ -131,7 +131,8 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     assert (run / "checkpoints" / "best").resolve().name.endswith(f"-iteration-{best['global_step']}")
     assert RunRecord.read(RunDirectory(run)).state.word == "diverged"
     repeated = shop.train("again", expect=4)
-    assert "(the training loss has been far above its lowest value since about step" in repeated.stderr
+    cause = "stop_if_diverged (the training loss has been far above its lowest value since about step"
+    assert f"stopped by {cause}" in repeated.stderr
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
 
 

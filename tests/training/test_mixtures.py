@@ -117,7 +117,8 @@ def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
         assert result.status == 2
         assert words in line
     shop.add_run("late", dataset=mixture(1, 9), min_train_tokens=64, start_train_token=700, epochs="repeat")
-    assert "the train split of local/second is too short: from token 700" in shop.train_here("late", expect=2).stderr
+    late = 'the train split of local/second is too short: from token 700 (train.json: "start_train_token") on it has'
+    assert late in shop.train_here("late", expect=2).stderr
     shop.add_run("short", dataset=mixture(1, 9), min_train_tokens=64 * 20)
     error = shop.train_here("short", expect=2).stderr
     assert "the train split of local/first + local/second is too short: in 1 epochs" in error

@@ -150,8 +150,8 @@ def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
     shop.add_run("wrong", **SHORT | {"on_end": ["/no/such program"], "min_train_tokens": 1280})
     before = len(metrics(run))
     done = shop.train("wrong", expect=2)
-    named = f'error: {run}/train.json: key "on_end": there is no program "/no/such program" here; give its path'
-    assert done.error_lines[0].startswith(named)
+    named = f'error: {run}/train.json: key "on_end": there is no program "/no/such program" here; '
+    assert done.error_lines[0] == f"{named}give its path, or make the file executable"
     assert len(metrics(run)) == before
 
 

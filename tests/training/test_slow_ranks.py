@@ -20,7 +20,7 @@ pace.LEAST_STEPS = 4
 pace.SLOWER_BY = 0.5  # on a busy machine a rank may be a tenth slower by chance
 
 def passing():
-    time.sleep(0.1 + (0.1 if own_rank() and 6 <= Now.step < 16 else 0))
+    time.sleep(0.1 + (0.3 if own_rank() and 6 <= Now.step < 16 else 0))
 
 before(FORWARD, passing)
 """
@@ -43,8 +43,8 @@ def test_a_slow_rank_is_named_once_and_not_the_one_that_waits(tmp_path: Path) ->
     assert len(notes) == 1, said
     named = re.fullmatch(r"note: rank 1 takes (\d+)% longer than the median since global step (\d+); .*", notes[0])
     assert named, notes
-    assert 50 < int(named[1]) < 400, "twice the time, but for other work"
-    assert int(named[2]) >= 6, "not before it became slow; on a busy machine perhaps some steps later"
+    assert 100 < int(named[1]) < 600, "four times as long, but for other work"
+    assert int(named[2]) in (6, 8)
 
 
 def test_named_again_only_after_it_was_as_fast_as_the_others() -> None:
