@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
         shown_whole(done.stdout)
 
 
-def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
+def test_a_hundred_runs_are_read_about_as_fast_as_their_files_are_parsed_four_times(tmp_path: Path) -> None:
     ended = RunFolder(tmp_path, "run-0").finish()
     going = RunFolder(tmp_path, "run-1").train_to(*range(300))
     for run in (ended, going):
@@ -244,11 +245,18 @@ def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
         for path in (copy / "train.json", copy / "summary.json"):
             if path.exists():
                 path.write_text(path.read_text().replace('"price_per_hour": 36.0', f'"price_per_hour": {number}.0'))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    lines = compare(tmp_path).stdout.splitlines()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # One second of processor time without imports, because the machine may have other work.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    taken, parsing = [], []
+    for _ in range(3):  # of processor time, the least of three, because the machine may have other work
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        lines = compare(tmp_path).stdout.splitlines()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        began = time.process_time()
+        for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")] * 4:
+            for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+                json.loads(text)
+        parsing.append(time.process_time() - began)
+    assert min(taken) < 1.5 * min(parsing)
     assert sum(line.startswith("run-") for line in lines) >= 100
 
 
