@@ -4,13 +4,17 @@ key that is wrong.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from harness.common.errors import UserError
 from harness.common.files import refuse_special
@@ -187,10 +191,25 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class DescribedJsonSchema(GenerateJsonSchema):
+    """Describe each property by the docstring below its field. pydantic's `use_attribute_docstrings` would do this
+    whenever the module is imported, and take a tenth of a second in every command."""
+
+    def model_schema(self, schema: Any) -> JsonSchemaValue:
+        described = super().model_schema(schema)
+        (definition,) = ast.parse(inspect.getsource(schema["cls"])).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    described["properties"][name]["description"] = " ".join(words.split())
+        return described
+
+
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """Return the JSON Schema of a config class for editors. The schema also has the class's `other_keys`, which its
     loader accepts besides the names of its fields."""
-    schema = kind.model_json_schema()
+    schema = kind.model_json_schema(schema_generator=DescribedJsonSchema)
     place = {"type": "string", "description": "Where an editor finds this schema; no effect on the run."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # The loader checks that each replaceable field, or a key that replaces it, is given. The schema does not require

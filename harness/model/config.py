@@ -53,16 +53,14 @@ class DropRates(Part):
 
     key: ClassVar[str] = "drop_rate"
 
-    embedding: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the sum of the embeddings.")
-    attention_weights: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on the attention weights after the softmax."
-    )
-    attention_output: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on what attention adds to the residual stream."
-    )
-    mlp_output: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on what the feed-forward layer adds to the residual stream."
-    )
+    embedding: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the sum of the embeddings."""
+    attention_weights: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the attention weights after the softmax."""
+    attention_output: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on what attention adds to the residual stream."""
+    mlp_output: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on what the feed-forward layer adds to the residual stream."""
 
 
 def _kind_of_drop_rate(value: Any) -> str:
@@ -82,13 +80,12 @@ class ExpertCounts(Part):
 
     key: ClassVar[str] = "moe"
 
-    num_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Feed-forward layers in each block.")
-    num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Experts that each token goes through.")
-    log_moe_balance_file: str | None = Field(
-        default=None,
-        exclude=True,
-        description="Log of the experts' load in Giles Thomas's trainer; no effect here: metrics.jsonl has the load.",
-    )
+    num_experts: int = Field(ge=2, le=LARGEST_EXPERTS)
+    """Feed-forward layers in each block."""
+    num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS)
+    """Experts that each token goes through."""
+    log_moe_balance_file: str | None = Field(default=None, exclude=True)
+    """Log of the experts' load in Giles Thomas's trainer; no effect here: metrics.jsonl has the load."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> ExpertCounts:
@@ -108,63 +105,56 @@ class ModelConfig(RunFile):
     replaceable_keys: ClassVar[set[str]] = {"emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"}  # by "depth"
     null_for_none: ClassVar[set[str]] = {"logit_softcap", "value_embeddings", "bigram_embedding", "moe"}
 
-    vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
-    context_length: Count = Field(ge=1, description="Tokens the model sees at once.")
-    emb_dim: Count = Field(ge=1, description="Width of the residual stream.")
-    n_heads: Count = Field(
-        ge=1, description="Attention heads; emb_dim must be a multiple of n_heads, unless head_dim is given."
-    )
-    n_layers: int = Field(ge=1, le=LARGEST_LAYERS, description="Transformer blocks.")
-    drop_rate: DropRate = Field(
-        description="Dropout on embeddings, attention weights and the outputs of attention and feed-forward layer: "
-        "one rate, or an object with one for each."
-    )
-    qkv_bias: bool = Field(description="Biases on the query, key and value projections.")
-    tie_weights: bool = Field(default=False, description="Output head shares the token embedding.")
-    position: Literal["learned", "rope"] = Field(default="learned", description="Position encoding.")
-    norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Normalization.")
-    mlp: Literal["gelu", "relu2", "swiglu"] = Field(default="gelu", description="Feed-forward activation.")
-    qk_norm: bool = Field(default=False, description="RMS-normalize the queries and keys of each head.")
-    n_kv_heads: Count | None = Field(default=None, ge=1, description="Key-value heads; null: n_heads.")
+    vocab_size: Count = Field(ge=2)
+    """Token ids are 0 .. vocab_size - 1."""
+    context_length: Count = Field(ge=1)
+    """Tokens the model sees at once."""
+    emb_dim: Count = Field(ge=1)
+    """Width of the residual stream."""
+    n_heads: Count = Field(ge=1)
+    """Attention heads; emb_dim must be a multiple of n_heads, unless head_dim is given."""
+    n_layers: int = Field(ge=1, le=LARGEST_LAYERS)
+    """Transformer blocks."""
+    drop_rate: DropRate
+    """Dropout on embeddings, attention weights and the outputs of attention and feed-forward layer: one rate, or an
+    object with one for each."""
+    qkv_bias: bool
+    """Biases on the query, key and value projections."""
+    tie_weights: bool = False
+    """Output head shares the token embedding."""
+    position: Literal["learned", "rope"] = "learned"
+    """Position encoding."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalization."""
+    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    """Feed-forward activation."""
+    qk_norm: bool = False
+    """RMS-normalize the queries and keys of each head."""
+    n_kv_heads: Count | None = Field(default=None, ge=1)
+    """Key-value heads; null: n_heads."""
     rope_base: float | None = Field(
         default=None, gt=1, allow_inf_nan=False, description=f"Base of rope's wavelengths; null: {ROPE_BASE:,.0f}."
     )
-    norm_gain: bool | None = Field(default=None, description="Learned gains in RMS norms; null: true.")
-    linear_bias: bool = Field(
-        default=True, description="Biases on a block's linear layers, except query, key, value and router."
-    )
-    head_dim: Count | None = Field(default=None, ge=1, description="Width of a head; null: emb_dim / n_heads.")
-    mlp_dim: Count | None = Field(
-        default=None,
-        ge=1,
-        description="Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3).",
-    )
-    logit_softcap: float | None = Field(
-        default=None,
-        # Far below this range, half precision cannot hold the capped logits; far above, fp32 cannot hold the cap. Gemma
-        # 2's cap is 30.
-        ge=0.01,
-        le=10_000,
-        description="Cap c: logits become c tanh(logits / c); null: no cap.",
-    )
-    initialisation: Literal["gpt2", "zero_residual"] = Field(
-        default="gpt2", description="zero_residual: projections into the residual stream begin at zero."
-    )
-    value_embeddings: Count | None = Field(
-        default=None,
-        ge=1,
-        description="Number N of embedding tables that are mixed into the values of the first N and the last N blocks; "
-        "null: none.",
-    )
-    embedding_skip: bool = Field(default=False, description="A learned skip from the embedding to each block.")
-    bigram_embedding: Count | None = Field(
-        default=None,
-        ge=2,
-        description="Rows of an embedding table that is indexed by a hash of the last two tokens; null: no such table.",
-    )
-    moe: ExpertCounts | None = Field(
-        default=None, description="A mixture of experts in place of each feed-forward layer; null: none."
-    )
+    norm_gain: bool | None = None
+    """Learned gains in RMS norms; null: true."""
+    linear_bias: bool = True
+    """Biases on a block's linear layers, except query, key, value and router."""
+    head_dim: Count | None = Field(default=None, ge=1)
+    """Width of a head; null: emb_dim / n_heads."""
+    mlp_dim: Count | None = Field(default=None, ge=1)
+    """Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3)."""
+    logit_softcap: float | None = Field(default=None, ge=0.01, le=10_000)
+    """Cap c: logits become c tanh(logits / c); null: no cap."""
+    initialisation: Literal["gpt2", "zero_residual"] = "gpt2"
+    """zero_residual: projections into the residual stream begin at zero."""
+    value_embeddings: Count | None = Field(default=None, ge=1)
+    """Number N of embedding tables that are mixed into the values of the first N and the last N blocks; null: none."""
+    embedding_skip: bool = False
+    """A learned skip from the embedding to each block."""
+    bigram_embedding: Count | None = Field(default=None, ge=2)
+    """Rows of an embedding table that is indexed by a hash of the last two tokens; null: no such table."""
+    moe: ExpertCounts | None = None
+    """A mixture of experts in place of each feed-forward layer; null: none."""
 
     @model_validator(mode="before")
     @classmethod

@@ -33,13 +33,10 @@ class BatchScale(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    reference_tokens: Positive = Field(
-        description="Tokens of the global batch that learning rates and weight decay were tuned with."
-    )
-    reference_train_tokens: Positive | None = Field(
-        default=None,
-        description="Tokens of the run that weight_decay was tuned with; null: weight decay does not depend on them.",
-    )
+    reference_tokens: Positive
+    """Tokens of the global batch that learning rates and weight decay were tuned with."""
+    reference_train_tokens: Positive | None = None
+    """Tokens of the run that weight_decay was tuned with; null: weight decay does not depend on them."""
 
 
 class DepthScale(BaseModel):
@@ -48,7 +45,8 @@ class DepthScale(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    reference_layers: Positive = Field(description="n_layers of the model that weight_decay was tuned with.")
+    reference_layers: Positive
+    """n_layers of the model that weight_decay was tuned with."""
 
 
 MUON_FIRST_MOMENTUM = 0.85  # Muon's momentum at the start of its warm-up
@@ -59,8 +57,10 @@ class Source(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    name: Text = Field(description="owner/name on the Hugging Face Hub, or builtin/name.")
-    weight: float = Field(gt=0, le=1e9, description="Share of the tokens, relative to the weights of the others.")
+    name: Text
+    """owner/name on the Hugging Face Hub, or builtin/name."""
+    weight: float = Field(gt=0, le=1e9)
+    """Share of the tokens, relative to the weights of the others."""
 
 
 class Affects(Enum):
@@ -85,261 +85,167 @@ class TrainConfig(RunFile):
         # The tags are in the location of an error.
         Annotated[Text, Tag("str")] | Annotated[list[Source], Field(min_length=1), Tag("list")],
         Discriminator(lambda value: "list" if isinstance(value, list) else "str"),
-    ] = Field(
-        description="owner/name on the Hugging Face Hub, or builtin/name; or several with their weights, as in "
-        '[{"name": "me/books", "weight": 0.7}, {"name": "me/code", "weight": 0.3}].'
-    )
-    microbatch_size: Annotated[Positive, Affects.BATCH] = Field(description="Sequences per device and forward pass.")
-    min_train_tokens: Count | None = Field(
-        default=None,
-        description="Train on the smallest whole number of global batches with at least this many tokens; "
-        "-1: on as many whole global batches as the train split has (in all of its epochs).",
-    )
-    train_steps: Positive | None = Field(
-        default=None, description="A budget in place of min_train_tokens: global steps."
-    )
-    tokens_per_parameter: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e9,
-        description="A budget in place of min_train_tokens: at least this many tokens for each parameter (of experts, "
-        "the active ones).",
-    )
-    target_flops: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e40,
-        description="A budget in place of min_train_tokens: at most this many floating-point operations.",
-    )
-    start_train_token: Index = Field(description="Position in the train split of the first token to train on.")
-    shuffle: bool = Field(
-        default=False,
-        description="Read the windows of the train split (context_length tokens each) in random order, given by "
-        "data_seed; false: from front to back.",
-    )
+    ]
+    """owner/name on the Hugging Face Hub, or builtin/name; or several with their weights, as in [{"name": "me/books",
+    "weight": 0.7}, {"name": "me/code", "weight": 0.3}]."""
+    microbatch_size: Annotated[Positive, Affects.BATCH]
+    """Sequences per device and forward pass."""
+    min_train_tokens: Count | None = None
+    """Train on the smallest whole number of global batches with at least this many tokens; -1: on as many whole global
+    batches as the train split has (in all of its epochs)."""
+    train_steps: Positive | None = None
+    """A budget in place of min_train_tokens: global steps."""
+    tokens_per_parameter: float | None = Field(default=None, gt=0, le=1e9)
+    """A budget in place of min_train_tokens: at least this many tokens for each parameter (of experts, the active
+    ones)."""
+    target_flops: float | None = Field(default=None, gt=0, le=1e40)
+    """A budget in place of min_train_tokens: at most this many floating-point operations."""
+    start_train_token: Index
+    """Position in the train split of the first token to train on."""
+    shuffle: bool = False
+    """Read the windows of the train split (context_length tokens each) in random order, given by data_seed; false: from
+    front to back."""
     # Affects only the length of a run with min_train_tokens -1.
-    epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None, Affects.NOTHING] = Field(
-        default=None,
-        description='Passes over the train split that the budget may take: a number, or "repeat" for any number. '
-        "null: one, and more is refused.",
-    )
-    validation_interval: Positive | None = Field(
-        default=None, description="Global steps between validations; absent: no validation."
-    )
-    validation_sequences: Positive | None = Field(
-        default=None, description="Sequences per validation; the same text for any microbatch_size."
-    )
-    validation_batches: Positive | None = Field(
-        default=None, description="Microbatches per validation, in place of validation_sequences."
-    )
-    start_val_token: Index | None = Field(
-        default=None, description="Position in the validation split of the first token to validate on."
-    )
+    epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | Literal["repeat"] | None, Affects.NOTHING] = None
+    """Passes over the train split that the budget may take: a number, or "repeat" for any number. null: one, and more
+    is refused."""
+    validation_interval: Positive | None = None
+    """Global steps between validations; absent: no validation."""
+    validation_sequences: Positive | None = None
+    """Sequences per validation; the same text for any microbatch_size."""
+    validation_batches: Positive | None = None
+    """Microbatches per validation, in place of validation_sequences."""
+    start_val_token: Index | None = None
+    """Position in the validation split of the first token to validate on."""
 
-    initial_weights: Text | None = Field(
-        default=None,
-        description="Start from the weights in this safetensors file: an absolute path, or one relative to the run's "
-        "folder.",
-    )
-    random_seed: Index = Field(
-        default=42,
-        description="Seed of the initial weights (equal on all ranks), of dropout (different on each rank) and, with "
-        "shuffle, of the order of the windows.",
-    )
-    init_seed: Index | None = Field(default=None, description="Seed of the initial weights; null: random_seed.")
-    data_seed: Index | None = Field(
-        default=None, description="Seed of the order of the windows, with shuffle; null: random_seed."
-    )
-    dropout_seed: Index | None = Field(default=None, description="Seed of dropout; null: random_seed.")
-    gradient_accumulation_steps: Annotated[Positive, Affects.BATCH] = Field(
-        default=1, description="Microbatches per rank and optimizer step."
-    )
-    global_batch_size: Annotated[Positive | None, Affects.BATCH] = Field(
-        default=None,
-        description="Sequences per optimizer step over all ranks; replaces gradient_accumulation_steps.",
-    )
+    initial_weights: Text | None = None
+    """Start from the weights in this safetensors file: an absolute path, or one relative to the run's folder."""
+    random_seed: Index = 42
+    """Seed of the initial weights (equal on all ranks), of dropout (different on each rank) and, with shuffle, of the
+    order of the windows."""
+    init_seed: Index | None = None
+    """Seed of the initial weights; null: random_seed."""
+    data_seed: Index | None = None
+    """Seed of the order of the windows, with shuffle; null: random_seed."""
+    dropout_seed: Index | None = None
+    """Seed of dropout; null: random_seed."""
+    gradient_accumulation_steps: Annotated[Positive, Affects.BATCH] = 1
+    """Microbatches per rank and optimizer step."""
+    global_batch_size: Annotated[Positive | None, Affects.BATCH] = None
+    """Sequences per optimizer step over all ranks; replaces gradient_accumulation_steps."""
     batch_ramp: Annotated[list[Annotated[tuple[Count, Count], Field(strict=False)]] | None, Affects.BATCH] = Field(
-        default=None,
-        min_length=1,
-        description="A global batch that grows: pairs [tokens, sequences] in ascending order. From this "
-        "number of tokens on, the global batch is this number of sequences over all ranks.",
+        default=None, min_length=1
     )
-    learning_rate: Rate = Field(default=0.0004, description="Peak learning rate.")
-    weight_decay: Finite = Field(default=0.1, ge=0, description="Decoupled weight decay.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's averaging factors.")
-    eps: Finite = Field(default=1e-8, gt=0, description="AdamW's denominator term.")
-    decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
-    scale_with_batch: BatchScale | None = Field(
-        default=None,
-        description="Scale learning rates and weight decay to this run's global batch, and weight decay to its length, "
-        "from those that they were tuned with; null: not scaled.",
-    )
-    scale_with_depth: DepthScale | None = Field(
-        default=None,
-        description="Scale weight decay to this model's number of layers, from the number that it was tuned with; "
-        "null: not scaled.",
-    )
-    lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = Field(
-        default="constant",
-        description="The learning rate after warm-up; wsd: constant, then falling linearly (decay_period_percent).",
-    )
-    warmup_steps: Index | None = Field(default=None, description="Global steps of linear warm-up.")
-    warmup_period_percent: float | None = Field(
-        default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps, rounded down."
-    )
-    min_lr_ratio: float = Field(
-        default=DEFAULT_MIN_LR_RATIO,
-        ge=0,
-        le=1,
-        description='Final learning rate divided by the peak. If lr_schedule is "linear", the default is 0.',
-    )
-    decay_period_percent: float | None = Field(
-        default=None,
-        gt=0,
-        le=100,
-        description="wsd: the part of the run, at its end, in which the learning rate falls; a percentage of all "
-        "global steps.",
-    )
-    clipping_max_norm: Finite | None = Field(
-        default=None, gt=0, description="Gradient clipping by global norm; null: none."
-    )
-    moe_router_loss_scale: Finite | None = Field(
-        default=None,
-        ge=0,
-        description="Coefficient of the loss that balances experts; null: 0.01 / num_active_experts.",
-    )
-    optimizer: Annotated[Literal["adamw", "muon"], Affects.SPEED] = Field(
-        default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
-    )
-    embedding_learning_rate: Rate | None = Field(
-        default=None, description="AdamW's peak learning rate for embeddings; null: learning_rate."
-    )
-    head_learning_rate: Rate | None = Field(
-        default=None, description="AdamW's peak learning rate for the output head; null: learning_rate."
-    )
-    vector_learning_rate: Rate | None = Field(
-        default=None,
-        description="AdamW's peak learning rate for biases, norms, and the factors of value embeddings and skips; "
-        "null: learning_rate.",
-    )
-    muon_learning_rate: Rate | None = Field(default=None, description="Muon's peak learning rate; null: learning_rate.")
-    muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
-        default="match_rms_adamw",
-        description="Factor of Muon's learning rate for a matrix of A rows and B columns. match_rms_adamw: 0.2 "
-        "sqrt(max(A, B)), which makes updates as large as AdamW's, so that a rate tuned for AdamW fits. original: "
-        "sqrt(max(1, A / B)).",
-    )
-    muon_weight_decay: Finite | None = Field(
-        default=None, ge=0, description="Muon's decoupled weight decay; null: weight_decay."
-    )
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's averaging factor (Nesterov).")
-    muon_momentum_warmup_steps: Positive | None = Field(
-        default=None, description="Steps in which Muon's momentum rises from 0.85; null: none."
-    )
-    shard_optimizer: Annotated[bool, Affects.SPEED] = Field(
-        default=False, description="ZeRO-1: optimizer state split over the ranks."
-    )
-    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], Affects.SPEED] = Field(
-        default="auto", description="auto: bf16 where the device is fast in it, else fp16 on CUDA, else fp32."
-    )
-    residual_precision: Annotated[Literal["fp32", "bf16"], Affects.SPEED] = Field(
-        default="fp32",
-        description="bf16: the residual stream (the sum that each block adds to) is in bf16, too; only with bf16 "
-        "matrix products.",
-    )
-    coordinate_descent_tuning: Annotated[bool, Affects.SPEED] = Field(
-        default=False, description="torch.compile tries more variants of each kernel; slower to start."
-    )
-    compile: Annotated[bool | Literal["auto"], Affects.SPEED] = Field(
-        default="auto", description="torch.compile; auto: on CUDA only."
-    )
-    attention: Annotated[Literal["auto", "cudnn", "flash", "efficient"], Affects.SPEED] = Field(
-        default="auto",
-        description="The attention kernel on CUDA; auto: FlashAttention 3 or 4 if it is installed, else torch chooses.",
-    )
-    deterministic: Annotated[bool, Affects.SPEED] = Field(
-        default=False, description="Bitwise equal results every time, also with CUDA or compile; slower."
-    )
-    bucket_mb: Annotated[Positive | None, Affects.SPEED] = Field(
-        default=None, description="MiB of gradients that ranks exchange at once; null: torch's 25."
-    )
-    activation_checkpointing: Annotated[bool, Affects.SPEED] = Field(
-        default=False, description="Recompute each block in the backward pass."
-    )
-    checkpoint_interval: Positive | None = Field(
-        default=None, description="Global steps between checkpoints; null: as validation_interval."
-    )
-    keep_checkpoints: Annotated[Positive | None, Affects.NOTHING] = Field(
-        default=None, description="Keep the newest N besides best and latest; null: all."
-    )
-    async_checkpoint: Annotated[bool, Affects.NOTHING] = Field(
-        default=False,
-        description="Write checkpoints in a background thread: training pauses at most while weights and optimizer "
-        "state are copied.",
-    )
-    mirror: Annotated[Text | None, Affects.NOTHING] = Field(
-        default=None,
-        repr=False,
-        description="Copy checkpoints and results in the background to URL/RUN, and continue from there on a new "
-        "machine: hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://.",
-    )
-    weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
-        default=None,
-        description="Global steps between comparisons of all ranks' weights; null: only before each checkpoint.",
-    )
-    validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = Field(
-        default="rank0", description="The ranks that validate."
-    )
-    report_interval: Annotated[Positive, Affects.NOTHING] = Field(
-        default=10, description="Global steps between reports."
-    )
-    max_skipped_steps: Annotated[Positive, Affects.NOTHING] = Field(
-        default=10, description="The run ends after this many consecutive steps whose gradients are not finite."
-    )
-    stop_if_diverged: Annotated[bool, Affects.NOTHING] = Field(
-        default=True, description="End a run whose training loss has long been far above its own lowest level."
-    )
-    price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
-        default=None, ge=0, le=LARGEST_PRICE, description="US dollars per hour for the whole machine."
-    )
-    max_hours: Annotated[float | None, Affects.NOTHING] = Field(
-        default=None, gt=0, le=1e6, description="The run stops, with a checkpoint, once it has taken so many hours."
-    )
-    max_dollars: Annotated[float | None, Affects.NOTHING] = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_PRICE,
-        description="The run stops, with a checkpoint, once it has cost so many dollars by price_per_hour.",
-    )
+    """A global batch that grows: pairs [tokens, sequences] in ascending order. From this number of tokens on, the
+    global batch is this number of sequences over all ranks."""
+    learning_rate: Rate = 0.0004
+    """Peak learning rate."""
+    weight_decay: Finite = Field(default=0.1, ge=0)
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    """AdamW's averaging factors."""
+    eps: Finite = Field(default=1e-8, gt=0)
+    """AdamW's denominator term."""
+    decay_all_parameters: bool = True
+    """false: weight decay on matrices only."""
+    scale_with_batch: BatchScale | None = None
+    """Scale learning rates and weight decay to this run's global batch, and weight decay to its length, from those that
+    they were tuned with; null: not scaled."""
+    scale_with_depth: DepthScale | None = None
+    """Scale weight decay to this model's number of layers, from the number that it was tuned with; null: not scaled."""
+    lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = "constant"
+    """The learning rate after warm-up; wsd: constant, then falling linearly (decay_period_percent)."""
+    warmup_steps: Index | None = None
+    """Global steps of linear warm-up."""
+    warmup_period_percent: float | None = Field(default=None, ge=0, le=100)
+    """Warm-up as a percentage of all global steps, rounded down."""
+    min_lr_ratio: float = Field(default=DEFAULT_MIN_LR_RATIO, ge=0, le=1)
+    """Final learning rate divided by the peak. If lr_schedule is "linear", the default is 0."""
+    decay_period_percent: float | None = Field(default=None, gt=0, le=100)
+    """wsd: the part of the run, at its end, in which the learning rate falls; a percentage of all global steps."""
+    clipping_max_norm: Finite | None = Field(default=None, gt=0)
+    """Gradient clipping by global norm; null: none."""
+    moe_router_loss_scale: Finite | None = Field(default=None, ge=0)
+    """Coefficient of the loss that balances experts; null: 0.01 / num_active_experts."""
+    optimizer: Annotated[Literal["adamw", "muon"], Affects.SPEED] = "adamw"
+    """muon: the blocks' matrices by Muon, all else by AdamW."""
+    embedding_learning_rate: Rate | None = None
+    """AdamW's peak learning rate for embeddings; null: learning_rate."""
+    head_learning_rate: Rate | None = None
+    """AdamW's peak learning rate for the output head; null: learning_rate."""
+    vector_learning_rate: Rate | None = None
+    """AdamW's peak learning rate for biases, norms, and the factors of value embeddings and skips; null:
+    learning_rate."""
+    muon_learning_rate: Rate | None = None
+    """Muon's peak learning rate; null: learning_rate."""
+    muon_update_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of Muon's learning rate for a matrix of A rows and B columns. match_rms_adamw: 0.2 sqrt(max(A, B)), which
+    makes updates as large as AdamW's, so that a rate tuned for AdamW fits. original: sqrt(max(1, A / B))."""
+    muon_weight_decay: Finite | None = Field(default=None, ge=0)
+    """Muon's decoupled weight decay; null: weight_decay."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's averaging factor (Nesterov)."""
+    muon_momentum_warmup_steps: Positive | None = None
+    """Steps in which Muon's momentum rises from 0.85; null: none."""
+    shard_optimizer: Annotated[bool, Affects.SPEED] = False
+    """ZeRO-1: optimizer state split over the ranks."""
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], Affects.SPEED] = "auto"
+    """auto: bf16 where the device is fast in it, else fp16 on CUDA, else fp32."""
+    residual_precision: Annotated[Literal["fp32", "bf16"], Affects.SPEED] = "fp32"
+    """bf16: the residual stream (the sum that each block adds to) is in bf16, too; only with bf16 matrix products."""
+    coordinate_descent_tuning: Annotated[bool, Affects.SPEED] = False
+    """torch.compile tries more variants of each kernel; slower to start."""
+    compile: Annotated[bool | Literal["auto"], Affects.SPEED] = "auto"
+    """torch.compile; auto: on CUDA only."""
+    attention: Annotated[Literal["auto", "cudnn", "flash", "efficient"], Affects.SPEED] = "auto"
+    """The attention kernel on CUDA; auto: FlashAttention 3 or 4 if it is installed, else torch chooses."""
+    deterministic: Annotated[bool, Affects.SPEED] = False
+    """Bitwise equal results every time, also with CUDA or compile; slower."""
+    bucket_mb: Annotated[Positive | None, Affects.SPEED] = None
+    """MiB of gradients that ranks exchange at once; null: torch's 25."""
+    activation_checkpointing: Annotated[bool, Affects.SPEED] = False
+    """Recompute each block in the backward pass."""
+    checkpoint_interval: Positive | None = None
+    """Global steps between checkpoints; null: as validation_interval."""
+    keep_checkpoints: Annotated[Positive | None, Affects.NOTHING] = None
+    """Keep the newest N besides best and latest; null: all."""
+    async_checkpoint: Annotated[bool, Affects.NOTHING] = False
+    """Write checkpoints in a background thread: training pauses at most while weights and optimizer state are
+    copied."""
+    mirror: Annotated[Text | None, Affects.NOTHING] = Field(default=None, repr=False)
+    """Copy checkpoints and results in the background to URL/RUN, and continue from there on a new machine:
+    hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://."""
+    weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = None
+    """Global steps between comparisons of all ranks' weights; null: only before each checkpoint."""
+    validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = "rank0"
+    """The ranks that validate."""
+    report_interval: Annotated[Positive, Affects.NOTHING] = 10
+    """Global steps between reports."""
+    max_skipped_steps: Annotated[Positive, Affects.NOTHING] = 10
+    """The run ends after this many consecutive steps whose gradients are not finite."""
+    stop_if_diverged: Annotated[bool, Affects.NOTHING] = True
+    """End a run whose training loss has long been far above its own lowest level."""
+    price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(default=None, ge=0, le=LARGEST_PRICE)
+    """US dollars per hour for the whole machine."""
+    max_hours: Annotated[float | None, Affects.NOTHING] = Field(default=None, gt=0, le=1e6)
+    """The run stops, with a checkpoint, once it has taken so many hours."""
+    max_dollars: Annotated[float | None, Affects.NOTHING] = Field(default=None, gt=0, le=LARGEST_PRICE)
+    """The run stops, with a checkpoint, once it has cost so many dollars by price_per_hour."""
     # Excluded from all files that record train.json, because both can hold secrets.
-    on_end: Annotated[list[Text] | None, Affects.NOTHING] = Field(
-        default=None,
-        min_length=1,
-        exclude=True,
-        repr=False,
-        description="Command, as a list of words, that runs after training has ended or failed.",
-    )
-    notify: Annotated[str | None, Affects.NOTHING] = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="URL that gets the start, the end or the failure of training as JSON.",
-    )
-    benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
-        default=None, description="Global steps between benchmarks."
-    )
-    benchmark_tasks: Annotated[list[Text] | None, Affects.NOTHING] = Field(
-        default=None, min_length=1, description="lm-eval's names of tasks and groups, or paths of task files (.yaml)."
-    )
-    benchmark_examples: Annotated[Positive, Affects.NOTHING] = Field(
-        default=200, description="Number of examples per benchmark task, from its first example on."
-    )
-    sample_interval: Annotated[Positive | None, Affects.NOTHING] = Field(
-        default=None, description="Global steps between printed samples."
-    )
-    sample_prompt: Annotated[Text | None, Affects.NOTHING] = Field(
-        default=None, description="The text that printed samples continue."
-    )
+    on_end: Annotated[list[Text] | None, Affects.NOTHING] = Field(default=None, min_length=1, exclude=True, repr=False)
+    """Command, as a list of words, that runs after training has ended or failed."""
+    notify: Annotated[str | None, Affects.NOTHING] = Field(default=None, exclude=True, repr=False)
+    """URL that gets the start, the end or the failure of training as JSON."""
+    benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = None
+    """Global steps between benchmarks."""
+    benchmark_tasks: Annotated[list[Text] | None, Affects.NOTHING] = Field(default=None, min_length=1)
+    """lm-eval's names of tasks and groups, or paths of task files (.yaml)."""
+    benchmark_examples: Annotated[Positive, Affects.NOTHING] = 200
+    """Number of examples per benchmark task, from its first example on."""
+    sample_interval: Annotated[Positive | None, Affects.NOTHING] = None
+    """Global steps between printed samples."""
+    sample_prompt: Annotated[Text | None, Affects.NOTHING] = None
+    """The text that printed samples continue."""
 
     @model_validator(mode="before")
     @classmethod
