@@ -25,11 +25,11 @@ from harness.common.errors import RunError, UserError
 from harness.common.files import atomic_file, check_name
 from harness.common.json_files import RecordedCount, read_json_object
 from harness.data.ngrams import Overlap
-from harness.runs.directory import RunDirectory
+from harness.runs.directory import SEARCH, RunDirectory
 
 NAME_CHARACTERS = 12  # number of characters of the hash in a file's name
 MEASURED_BATCH = 6  # sequences per batch of test_loss.py, if --batch-size is not given
-MOVE_AWAY = "or move the file away"
+AGAIN = "measure again, or move the file away"
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -69,39 +69,22 @@ class Text(Recorded):
         return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
-class StoredResult(Recorded):
-    """Base class of all kinds of results. A result is one file of `results/`."""
+class Result(Recorded):
+    """Base class of measurements of one checkpoint. A result is one file of `results/`."""
 
     same: ClassVar[tuple[str, ...]] = ()  # the keys that are equal if a measurement was repeated
-    again: ClassVar[str] = "measure again"  # the remedy in an error message about a damaged file
 
     kind: str
     date: str  # ISO 8601, UTC
     device: str
     torch: str
-
-    @classmethod
-    def prefix(cls) -> str:
-        """Return the beginning of the file names of all results of this kind, such as "test-loss"."""
-        return str(cls.model_fields["kind"].default).replace("_", "-")
-
-    def name(self) -> str:
-        """Return the name of the result's file, without suffix. It has a hash of the keys `same`, so that a repeated
-        measurement has the same name."""
-        return f"{self.prefix()}-{_digest(self.model_dump(mode='json', include={*self.same}))}"
-
-
-class Result(StoredResult):
-    """Base class of measurements of one checkpoint."""
-
     weights: MeasuredWeights
 
     def name(self) -> str:
         """Return the name of the result's file, without suffix. It has the checkpoint's name, and a hash of the weights
         and of the keys `same`."""
-        values = self.model_dump(mode="json", include={*self.same})
-        digest = _digest([self.kind, self.weights.sha256, values])
-        return f"{self.prefix()}-{self.weights.checkpoint}-{digest}"
+        digest = _digest([self.kind, self.weights.sha256, self.model_dump(mode="json", include={*self.same})])
+        return f"{self.kind.replace('_', '-')}-{self.weights.checkpoint}-{digest}"
 
 
 def _digest(values: Any) -> str:
@@ -184,51 +167,22 @@ class InstructionResult(Result):
     scores: list[Number | None]  # by question; None if the judge gave no valid answer
 
 
-class TriedMicrobatch(Recorded):
-    """A microbatch that fit into memory, and the peak memory that rank 0's device needed for it."""
-
-    microbatch_size: RecordedCount
-    gib: Number
-
-
-class MicrobatchSearch(StoredResult):
-    """Result of ddp_train.py -f: the largest microbatch that fits into memory, and the peak memory of each tried size
-    that fits."""
-
-    same: ClassVar[tuple[str, ...]] = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
-    again: ClassVar[str] = "use -f again"
-
-    kind: str = "microbatch_search"
-    world_size: RecordedCount
-    asked_gib: Number | None = None  # --memory-limit-gib
-    limit_gib: Number  # of one device; on the CPU, of one process
-    usable_gib: Number  # the part of limit_gib that a peak may reach
-    largest: RecordedCount  # the answer of the search: sequences in the largest microbatch that fits
-    smallest_failed: RecordedCount | None = None
-    is_all_data: bool = False  # `largest` is all that the data or the global batch allow, so a larger one might fit
-    tried: list[TriedMicrobatch]  # in the order of the search
-    accumulation_steps: RecordedCount
-    compiled: bool
-    model: dict[str, Any]  # model.json, defaults filled in
-    train: dict[str, Any]  # the keys of train.json that memory depends on
-
-
-KINDS: dict[str, type[StoredResult]] = {
-    str(kind.model_fields["kind"].default): kind
-    for kind in (LossResult, BenchmarkResult, InstructionResult, MicrobatchSearch)
+KINDS: dict[str, type[Result]] = {
+    str(kind.model_fields["kind"].default): kind for kind in (LossResult, BenchmarkResult, InstructionResult)
 }
 AnyResult = TypeVar("AnyResult", bound=Result)
-AnyStored = TypeVar("AnyStored", bound=StoredResult)
+# Keys of the result of a microbatch search that are equal if the search was repeated.
+SAME_SEARCH = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
 
 
 @dataclass(frozen=True)
 class Results:
     """All results of a run, and the problems with files that cannot be used."""
 
-    found: list[StoredResult] = field(default_factory=list)  # sorted by the names of their files
+    found: list[Result] = field(default_factory=list)  # sorted by the names of their files
     problems: list[str] = field(default_factory=list)  # a line of text for each file that cannot be used
 
-    def of(self, kind: type[AnyStored]) -> list[AnyStored]:
+    def of(self, kind: type[AnyResult]) -> list[AnyResult]:
         """Return the results that are instances of `kind`."""
         return [each for each in self.found if isinstance(each, kind)]
 
@@ -238,12 +192,21 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def write_result(run: RunDirectory, result: StoredResult) -> Path:
+def write_result(run: RunDirectory, result: Result) -> Path:
     """Write a result into the run's `results/`, and return its path. An earlier result of the same measurement is
     replaced. Raises RunError if the file cannot be written, and UserError if the checkpoint's name is not a plain
     name."""
-    text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
-    return _write(run, f"{result.name()}.json", f"{text}\n".encode(), "the result")
+    return _write(run, f"{result.name()}.json", _as_json(result.model_dump(mode="json")), "the result")
+
+
+def write_search(run: RunDirectory, search: dict[str, Any]) -> Path:
+    """Write the result of a microbatch search as `write_result` does."""
+    digest = _digest({key: search[key] for key in SAME_SEARCH})
+    return _write(run, f"{SEARCH}{digest}.json", _as_json(search), "the result")
+
+
+def _as_json(values: dict[str, Any]) -> bytes:
+    return f"{json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)}\n".encode()
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
@@ -271,6 +234,8 @@ def read_results(run: RunDirectory) -> Results:
     windows' losses, is not a result but a problem."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
+        if path.name.startswith(SEARCH):  # for people: no command reads it
+            continue
         try:
             result = _read(path)
             if isinstance(result, LossResult):
@@ -281,16 +246,15 @@ def read_results(run: RunDirectory) -> Results:
     return results
 
 
-def _read(path: Path) -> StoredResult:
-    named = MicrobatchSearch if path.name.startswith(MicrobatchSearch.prefix()) else StoredResult
+def _read(path: Path) -> Result:
     try:
         values = read_json_object(path)
     except UserError as error:
-        raise UserError(f"{error}; {named.again}, {MOVE_AWAY}") from None
+        raise UserError(f"{error}; {AGAIN}") from None
     try:
         return KINDS[str(values.get("kind"))].model_validate(values)
     except (KeyError, ValidationError):
-        raise UserError(f"{path}: not a result of this version; {named.again}, {MOVE_AWAY}") from None
+        raise UserError(f"{path}: not a result of this version; {AGAIN}") from None
 
 
 def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
@@ -304,7 +268,7 @@ def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
     if result.loss is not None and not math.isclose(mean, result.loss, rel_tol=1e-4):
         raise UserError(
             f"{path}: its loss is {result.loss:g}, but the mean of its windows' losses ({result.windows_name}) is "
-            f"{mean:g}; measure again, {MOVE_AWAY}"
+            f"{mean:g}; {AGAIN}"
         )
 
 

@@ -48,7 +48,7 @@ from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import choose_start
-from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
+from harness.runs.results import now, write_search
 from harness.runs.throughput import KERNEL_KEYS
 from harness.training.saving import HostCopies, copy_state
 from harness.training.startup import choose_precision, fetch_data, remark_on_machine
@@ -333,25 +333,26 @@ class MicrobatchSearcher:
             f"Search: {len(self.peaks) + len(self.failed)} sizes, {time.monotonic() - self._began:,.0f} s", flush=True
         )
         train = self.experiment.config.model_dump(mode="json")
-        result = MicrobatchSearch(
-            date=now(),
-            device=self.world.device_name,
-            torch=str(torch.__version__),
-            world_size=self.world.size,
-            asked_gib=self.limit.asked_gib,
-            limit_gib=self.limit.gib,
-            usable_gib=self.limit.usable_bytes / GIB,
-            largest=found,
-            smallest_failed=min(self.failed, default=None),
-            is_all_data=is_all_data,
-            tried=[TriedMicrobatch(microbatch_size=size, gib=peak / GIB) for size, peak in self.peaks.items()],
-            accumulation_steps=self.accumulation_steps,
-            compiled=self.compiles,
-            model=self.experiment.model.model_dump(mode="json"),
-            train={key: train[key] for key in KERNEL_KEYS},
-        )
+        result = {
+            "kind": "microbatch_search",
+            "date": now(),
+            "device": self.world.device_name,
+            "torch": str(torch.__version__),
+            "world_size": self.world.size,
+            "asked_gib": self.limit.asked_gib,
+            "limit_gib": self.limit.gib,  # of one device; on the CPU, of one process
+            "usable_gib": self.limit.usable_bytes / GIB,  # the part of limit_gib that a peak may reach
+            "largest": found,
+            "smallest_failed": min(self.failed, default=None),
+            "is_all_data": is_all_data,
+            "tried": [{"microbatch_size": size, "gib": peak / GIB} for size, peak in self.peaks.items()],
+            "accumulation_steps": self.accumulation_steps,
+            "compiled": self.compiles,
+            "model": self.experiment.model.model_dump(mode="json"),
+            "train": {key: train[key] for key in KERNEL_KEYS},
+        }
         try:
-            write_result(self.experiment.run, result)
+            write_search(self.experiment.run, result)
         except RunError as error:
             click.echo(f"warning: {error}", err=True)
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from harness.runs.results import write_result
-from tests.runs.test_results import SEARCH
 from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
 from tests.support.forked_command import run_forked
 from tests.support.isolation import ROOT, SHIPPED_RUNS
@@ -201,8 +199,6 @@ def hostile_runs(folder: Path) -> None:
         }
         result |= {"lm_eval": HOSTILE, "tasks": [HOSTILE], "precision": HOSTILE, "scores": [score]}
         (run.directory.results / "benchmarks.json").write_text(json.dumps(result))
-        search = SEARCH.model_copy(update={"device": text})
-        write_result(run.directory, search)
 
 
 def shown_whole(text: str, columns: int = 80) -> None:

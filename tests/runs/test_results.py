@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from harness.runs.results import (
     InstructionResult,
     LossResult,
     MeasuredWeights,
-    MicrobatchSearch,
-    StoredResult,
+    Result,
     Text,
-    TriedMicrobatch,
     read_results,
     read_window_losses,
     write_loss,
     write_result,
+    write_search,
 )
 
 WEIGHTS = MeasuredWeights(checkpoint="20260102Z030405-iteration-9", sha256="ab" * 32, global_step=9, is_best=True)
@@ -51,21 +51,18 @@ JUDGED = InstructionResult(
     scores=[40.0, None],
 )
 
-SEARCH = MicrobatchSearch(
-    date="2026-01-02T03:04:05Z",
-    device="NVIDIA A100-SXM4-40GB",
-    torch="2.15.0",
-    world_size=8,
-    limit_gib=39.5,
-    usable_gib=38.0,
-    largest=13,
-    smallest_failed=14,
-    tried=[TriedMicrobatch(microbatch_size=1, gib=4.5), TriedMicrobatch(microbatch_size=13, gib=36.25)],
-    accumulation_steps=1,
-    compiled=True,
-    model={"emb_dim": 768},
-    train={"precision": "auto"},
-)
+SEARCH = {
+    "kind": "microbatch_search",
+    "date": "2026-01-02T03:04:05Z",
+    "device": "NVIDIA A100-SXM4-40GB",
+    "world_size": 8,
+    "asked_gib": None,
+    "limit_gib": 39.5,
+    "largest": 13,
+    "accumulation_steps": 1,
+    "model": {"emb_dim": 768},
+    "train": {"precision": "auto"},
+}
 
 
 @pytest.fixture
@@ -76,11 +73,11 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_results_are_read_as_they_were_written(run: RunDirectory) -> None:
     assert (read_results(run).found, read_results(run).problems) == ([], [])
     write_loss(run, LOSS, LOSSES)
-    for each in (BENCHMARKS, JUDGED, SEARCH):
+    for each in (BENCHMARKS, JUDGED):
         write_result(run, each)
     results = read_results(run)
     assert results.problems == []
-    for written in (LOSS, BENCHMARKS, JUDGED, SEARCH):
+    for written in (LOSS, BENCHMARKS, JUDGED):
         assert results.of(type(written)) == [written]
     np.testing.assert_array_equal(read_window_losses(run, LOSS), LOSSES)
 
@@ -90,9 +87,6 @@ def test_the_same_measurement_takes_the_place_of_the_earlier_one(run: RunDirecto
     assert write_loss(run, LOSS, LOSSES) == write_loss(run, later, LOSSES - 0.1)
     assert read_results(run).found == [later]
     np.testing.assert_array_equal(read_window_losses(run, later), LOSSES - np.float32(0.1))
-    again = SEARCH.model_copy(update={"largest": 12, "limit_gib": 38.0, "date": "2026-02-02T03:04:05Z"})
-    assert write_result(run, SEARCH) == write_result(run, again)
-    assert read_results(run).of(MicrobatchSearch) == [again]
 
 
 @pytest.mark.parametrize(
@@ -102,17 +96,25 @@ def test_the_same_measurement_takes_the_place_of_the_earlier_one(run: RunDirecto
         (LOSS, {"text": TEXT.model_copy(update={"sha256": "00" * 32})}),
         (LOSS, {"precision": "bf16"}),
         (LOSS, {"weights": WEIGHTS.model_copy(update={"sha256": "00" * 32})}),
-        *((SEARCH, {key: other}) for key, other in {"device": "H100", "world_size": 2, "asked_gib": 24.0}.items()),
-        (SEARCH, {"model": {"emb_dim": 64}}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.kind,
 )
 def test_a_result_of_another_measurement_does_not_replace_the_first(
-    run: RunDirectory, one: StoredResult, changes: dict[str, Any]
+    run: RunDirectory, one: Result, changes: dict[str, Any]
 ) -> None:
     write_result(run, one)
     write_result(run, one.model_copy(update=changes))
     assert len(read_results(run).found) == 2
+
+
+def test_a_search_takes_the_place_of_the_same_search_and_is_no_measurement(run: RunDirectory) -> None:
+    path = write_search(run, SEARCH)
+    again = SEARCH | {"largest": 12, "limit_gib": 38.0, "date": "2026-02-02T03:04:05Z"}
+    assert write_search(run, again) == path
+    assert json.loads(path.read_text()) == again
+    for key, other in {"device": "H100", "world_size": 2, "asked_gib": 24.0, "model": {"emb_dim": 64}}.items():
+        assert write_search(run, SEARCH | {key: other}) != path
+    assert (read_results(run).found, read_results(run).problems) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -121,8 +123,6 @@ def test_a_result_of_another_measurement_does_not_replace_the_first(
         ("half", '{"kind": "test_loss", "wei', "measure again, or move the file away"),
         ("other", '{"kind": "horoscope"}', "measure again, or move the file away"),
         ("short", '{"kind": "test_loss", "loss": 1.0}', "measure again, or move the file away"),
-        ("microbatch-search-half", '{"kind": "microbatch_', "use -f again, or move the file away"),
-        ("microbatch-search-other", '{"largest": "many"}', "use -f again, or move the file away"),
     ],
 )
 def test_what_cannot_be_read_is_named_and_the_rest_is_read(

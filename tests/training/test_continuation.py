@@ -15,7 +15,7 @@ from harness.comparison.records import RunRecord
 from harness.data.tokenizers import train_bpe
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
-from harness.runs.results import write_result
+from harness.runs.results import write_search
 from tests.runs.test_results import SEARCH
 from tests.support.in_process import InProcess
 from tests.support.launch import Workshop, metrics
@@ -267,7 +267,7 @@ def test_a_search_alone_is_not_moved_aside(shop: InProcess) -> None:
     """The result of a search (-f) stays in place when a run first begins, because it measures the device. When a
     trained run begins again, this result is moved aside with the results of the earlier training."""
     run = shop.add_run("searched")
-    found = write_result(RunDirectory(run), SEARCH)
+    found = write_search(RunDirectory(run), SEARCH)
     assert "Earlier results" not in shop.train_here("searched").stdout
     assert found.exists()
     assert "Earlier results" in shop.train_here("searched", "--restart").stdout

@@ -30,7 +30,6 @@ from harness.common.memory import MemoryLimit
 from harness.distributed.world import World
 from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
-from harness.runs.results import MicrobatchSearch, read_results
 from harness.runs.train_config import load_train_config
 from harness.training import batch_size_finder
 from harness.training.batch_size_finder import MicrobatchSearcher, largest_that_fits
@@ -210,16 +209,16 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], worksh
     run = RunDirectory(workshop.runs / "r")
     assert json.loads(run.train_json.read_text())["microbatch_size"] == 2
     assert {path.name for path in run.path.iterdir()} == {"model.json", "train.json", "results"}
-    results = read_results(run)
-    assert results.problems == []
-    kept = next(each for each in results.of(MicrobatchSearch) if each.asked_gib == limit)
+    results = [json.loads(path.read_text()) for path in run.results.glob("microbatch-search-*.json")]
+    kept = next(each for each in results if each["asked_gib"] == limit)
     sizes = {verdict: {size for size, found in probes(result).items() if found == verdict} for verdict in VERDICTS}
-    assert (kept.largest, kept.world_size, kept.compiled, kept.is_all_data) == (number, 1, False, False)
-    assert kept.smallest_failed == min(sizes["out of memory"])
-    assert kept.limit_gib == limit
-    assert kept.usable_gib == pytest.approx(kept.limit_gib - 1 / 16)
-    assert {each.microbatch_size for each in kept.tried} == sizes["fits"]
-    line = linear_regression([each.microbatch_size for each in kept.tried], [each.gib for each in kept.tried])
+    said = {key: kept[key] for key in ("largest", "world_size", "compiled", "is_all_data")}
+    assert said == {"largest": number, "world_size": 1, "compiled": False, "is_all_data": False}
+    assert kept["smallest_failed"] == min(sizes["out of memory"])
+    assert kept["limit_gib"] == limit
+    assert kept["usable_gib"] == pytest.approx(kept["limit_gib"] - 1 / 16)
+    assert {each["microbatch_size"] for each in kept["tried"]} == sizes["fits"]
+    line = linear_regression(*zip(*((each["microbatch_size"], each["gib"]) for each in kept["tried"]), strict=True))
     assert tuple(line) == pytest.approx((per_sequence, fixed), abs=0.0006)
 
 
