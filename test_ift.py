@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunError, RunStopped, UserError
+from harness.common.errors import RunError, RunStopped, UserError, explained
 from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
@@ -94,10 +94,8 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
     rate = options["learning_rate"] or finetune.RATE_TIMES_WIDTH / named.config.emb_dim
     settings = finetune.FineTuneSettings(rate, options["max_epochs"], options["seed"], options["answers_only"])
-    try:
+    with explained(f"{options['data']}: "):
         tuning = finetune.fine_tune(tuned, tokenizer, splits, settings)
-    except UserError as error:
-        raise UserError(f"{options['data']}: {error}") from None
     # The default name is `run/checkpoint` if the weights are in a checkpoint's folder, or else `run`.
     run, folder = named.folder.absolute(), named.weights.absolute().parent
     own_name = run.name if folder == run else f"{run.name}/{folder.resolve().name}"
@@ -128,10 +126,8 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
     settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
-    try:
+    with explained(after="; or use --responses-only"):
         JudgeClient(settings)
-    except UserError as error:
-        raise UserError(f"{error}; or use --responses-only") from None
     return settings
 
 

@@ -56,6 +56,24 @@ DIVERGED = 102  # the training loss has diverged
 STATUSES = {CEILING: 3, DIVERGED: 4}
 
 
+@contextmanager
+def explained(before: str = "", after: str = "") -> Iterator[None]:
+    """Put `before` in front of the message of a UserError that the body raises, and `after` behind it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{before}{error}{after}") from None
+
+
+@contextmanager
+def os_errors_as(kind: type[UserError | RunError], place: str, after: str = "") -> Iterator[None]:
+    """Turn an OSError of the body into an error of the class `kind`: `place`, the system's reason, and `after`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{place}: {error.strerror}{after}") from None
+
+
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """Orderly end of a run after a signal, or for a reason in STATUSES. The message for the user has already been
     printed, or the launcher prints it (`run_ranks`, torchrun). The exit status after a signal is 128 + its number, as

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, os_errors_as
 from harness.common.processes import ProcessName
 
 LONGEST_NAME = 200  # file systems allow 255 bytes, and the names of drafts are longer than the final ones
@@ -54,11 +54,8 @@ def check_writable(folder: Path) -> None:
     if folder.is_symlink() and not folder.exists():
         target = os.readlink(folder)
         raise UserError(f"{folder}: a link to {target}, which does not exist; mount its disk, or move the link away")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(f"{folder}: no file can be written there: {error.strerror}") from None
+    with os_errors_as(UserError, f"{folder}: no file can be written there"), tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def refuse_special(path: Path) -> None:

@@ -12,11 +12,11 @@ import fcntl
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, os_errors_as
 from harness.common.processes import ENDING_SECONDS, ProcessName, has_ended, launcher_name
 
 LEAVING_SECONDS = ENDING_SECONDS + 3.0
@@ -67,10 +67,8 @@ class RunLock:
         LEAVING_SECONDS. Raises UserError that names the owner, if it is known, if another process holds the lock or, on
         a file system without locks, may hold it. Raises RunError if the file cannot be written.
         """
-        try:  # the file stays open: the system closes it, and frees the lock, when this process ends
+        with _writing(path):  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise _not_written(path, error) from None
         deadline = time.monotonic() + LEAVING_SECONDS
         while True:
             try:
@@ -105,12 +103,10 @@ class RunLock:
     def _write(self, *, began: bool) -> None:
         owner = asdict(ProcessName.own()) | {"since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
         text = json.dumps(owner | {"torchrun": launcher_name(), "began": began}) + "\n"
-        try:
+        with _writing(self.path):
             # Write before truncating, so that the file keeps its old content if the disk is full.
             size = os.pwrite(self.descriptor, text.encode(), 0)
             os.ftruncate(self.descriptor, size)
-        except OSError as error:
-            raise _not_written(self.path, error) from None
 
 
 def release(path: Path) -> None:
@@ -157,6 +153,6 @@ def is_held(path: Path) -> bool | None:
         os.close(descriptor)
 
 
-def _not_written(path: Path, error: OSError) -> RunError:
-    remedy = "make it writable, free some space, or copy it elsewhere"
-    return RunError(f"{path}: the folder cannot be locked: {error.strerror}; {remedy}")
+def _writing(path: Path) -> AbstractContextManager[None]:
+    remedy = "; make it writable, free some space, or copy it elsewhere"
+    return os_errors_as(RunError, f"{path}: the folder cannot be locked", remedy)

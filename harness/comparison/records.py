@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.common.lock import is_held
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
@@ -240,11 +240,9 @@ def log_tail(run: RunDirectory) -> list[str]:
 
 
 def _read_summary(run: RunDirectory) -> RunSummary | None:
-    try:
+    remedy = "move the file away, and start the run again, to rewrite the file from the last checkpoint"
+    with explained(after=f"; {remedy}"):
         return read_summary(run.summary) if run.summary.exists() else None
-    except UserError as error:
-        remedy = "move the file away, and start the run again, to rewrite the file from the last checkpoint"
-        raise UserError(f"{error}; {remedy}") from None
 
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:

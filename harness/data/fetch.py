@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, os_errors_as
 from harness.data.dataset import Dataset, dataset_folder, did_you_mean, is_present
 
 
@@ -19,10 +19,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     """
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
-        try:
+        with os_errors_as(UserError, f"{folder.parent}: cannot make this folder"):
             folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
         try:
             if name.startswith("builtin/"):
                 build = _builder(name)

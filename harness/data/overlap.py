@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.data.dataset import Dataset
 from harness.data.ngrams import COPIED_SHARE, NGRAM, NgramIndex, documents_of, ngram_hashes, sampled_below
 from harness.data.preparation.encode import Encoded
@@ -103,11 +103,9 @@ class HeldOutSplits:
                     f"--exclude {name}: must be DATASET:SPLIT with the split train, validation or test, such as "
                     "me/books:test"
                 )
-            try:
+            with explained(f"--exclude {name}: "):
                 dataset = Dataset.at(Path(place)) if Path(place).is_dir() else Dataset.open(datasets_dir, place)
                 self.described.append([name, dataset.split(split).fingerprint()])
-            except UserError as error:
-                raise UserError(f"--exclude {name}: {error}") from None
             self.splits.append((dataset, split))
 
     def without_held_out(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from gpt import EPSILON, GPTModel, ModelConfig
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.common.files import replace_text
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
@@ -238,7 +238,5 @@ def fetch_model(name: str) -> Path:
     by_hand = "give the path of a folder with the model's files"
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / "model"
     work = HubWork(name, "model", cache, "its name", by_hand)
-    try:
+    with explained(f"{name}: no such folder; tried as a model on the Hub: "):
         return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))
-    except UserError as error:
-        raise UserError(f"{name}: no such folder; tried as a model on the Hub: {error}") from None

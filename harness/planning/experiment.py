@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.data.dataset import dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
@@ -235,16 +235,13 @@ class Experiment:
         named = self.config.initial_weights
         return None if named is None else self.run.path / named
 
-    @contextmanager
-    def initial_weights_errors(self) -> Iterator[None]:
+    def initial_weights_errors(self) -> AbstractContextManager[None]:
         """Context manager for reading `initial_weights`: adds the key of train.json and the remedy to a UserError."""
-        try:
-            yield
-        except UserError as error:
-            raise UserError(
-                f'{self.run.train_json}: key "initial_weights": {error}; name the model.safetensors of a model of the '
-                "same shape, by an absolute path or one relative to the run's folder"
-            ) from None
+        return explained(
+            f'{self.run.train_json}: key "initial_weights": ',
+            "; name the model.safetensors of a model of the same shape, by an absolute path or one relative to the "
+            "run's folder",
+        )
 
     def layout(self, world_size: int) -> BatchLayout:
         """Return the layout of the global batch on `world_size` ranks (with a batch ramp, of the last and largest one).

@@ -10,13 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, os_errors_as
 from harness.common.files import refuse_special, sync
 from harness.common.json_files import finite
 from harness.runs.checkpoint_meta import CheckpointMeta
@@ -126,25 +127,18 @@ class MetricsFile:
         """Append an event as one line, with the fields that were given to its class. Raises RunError if the line cannot
         be written."""
         line = json.dumps({"event": event.event, **event.model_dump(exclude_unset=True)}, allow_nan=False)
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            raise self._failure(error) from None
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def make_durable(self) -> None:
         """Flush all lines written so far to the disk. Any thread may call this. Raises RunError if flushing fails."""
-        try:
+        with self._writing():
             if self.path.exists():
                 sync(self.path)
-        except OSError as error:
-            raise self._failure(error) from None
 
-    def _failure(self, error: OSError) -> RunError:
-        return RunError(
-            f"{self.path}: cannot write metrics: {error.strerror}; fix the cause and run the command again, without "
-            "--restart, to continue"
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = "; fix the cause and run the command again, without --restart, to continue"
+        return os_errors_as(RunError, f"{self.path}: cannot write metrics", remedy)
 
     def size(self) -> int:
         """Return the size of the file in bytes; 0 if there is no file."""
@@ -178,18 +172,13 @@ class MetricsFile:
             size += len(line + end)
         if len(content) > size:
             rest = make_aside() / self.path.name
-            try:
+            remedy = "; fix the cause and run the command again"
+            with os_errors_as(RunError, f"{rest}: cannot set later metrics aside", remedy):
                 rest.write_bytes(content[size:])
                 for path in (rest, *rest.parents[:2], self.path.parent):  # the folder and its parent may be new
                     sync(path)
-            except OSError as error:
-                raise RunError(
-                    f"{rest}: cannot set later metrics aside: {error.strerror}; fix the cause and run the command again"
-                ) from None
-            try:
+            with self._writing():
                 os.truncate(self.path, size)
-            except OSError as error:
-                raise self._failure(error) from None
         if meta.planned and not has_line:  # the process ended after saving the checkpoint and before writing its line
             self.append(
                 CheckpointEvent(
@@ -319,11 +308,9 @@ def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     Yields nothing if the file does not exist. Also yields nothing, and saves the time for parsing, if the bytes
     `with_bytes` occur nowhere in the file. Raises UserError if the file cannot be read.
     """
-    try:
+    with os_errors_as(UserError, f"{path}: cannot be read"):
         refuse_special(path)
         content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     next_step: int | None = None
     for line in reversed(content.split(b"\n") if with_bytes in content else []):
         event = parse_event(line)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, explained, os_errors_as
 from harness.common.files import atomic_file, check_name
 from harness.common.json_files import RecordedCount, read_json_object
 from harness.data.ngrams import Overlap
@@ -220,12 +220,10 @@ def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray)
 
 def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
     path = run.results / check_name(name, "result")
-    try:
+    with os_errors_as(RunError, f"{path}: cannot write {what}"):
         run.results.mkdir(exist_ok=True)
         with atomic_file(path) as draft:  # replaces a link at `path` instead of writing to the link's target
             draft.write_bytes(content)
-    except OSError as error:
-        raise RunError(f"{path}: cannot write {what}: {error.strerror}") from None
     return path
 
 
@@ -247,10 +245,8 @@ def read_results(run: RunDirectory) -> Results:
 
 
 def _read(path: Path) -> Result:
-    try:
+    with explained(after=f"; {AGAIN}"):
         values = read_json_object(path)
-    except UserError as error:
-        raise UserError(f"{error}; {AGAIN}") from None
     try:
         return KINDS[str(values.get("kind"))].model_validate(values)
     except (KeyError, ValidationError):

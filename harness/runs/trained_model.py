@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, explained
 from harness.common.files import atomic_folder, check_name, replace_text, sha256
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import as_unicode
@@ -69,10 +69,8 @@ class TrainedModel:
             # `best` or `latest`, which training may point to another checkpoint while this one is measured
             folder = folder.parent / folder.resolve().name
             weights = folder / weights.name
-        try:
+        with explained(after="; name another checkpoint, or restore the file"):
             meta = read_json_object(folder / META) if (folder / META).is_file() else {}
-        except UserError as error:
-            raise UserError(f"{error}; name another checkpoint, or restore the file") from None
         # A link such as `best` may be outside of the run's folder, but its target is inside.
         run = Path(folder.resolve()).parent.parent
         in_meta = [folder / META] if isinstance(meta.get("model"), dict) else []

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, explained
 from harness.common.files import atomic_folder, check_name
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import abbreviated, nearest, quoted
@@ -55,15 +54,6 @@ NO_VALIDATION = dict.fromkeys(("validation_interval", "validation_sequences", "v
 PADDING = 128  # a model's vocab_size may be padded by fewer tokens than this, for speed
 
 Changes = Mapping[str, JsonValue]
-
-
-@contextmanager
-def explained(place: str) -> Iterator[None]:
-    """Put `place` in front of the message of a UserError that the body raises."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place}{error}") from None
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.common.files import SAFE_NAME, check_name
 from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, explained, load_base, unknown_key
+from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, DerivedRun, derive, load_base, unknown_key
 
 LARGEST_POINTS = 1000  # more runs are probably a typing error, or need another program
 LONGEST_LABEL = 60  # characters of a label, the part of a run's name that follows the sweep's name

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from harness.common.errors import UserError, printable
+from harness.common.errors import UserError, explained, printable
 from harness.common.messages import GIB, WIDTH, aligned, amount_text, distinct_sizes, duration, paragraph
 from harness.common.options import TrainOptions
 from harness.common.program import gpu_names
@@ -26,7 +26,7 @@ from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.budget import wanted_tokens
 from harness.runs.metrics import describe_progress
 from harness.runs.throughput import KERNEL_KEYS, cost
-from harness.sweeps.derived_runs import DerivedRun, explained
+from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import SweepRuns
 
 TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error in the last line and its cause

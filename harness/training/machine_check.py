@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from harness.common.device import idle_gpus
-from harness.common.errors import RunError
+from harness.common.errors import RunError, os_errors_as
 from harness.common.files import replace_text
 from harness.common.memory import free_memory
 from harness.common.messages import GIB, REASON_CHARACTERS, aligned, paragraph
@@ -208,31 +208,28 @@ def describe_disk(folder: Path) -> str:
     rates as text. The file has no name, so that it is gone however this process ends. Raises RunError if either
     fails."""
     part = os.urandom(DISK_PART_BYTES)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+    remedy = " while the disk was measured; free some space there, or rent another machine"
+    with os_errors_as(RunError, str(folder), remedy), tempfile.TemporaryFile(dir=folder) as file:
 
-            def rate(work: Callable[[], int]) -> tuple[int, float]:
-                """Call `work`, which returns how many bytes it moved, until it returns 0 or DISK_BYTES or DISK_SECONDS
-                are reached. Return the bytes of all calls, and the bytes per second."""
-                count, began = 0, time.perf_counter()
-                while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
-                    count += size
-                return count, count / (time.perf_counter() - began)
+        def rate(work: Callable[[], int]) -> tuple[int, float]:
+            """Call `work`, which returns how many bytes it moved, until it returns 0 or DISK_BYTES or DISK_SECONDS
+            are reached. Return the bytes of all calls, and the bytes per second."""
+            count, began = 0, time.perf_counter()
+            while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
+                count += size
+            return count, count / (time.perf_counter() - began)
 
-            def write() -> int:
-                file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-                return len(part)
+        def write() -> int:
+            file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            return len(part)
 
-            count, writes = rate(write)
-            if hasattr(os, "posix_fadvise"):  # so that it is read from the disk; not on macOS
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            _, reads = rate(lambda: len(file.read(len(part))))
-    except OSError as error:
-        remedy = "free some space there, or rent another machine"
-        raise RunError(f"{folder}: {error.strerror} while the disk was measured; {remedy}") from None
+        count, writes = rate(write)
+        if hasattr(os, "posix_fadvise"):  # so that it is read from the disk; not on macOS
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        _, reads = rate(lambda: len(file.read(len(part))))
     return f"disk at {folder}: writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s ({count / 2**20:,.0f} MiB)"
 
 

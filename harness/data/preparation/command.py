@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from harness.common.errors import RunError, UserError, place_of, printable
+from harness.common.errors import RunError, UserError, explained, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, counted, is_hub_name
@@ -122,11 +122,9 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     size = sum(file.size for file in source.files)
     workers = options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
     with encoder_processes(workers if journal.phase == "reading" else 1) as executor:
-        try:
+        hint = "; or give --train-tokenizer 4096, which needs no network" if place == "gpt2" else ""
+        with explained(after=hint):
             tokenizer = load_tokenizer(place)
-        except UserError as error:
-            hint = "; or give --train-tokenizer 4096, which needs no network" if place == "gpt2" else ""
-            raise UserError(f"{error}{hint}") from None
         text, pool = (TokenStream(work.path / f"{name}.tokens", tokenizer.dtype) for name in ("text", "pool"))
         if journal.phase == "reading":
             pieces = source.read(form, journal.here.file, journal.here.documents)

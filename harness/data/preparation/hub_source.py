@@ -14,7 +14,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.hf_api import RepoSibling
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.common.hub import HubWork, find_fault, list_files
 from harness.common.messages import abbreviated
 from harness.data.preparation.text_input import (
@@ -78,10 +78,8 @@ def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloa
     UserError if the dataset cannot be reached, or if there are no such files."""
     folder = downloads or Path(constants.HF_HUB_CACHE)
     work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT")
-    try:
+    with explained(f"{name}: no such file or folder; tried as a dataset on the Hub: "):
         commit, there = list_files(work, revision)
-    except UserError as error:
-        raise UserError(f"{name}: no such file or folder; tried as a dataset on the Hub: {error}") from None
     wanted = []
     for file in sorted(there, key=lambda file: file.rfilename):
         is_included = any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in include)

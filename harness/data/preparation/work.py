@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, os_errors_as
 from harness.common.files import check_name, rename_whole, replace_text
 from harness.common.lock import RunLock
 from harness.common.messages import abbreviated
@@ -131,11 +131,9 @@ class WorkFolder:
         be written."""
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, and files behind it would be deleted; remove the link")
-        try:
+        with os_errors_as(UserError, f"{self.path}: cannot make this folder"):
             self._made = [folder for folder in self.path.parents if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot make this folder: {error.strerror}") from None
         if not self.lock.exists() and any(self.path.iterdir()):
             raise UserError(
                 f"{self.path}: reserved for unfinished work, but holds files of something else; move it away"

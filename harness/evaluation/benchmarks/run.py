@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from pydantic_core import to_json
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, os_errors_as
 from harness.common.files import replace_text
 from harness.common.messages import REASON_CHARACTERS, nearest
 from harness.data.tokenizers import Tokenizer
@@ -340,7 +340,5 @@ def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) ->
         return value.item() if hasattr(value, "item") else str(value)
 
     text = to_json(whole, indent=2, inf_nan_mode="null", fallback=converted).decode()
-    try:
+    with os_errors_as(RunError, f"{path}: cannot write the results"):
         replace_text(path, text + "\n")
-    except OSError as error:
-        raise RunError(f"{path}: cannot write the results: {error.strerror}") from None

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, explained
 from harness.common.files import atomic_file, replace_text, user_cache
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode
@@ -86,10 +86,8 @@ class InstructionSplits(NamedTuple):
             raise UserError(f"{path}: must be {wanted}")
         for number, value in enumerate(values, start=1):
             place = f"{path}: entry {number}"
-            try:
+            with explained(after=f"; the file must be {wanted}"):
                 entries.append(parse_config(Instruction, value, Path(place)))
-            except UserError as error:
-                raise UserError(f"{error}; the file must be {wanted}") from None
             if not entries[-1].instruction.strip():
                 raise UserError(f'{place}: key "instruction": empty; write one, or remove the entry')
         if len(entries) < FEWEST_ENTRIES:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, UserError, os_errors_as
 from harness.common.json_files import RecordedCount
 from harness.evaluation.judge.prompts import Score
 
@@ -48,7 +48,7 @@ class JudgeCache:
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: not a file; name another one with --cache")
-        try:
+        with os_errors_as(RunError, str(path), "; name another file with --cache"):
             self._file = path.open("a+b", buffering=0)
             if not _lock(self._file.fileno()):
                 self._file.close()
@@ -56,8 +56,6 @@ class JudgeCache:
                     f"{path}: another process is using it; wait until that one ends, or name another file with --cache"
                 )
             content = path.read_bytes()
-        except OSError as error:
-            raise RunError(f"{path}: {error.strerror}; name another file with --cache") from None
         self.records = list(_parse(path, content))
         # If a kill has cut off the last line, it is left unchanged, and the next record begins a new line.
         self._on_fresh_line = content[-1:] in (b"", b"\n")
