@@ -417,22 +417,11 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     return [("speed", said), ("time", time), ("cost", said_cost)]
 
 
-def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
+def describe_start(plan: Plan) -> list[str]:
     """Return the lines to print at the start of training. They describe train.json's budget (unless it is in tokens),
     the passes over the data (`describe_passes`), the batch ramp and the scaling rules. The list is empty if train.json
-    has none of these. The budget's line has the time and cost of the remaining steps at `speed`, or the reason why they
-    are unknown. If `speed` is None, it has neither."""
-    lines = []
-    if plan.budget is not None and plan.position is not None:
-        left = f"{len(plan.steps):,} global steps, {plan.tokens():,} tokens to go"
-        if speed is not None and speed.tokens_per_second is None:
-            left += f"; time and cost unknown: {speed.source}"
-        elif speed is not None:
-            seconds = sum(plan.seconds(speed).values())
-            price, priced = plan.price(speed)
-            dollars = "" if price is None else f", ${cost(seconds, price):,.2f} at {priced}"
-            left += f", {duration(seconds)}{dollars} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
-        lines.append(f"budget: {plan.budget.describe()}; {left}")
+    has none of these."""
+    lines = [] if plan.budget is None else [f"budget: {plan.budget.describe()}"]
     if passes := plan.describe_passes():
         lines.append(f"epochs: {passes}")
     if plan.config.batch_ramp is not None:

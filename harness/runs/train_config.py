@@ -24,6 +24,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=10.0)]
 # Keys that say how much is trained. A train.json has exactly one of them.
 BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops")
+# Keys that determine the same setting, so that a train.json may give only one of them.
+ALTERNATIVES = (
+    BUDGETS,
+    ("global_batch_size", "gradient_accumulation_steps", "batch_ramp"),
+    ("validation_sequences", "validation_batches"),
+    ("warmup_steps", "warmup_period_percent"),
+)
 DEFAULT_MIN_LR_RATIO = 0.1
 
 
@@ -261,6 +268,10 @@ class TrainConfig(RunFile):
     def _check(self) -> TrainConfig:
         """Return the configuration. Raises ValueError if keys contradict each other or are missing, or if a value is
         not possible."""
+        for keys in ALTERNATIVES:
+            given = [f'"{key}"' for key in keys if key in self.model_fields_set and getattr(self, key) is not None]
+            if len(given) > 1:
+                raise ValueError(f"keys {' and '.join(given)}: give only one of them")
         _check_budget(self)
         _check_batch(self)
         _check_schedule(self)
@@ -391,8 +402,6 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
 
 
 def _check_schedule(config: TrainConfig) -> None:
-    if config.warmup_steps is not None and config.warmup_period_percent is not None:
-        raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
     if config.lr_schedule == "wsd" and config.decay_period_percent is None:
         raise ValueError(
             'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it; give a percentage, e.g. 20'
@@ -408,13 +417,9 @@ def _check_schedule(config: TrainConfig) -> None:
 
 
 def _check_budget(config: TrainConfig) -> None:
-    given = [key for key in BUDGETS if getattr(config, key) is not None]
-    if not given:
+    if all(getattr(config, key) is None for key in BUDGETS):
         others = ", ".join(f'"{key}"' for key in BUDGETS[1:])
         raise ValueError(f'key "min_train_tokens": missing; give it, or one of {others}')
-    if len(given) > 1:
-        named = " and ".join(f'"{key}"' for key in given)
-        raise ValueError(f"keys {named}: each says how much to train; give one of them")
     tokens = config.min_train_tokens
     if tokens is not None and tokens < 1 and tokens != -1:
         raise ValueError('key "min_train_tokens": must be at least 1, or -1 for the whole split')
@@ -423,15 +428,9 @@ def _check_budget(config: TrainConfig) -> None:
 
 
 def _check_batch(config: TrainConfig) -> None:
-    accumulates = "gradient_accumulation_steps" in config.model_fields_set
-    if config.global_batch_size is not None and accumulates:
-        raise ValueError('keys "gradient_accumulation_steps" and "global_batch_size": give one of them, not both')
     ramp = config.batch_ramp
     if ramp is None:
         return
-    if accumulates or config.global_batch_size is not None:
-        other = "gradient_accumulation_steps" if accumulates else "global_batch_size"
-        raise ValueError(f'keys "batch_ramp" and "{other}": each sets the global batch; give one of them')
     if ramp[0][0] != 0:
         raise ValueError('key "batch_ramp": must begin at token 0, as in [[0, 8], [1000000, 16]]')
     grows = all(before < after for pair in itertools.pairwise(ramp) for before, after in zip(*pair, strict=True))
@@ -447,8 +446,6 @@ def _check_intervals(config: TrainConfig) -> None:
         if (getattr(config, one) is None) != (getattr(config, other) is None):
             raise ValueError(f'keys "{one}" and "{other}": give both or neither')
     sizes = [key for key in ("validation_sequences", "validation_batches") if getattr(config, key) is not None]
-    if len(sizes) > 1:
-        raise ValueError('keys "validation_sequences" and "validation_batches": give one of them, not both')
     # `start_val_token` alone is accepted, because later runs of the notebook have it. They were trained without
     # validation.
     if config.validates != bool(sizes):

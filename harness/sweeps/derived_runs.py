@@ -29,26 +29,12 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
 from harness.runs.budget import COUNTABLE
 from harness.runs.directory import RunDirectory
-from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
+from harness.runs.train_config import ALTERNATIVES, BUDGETS, TrainConfig, load_train_config
 from harness.runs.upstream import SPELLINGS, translate_upstream
 
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
 SHOWN_DIFFERENCES = 6
-# For each key, other keys that determine the same setting. If a key is changed, these other keys of the base are
-# removed.
-ALTERNATIVES = {
-    "depth": ("n_layers", "n_heads", "emb_dim"),
-    "global_batch_size": ("gradient_accumulation_steps", "batch_ramp"),
-    "gradient_accumulation_steps": ("global_batch_size", "batch_ramp"),
-    "batch_ramp": ("gradient_accumulation_steps", "global_batch_size"),
-    **{key: tuple(other for other in BUDGETS if other != key) for key in BUDGETS},
-    "validation_sequences": ("validation_batches",),
-    "validation_batches": ("validation_sequences",),
-    "warmup_steps": ("warmup_period_percent",),
-    "warmup_period_percent": ("warmup_steps",),
-}
-
 # Changes that turn validation off, for a dataset without a validation split.
 NO_VALIDATION = dict.fromkeys(("validation_interval", "validation_sequences", "validation_batches", "start_val_token"))
 PADDING = 128  # a model's vocab_size may be padded by fewer tokens than this, for speed
@@ -177,7 +163,8 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
         raise UserError(wrong)
     run = RunDirectory(base.directory.path.parent / check_name(name, "run"))
     given = {key: value for key, value in changes.items() if value is not None}
-    dropped = {*changes}.difference(given).union(*(ALTERNATIVES.get(key, ()) for key in given))
+    dropped = {*changes}.difference(given).union(*(keys for keys in ALTERNATIVES if not given.keys().isdisjoint(keys)))
+    dropped |= {"n_layers", "n_heads", "emb_dim"} if "depth" in given else set()
     dropped |= {"on_end"} - {*given}  # it may end the machine's rental, on which another run may follow
     model, train = (
         {key: value for key, value in file.items() if key not in dropped}

@@ -24,7 +24,6 @@ from harness.model.kernels import not_compiled, rounded_dropout, should_compile,
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
-from harness.planning.planned_speed import plan_speed
 from harness.planning.rates import ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
@@ -94,10 +93,9 @@ def prepare(
     Collective.
 
     `checkpoint` is a folder name, "latest" or "best". None means the latest checkpoint, or a new run if there is none.
-    `options` gives --restart, the options of the mirror, and the assumed speed from which the time and cost of a budget
-    are computed. If torchrun has restarted this process, `checkpoint` and --restart are ignored, because the first
-    start has applied them. The seconds and dollars that the checkpoint records are added to `clock`. Raises UserError
-    or RunError, with a remedy, if a check fails.
+    `options` gives --restart and the options of the mirror. If torchrun has restarted this process, `checkpoint` and
+    --restart are ignored, because the first start has applied them. The seconds and dollars that the checkpoint records
+    are added to `clock`. Raises UserError or RunError, with a remedy, if a check fails.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -135,7 +133,7 @@ def prepare(
     assert plan.position is not None, "the dataset is here"
     if not plan.position.is_finished:
         world.on_rank0(run.check_outputs)
-    world.on_rank0(lambda: say_plan(experiment, plan, options))
+    world.on_rank0(lambda: say_plan(plan))
     checkpoints.check_tokenizer(data.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
@@ -175,15 +173,14 @@ def check_ceilings(experiment: Experiment, clock: Clock) -> None:
             )
 
 
-def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
+def say_plan(plan: Plan) -> None:
     """Before training starts, print the values that train.json's budget, epochs, batch ramp and scaling rules resolve
     to, and any remark on the dataset. Prints nothing for a finished run. Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
     if plan.dataset_remark:
         click.echo(f"note: {plan.dataset_remark}")
-    speed = None if plan.budget is None else plan_speed(experiment, plan.layout, options)
-    for line in describe_start(plan, speed):
+    for line in describe_start(plan):
         click.echo(line)
 
 

@@ -203,7 +203,7 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"name": "x" * 195, "vary": {"random_seed": [1]}}, "makes run 'xxxxxxxxxxxxxxxxxxxx'…: longer than 200"),
         ({"vary": {key: [*range(1000)] for key in ("random_seed", "eps")}}, "make 1,000,000 runs; a sweep can"),
         ({"set": {"mirror": "s3://me:secret@b"}, "vary": {"eps": [1]}}, 'mirror "s3://b": no credentials in a URL'),
-        ({"set": {"train_steps": 1, "target_flops": 1e15}, "vary": {"eps": [1]}}, "each says how much to train; give"),
+        ({"set": {"train_steps": 1, "target_flops": 1e15}, "vary": {"eps": [1]}}, "give only one of them"),
     ],
 )
 def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str) -> None:
