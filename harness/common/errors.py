@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ SPEAKER_PATIENCE_SECONDS = 10.0
 TELLING_SECONDS = 1.0
 # SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\, which torchrun passes on.
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+Handler = Callable[[int, FrameType | None], None]
 
 
 class UserError(Exception):
@@ -247,7 +248,21 @@ def say_last(text: str) -> None:
 # Signals that ask to stop, and output that nobody reads any more ----------------------------------------------------
 
 
-def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+@contextmanager
+def signals_to(handler: Handler, numbers: Sequence[int] = STOPPING_SIGNALS) -> Iterator[None]:
+    """Let `handler` handle these signals until the end of the body, except those that this process ignores. Does
+    nothing outside the main thread, which alone can set handlers."""
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in numbers if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in taken}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def handle_stopping_signals(handler: Handler) -> None:
     """Install `handler` for every signal that asks a run to stop, except for SIGHUP if this process ignores SIGHUP."""
     for number in STOPPING_SIGNALS:
         if number != signal.SIGHUP or not ignores_hangup():

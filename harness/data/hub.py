@@ -9,16 +9,15 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import huggingface_hub
 from filelock import FileLock, Timeout
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, signals_to
 from harness.common.files import rename_whole
 from harness.common.hub import CARD, HubWork, hide_bars_from_files, list_files, upload
 from harness.common.messages import GIB
@@ -110,10 +109,9 @@ def _alone_in(partial: Path) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def _leaving_at_once(name: str) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread. Otherwise
-    huggingface_hub would first finish its current files, which can be gigabytes.
+def _leaving_at_once(name: str) -> AbstractContextManager[None]:
+    """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread and they are
+    not ignored. Otherwise huggingface_hub would first finish its current files, which can be gigabytes.
 
     A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """
@@ -122,13 +120,7 @@ def _leaving_at_once(name: str) -> Iterator[None]:
         print(f'\nstopped: dataset "{name}": {AGAIN}', file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread can set handlers
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signals_to(leave, (signal.SIGINT, signal.SIGTERM))
 
 
 # To the Hub ----------------------------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from tqdm import tqdm
 
-from harness.common.errors import STOPPING_SIGNALS
+from harness.common.errors import signals_to
 from harness.common.messages import GIB
 from harness.mirror.fetch import names_in, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
@@ -89,7 +88,8 @@ class Uploads:
         bar: tqdm | None = None
         is_told = False
         last, since = self._sent_bytes, time.monotonic()
-        with asked_to_leave() as asked:
+        asked: list[int] = []  # signals that ask this process to stop
+        with signals_to(lambda number, _: asked.append(number)):
             while not self._ended.wait(0.1) and not asked:
                 if not is_told and time.monotonic() - since > 1.0:
                     is_told, bar = True, self._bar()
@@ -319,25 +319,3 @@ def version(path: Path) -> tuple[int, int]:
     """Return a file's size and modification time in ns."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-@contextmanager
-def asked_to_leave() -> Iterator[list[int]]:
-    """Yield a list. Until the end of the body, signals that ask this process to stop are only appended to it. Signals
-    that were ignored stay ignored."""
-    import signal
-
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}
-    for number in STOPPING_SIGNALS:
-        if before[number] != signal.SIG_IGN:
-            signal.signal(number, note)
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import STOPPING_SIGNALS, RunError, UserError
+from harness.common.errors import STOPPING_SIGNALS, RunError, UserError, signals_to
 from harness.common.processes import end_with_parent
 from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers import Tokenizer, load_tokenizer
@@ -244,16 +244,13 @@ def _without_interrupts() -> Iterator[None]:
     """
     noted: list[int] = []
     blocked = set(STOPPING_SIGNALS) - {signal.SIGTERM}
-    not_ignored = [each for each in STOPPING_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in not_ignored}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
-        resource_tracker.ensure_running()  # if the pool started the tracker, SIGINT would be unblocked
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    with signals_to(lambda number, _: noted.append(number)):
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            resource_tracker.ensure_running()  # if the pool started the tracker, SIGINT would be unblocked
+            signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if noted:
         signal.raise_signal(noted[0])

@@ -68,15 +68,12 @@ class JudgeCache:
             if self._file.closed:  # the judging has ended without waiting for this answer
                 return
             left = line if self._on_fresh_line else b"\n" + line
-            try:
+            self._on_fresh_line = False
+            remedy = "; it has the answers so far; the same command continues from them"
+            with os_errors_as(RunError, str(self.path), remedy):
                 while left:
                     left = left[self._file.write(left) :]
                 os.fsync(self._file.fileno())
-            except OSError as error:
-                self._on_fresh_line = False
-                raise RunError(
-                    f"{self.path}: {error.strerror}; it has the answers so far; the same command continues from them"
-                ) from None
             self._on_fresh_line = True
             self.records.append(record)
 
