@@ -19,6 +19,8 @@ from tests.support.hostile import Bench, tree
 from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop
 
+refused = Result.refuses
+
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
@@ -35,17 +37,6 @@ def trained(finished_shop: Workshop, tmp_path: Path) -> Workshop:
     made = Bench.copy_of(finished_shop, tmp_path / "copy").shop
     edit(made, min_train_tokens=768)
     return made
-
-
-def refused(result: Result, *words: str, status: int = 2) -> None:
-    """Assert that a command printed one line with every one of `words`, and no traceback."""
-    assert result.status == status, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0], f"{word!r} is not in: {lines[0]}"
 
 
 def unharmed(shop: Workshop, before: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.mirror.test_two_machines import SETTINGS
 from tests.support.isolation import ROOT
-from tests.support.launch import Workshop, wait_until
+from tests.support.launch import Workshop, finish, wait_until
 from tests.support.same_end import assert_same_end
 
 
@@ -51,12 +51,9 @@ def rent(shop: Workshop, *arguments: str) -> subprocess.Popen[str]:
 
 
 def refused(shop: Workshop, *arguments: str) -> str:
-    process = rent(shop, *arguments)
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (2, "")
-    assert stderr.startswith("error: ")
-    assert len(stderr.splitlines()) == 1
-    return stderr
+    result = finish([rent(shop, *arguments)], expect=2, timeout=60)
+    assert result.stdout == ""
+    return result.refuses()
 
 
 def test_wrong_input_is_one_line(shop: Workshop) -> None:
@@ -113,10 +110,7 @@ def test_a_mirror_that_cannot_be_read_changes_nothing(shop: Workshop) -> None:
     before = (shop.runs / "r" / "train.json").read_bytes()
     (shop.path / "store").write_text("no folder")
     process = rent(shop, "r", "--fit", "--skip", "setup", "--mirror", f"file://{shop.path}/store/runs")
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert stderr.startswith("error: mirror ")
-    assert len(stderr.splitlines()) == 1
+    assert finish([process], expect=2, timeout=60).refuses().startswith("error: mirror ")
     assert (shop.path / "calls").read_text().count("\n") == 1, "nothing but the mirror was asked"
     assert (shop.runs / "r" / "train.json").read_bytes() == before
 

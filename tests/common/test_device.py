@@ -292,10 +292,7 @@ def test_a_machine_that_cannot_is_refused_in_one_line(
     shop.add_dataset()
     run = shop.add_run(**settings)
     change(machine)
-    result = shop.attempt()
-    assert result.status == 2, result
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {start}")
+    assert shop.attempt().refuses().startswith(f"error: {start}")
     assert not (run / "metrics.jsonl").exists()
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from harness.common.errors import UserError
 from harness.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
+from tests.support.configs import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 600
@@ -111,9 +112,7 @@ def test_a_missing_or_damaged_file_is_named_on_one_line(tmp_path: Path, trained_
     if content is not None:
         path.write_bytes(trained_file.read_bytes()[:-100] if content == "cut" else content)
     problem = "no such file" if content is None else "not a readable tokenizer file"
-    with pytest.raises(UserError, match=rf"tokenizer\.json: {problem}") as caught:
-        load_tokenizer(path)
-    assert "\n" not in str(caught.value)
+    assert f"tokenizer.json: {problem}" in refusal(load_tokenizer, path)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.results import BenchmarkResult, read_results
 from harness.runs.trained_model import TrainedModel
 from tests.support.benchmark_files import KINDS, sentence, write_task
+from tests.support.configs import refusal
 from tests.support.in_process import call
 from tests.support.launch import Result, Workshop, finish
 
@@ -294,9 +295,8 @@ def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeyp
     """A task with too few examples for its few-shot prompts fails with one line. So does a lack of memory."""
     options = ["--tasks", write_task(tmp_path, "choice"), "--limit", 2]
     done = evaluate(subject, tmp_path, *options, "--num-fewshot", 99)
-    assert (done.status, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: lm-eval failed: ValueError")
-    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert done.refuses(status=1).startswith("error: lm-eval failed: ValueError")
     monkeypatch.setattr(benchmarks, "run", lambda *_, **__: torch.empty(2**60))
     done = evaluate(subject, tmp_path, *options)
     assert done.stderr == "error: out of memory with 16 texts per batch; lower --batch-size\n"
@@ -329,8 +329,7 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
     (folder / "model.json").write_text(small.config.model_dump_json())
     save_file(small.to_checkpoint_names(), folder / "model.safetensors")
     done = evaluate(Subject(folder, small, subject.tokenizer), tmp_path, "--tasks", "x")
-    assert done.status == 2
-    assert "its tokenizer has 300 tokens, " in done.stderr
+    done.refuses("its tokenizer has 300 tokens, ")
 
 
 @pytest.fixture
@@ -396,10 +395,7 @@ def test_tasks_that_cannot_be_run_are_one_line(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     path = write_task(tmp_path, "choice", **changes)
-    with pytest.raises(UserError) as caught:
-        benchmarks.load([str(path)])
-    message = str(caught.value)
-    assert message.splitlines() == [message]
+    message = refusal(benchmarks.load, [str(path)], begins="")
     assert len(message) < 400
     for word in ["choice", *words]:
         assert word in message
@@ -419,10 +415,7 @@ def test_lm_evals_own_names_are_known() -> None:
 def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    done = call("evaluate_benchmarks", "--list", "*", folder=tmp_path)
-    assert done.status == 2
-    assert done.stderr.splitlines() == [done.stderr.strip()]
-    assert "uv run --extra benchmarks" in done.stderr
+    call("evaluate_benchmarks", "--list", "*", folder=tmp_path).refuses("uv run --extra benchmarks")
 
 
 def test_the_libraries_keep_their_retries_to_themselves(tmp_path: Path) -> None:

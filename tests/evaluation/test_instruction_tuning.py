@@ -37,6 +37,7 @@ from harness.model.weights import save_weights
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, read_results
 from tests.model.test_model import random_model, shape
+from tests.support.configs import refusal
 from tests.support.fake_judge import FakeJudge
 from tests.support.in_process import call
 from tests.support.launch import ROOT, Result, Workshop, finish, wait_until
@@ -117,10 +118,7 @@ ENTRY: dict[str, Any] = {"instruction": "a", "input": "", "output": "b"}
 def test_files_that_are_no_instruction_data(tmp_path: Path, content: object, fault: str) -> None:
     path = tmp_path / "d.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError) as caught:
-        InstructionSplits.load(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert fault in str(caught.value)
+    assert fault in refusal(InstructionSplits.load, path, begins=f"{path}: ")
 
 
 # What is learnt ---------------------------------------------------------------------------------------------------

@@ -113,8 +113,7 @@ def test_damaged_latest(shop: Workshop, exhaustive: bool) -> None:
     for number, damage in enumerate(few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES):
         run = copy_of_stopped(shop, f"damaged-{number}")
         damage.to(run / "checkpoints" / "latest")
-        line = line_of_refusal(shop, run)
-        assert damage.words in line, line
+        line = InProcess(shop.path).attempt(run=run.name).refuses(damage.words)
         offered = next(path.name for step, path in checkpoints.list_checkpoints(run / "checkpoints") if step == 4)
         if damage.file or damage.do == lead_out:
             assert f"the newest whole checkpoint is {offered}: give that name as CHECKPOINT" in line
@@ -126,13 +125,6 @@ def test_damaged_latest(shop: Workshop, exhaustive: bool) -> None:
         assert_same_end(shop.runs / "straight", run)
 
     for_each(runs if exhaustive else runs[-len(LINK_DAMAGES) - 1 :], resume)
-
-
-def line_of_refusal(shop: Workshop, run: Path) -> str:
-    result = InProcess(shop.path).attempt(run=run.name)
-    assert result.status == 2, result
-    (line,) = result.stderr.splitlines()
-    return line
 
 
 @pytest.mark.slow
@@ -163,8 +155,8 @@ def test_all_damaged(shop: Workshop) -> None:
     folders = [path for _, path in checkpoints.list_checkpoints(run / "checkpoints")]
     for path, file in zip(folders, FILES, strict=False):
         cut(path / file)
-    line = line_of_refusal(shop, run)
-    assert "no other checkpoint is known to be whole: fix the cause, or use --restart" in line
+    remedy = "no other checkpoint is known to be whole: fix the cause, or use --restart"
+    InProcess(shop.path).attempt(run=run.name).refuses(remedy)
     train(shop, run.name, "--restart")
     assert_same_end(shop.runs / "straight", run)
     (aside,) = (run / "aside").iterdir()

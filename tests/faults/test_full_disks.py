@@ -25,7 +25,7 @@ from harness.runs.directory import RunDirectory
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, ends_of, for_each, start, train
-from tests.support.launch import Result, Workshop, finish
+from tests.support.launch import Workshop, finish
 from tests.support.same_end import assert_same_end
 from tests.support.stopped_run import SETTINGS, operations_of
 
@@ -54,15 +54,6 @@ def shop_on_small_disk(shop: Workshop, name: str, options: str = "size=12m,nr_in
     with small_disk(shop.path / name, options) as disk:
         (disk / "datasets").symlink_to(shop.datasets)
         yield Workshop(disk)
-
-
-def assert_ended(result: Result, place: Path, reason: str = "No space left on device") -> None:
-    """Assert that the job has ended with one line, which has the reason and the place."""
-    assert result.status == 1, result
-    assert "Traceback" not in result.stderr, result.stderr
-    (line,) = result.error_lines
-    assert reason in line, line
-    assert str(place) in line, line
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ def survive(shop: Workshop, fault: Fault, file: str = "", straight: str = "strai
             small.add_run(**SETTINGS | changes)
         command = ["r", *(argument for argument in fault.arguments if argument != "latest")]
         processes = start(small, *command, ranks=fault.ranks, prelude=fault.prelude(small.path))
-        assert_ended(ends_of(processes, VANISH_SECONDS), run / file, reason)
+        ends_of(processes, VANISH_SECONDS).refuses(reason, str(run / file), status=1)
         assert_named_are_whole(run)
         assert fault.room is None or not list((run / "checkpoints").glob(".*")), "half-written files are removed"
         if fault.ranks > 1:
@@ -221,7 +212,8 @@ def test_disk_full_at_the_lock(shop: Workshop) -> None:
         with shop_on_small_disk(shop, f"lock-{room}") as small:
             run = small.add_run(**SETTINGS)
             file_operations.fill_disk(small.path, room)
-            assert_ended(ends_of(start(small, ranks=2), VANISH_SECONDS), run / ".lock")
+            ended = ends_of(start(small, ranks=2), VANISH_SECONDS)
+            ended.refuses("No space left on device", str(run / ".lock"), status=1)
             file_operations.empty_disk(small.path)
             train(small)
             assert_same_end(shop.runs / "straight", run)

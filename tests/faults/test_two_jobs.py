@@ -64,8 +64,8 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
         wanted = [[], ["--restart"], ["best"]] if exhaustive else [["--restart"]]
         for arguments in wanted:
             second = finish(start(shop, run.name, *arguments, ranks=2, prelude=locks), expect=2, timeout=60)
-            (line,) = second.error_lines
-            assert f"is being trained by another process ({socket.gethostname()}, pid {first[0].pid}, since" in line
+            owned = f"is being trained by another process ({socket.gethostname()}, pid {first[0].pid}, since"
+            second.refuses(owned)
             assert owner_of(run) == owner
             assert sorted((run / "aside").rglob("*")) == aside
         first[0].kill()

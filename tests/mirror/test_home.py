@@ -65,9 +65,7 @@ def test_compare_what_was_fetched_without_weights(trained: InProcess, tmp_path: 
 
 def test_fetch_of_an_unknown_run_is_refused(trained: InProcess, tmp_path: Path) -> None:
     here = at_home(tmp_path)
-    result = here.command("mirror.py", "fetch", url(trained), "q")
-    assert result.status == 2
-    assert "no such run" in result.stderr
+    here.command("mirror.py", "fetch", url(trained), "q").refuses("no such run")
     assert not list(here.runs.iterdir())
 
 
@@ -101,9 +99,7 @@ def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:
     assert_same_end(machine.runs / "r", here.runs / "r")
     older = add_machine(tmp_path, "older", min_train_tokens=64 * 3, mirror=None)
     older.train_here()
-    result = older.command("mirror.py", "push", "r", store)
-    assert result.status == 2
-    assert "which is newer" in result.stderr
+    older.command("mirror.py", "push", "r", store).refuses("which is newer")
 
 
 def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Path) -> None:
@@ -131,14 +127,10 @@ def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_
     path.write_text(json.dumps(model | {"n_layers": model["n_layers"] + 1}))
     before = {path: path.read_bytes() for path in remote(trained).rglob("*") if path.is_file()}
     for words in (["push", "r", url(trained)], ["fetch", url(trained), "r"]):
-        refused = here.command("mirror.py", *words)
-        assert refused.status == 2
-        assert "holds another experiment" in refused.stderr
+        here.command("mirror.py", *words).refuses("holds another experiment")
     assert before == {path: path.read_bytes() for path in remote(trained).rglob("*") if path.is_file()}
     assert not (here.runs / "r" / "checkpoints").exists()
 
 
 def test_follow_names_a_run_that_is_not_there(trained: InProcess) -> None:
-    result = trained.command("mirror.py", "follow", url(trained), "nosuch")
-    assert result.status == 2
-    assert "no such run" in result.stderr
+    trained.command("mirror.py", "follow", url(trained), "nosuch").refuses("no such run")

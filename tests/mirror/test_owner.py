@@ -87,11 +87,9 @@ def test_through_the_command(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first")
     other = lease_of(tmp_path, "other")
     other.take(wait=False, take_over=False)
-    refused = machine.attempt()
-    assert refused.status == 2
-    assert "trains this run" in refused.stderr
+    machine.attempt().refuses("trains this run")
     assert not (machine.runs / "r" / "metrics.jsonl").exists()
-    assert "--wait and --take-over" in machine.attempt("--wait", "--take-over").stderr
+    machine.attempt("--wait", "--take-over").refuses("--wait and --take-over")
     machine.train_here("r", "--take-over")
     assert not (remote(machine) / "owner.json").exists()
 

@@ -17,6 +17,7 @@ from harness.planning.plan import make_plan
 from harness.runs.budget import Budget, as_tokens, batch_schedule, stated_tokens, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
+from tests.support.configs import refusal
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import MODEL, Workshop
 from tests.support.planning import experiment_of, number, plan, rows
@@ -37,10 +38,7 @@ def tokens(shop: Workshop, **train: Any) -> int | None:
 
 def refused(shop: Workshop, **train: Any) -> str:
     asked = experiment(shop, **train)
-    with pytest.raises(UserError) as caught:
-        asked.budget(asked.layout(1), None)
-    assert str(caught.value).splitlines() == [str(caught.value)]
-    return str(caught.value)
+    return refusal(asked.budget, asked.layout(1), None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from harness.common.errors import UserError
 from harness.runs.directory import RunDirectory
 from harness.scaling.data import CostLaw, points_of_runs, read_points
 from tests.scaling.scaling import ladder, points_of
+from tests.support.configs import refusal
 
 FIXTURES = Path(__file__).parents[1] / "runs" / "fixtures"
 
@@ -63,11 +64,7 @@ def test_points_of_a_file(tmp_path: Path) -> None:
 )
 def test_bad_files_are_refused_with_line_and_column(tmp_path: Path, text: str, message: str) -> None:
     (path := tmp_path / "points.csv").write_text(text)
-    with pytest.raises(UserError) as refused:
-        read_points(path)
-    assert str(refused.value).startswith(str(path))
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert message in refusal(read_points, path, begins=str(path))
 
 
 def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:

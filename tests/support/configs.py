@@ -65,11 +65,13 @@ def model_in(folder: Path) -> WriteModel:
     return write_and_load
 
 
-def refusal(load: Callable[..., object], *arguments: Any, **changes: Any) -> str:
-    """Return the message with which `load` refuses a file. It must be one line that begins with the file's path."""
+def refusal(load: Callable[..., object], *arguments: Any, begins: Any = None, **changes: Any) -> str:
+    """Return the message with which `load` refuses its input. It must be one line that begins with `begins` or, without
+    it, with the path of a JSON file."""
     with pytest.raises(UserError) as caught:
         load(*arguments, **changes)
     message = str(caught.value)
     assert message.splitlines() == [message], "more than one line"
-    assert re.match(r"\S+\.json(:\d+)?: ", message), "does not begin with the file"
+    named = re.match(r"\S+\.json(:\d+)?: ", message) if begins is None else message.startswith(begins)
+    assert named, f"begins otherwise: {message}"
     return message

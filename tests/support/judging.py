@@ -95,8 +95,3 @@ class Bench:
         assert done.status == expect, done
         assert KEY not in done.stdout + done.stderr
         return done
-
-
-def one_line(stderr: str) -> str:
-    (line,) = stderr.splitlines()
-    return line

@@ -181,6 +181,17 @@ class Result:
         """Return the lines of standard error in which the program says why it ended."""
         return [line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped"))]
 
+    def refuses(self, *words: str, status: int = 2) -> str:
+        """Assert that a command ended with nothing on standard error but one line, which has every one of `words`.
+        Return the line."""
+        assert self.status == status, self
+        assert "Traceback" not in self.stderr, self
+        (line,) = filter(str.strip, self.stderr.splitlines())
+        assert line.startswith("error: "), line
+        for word in words:
+            assert word in line, f"{word!r} is not in: {line}"
+        return line
+
 
 def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) -> Result:
     """Wait for all processes of a job. As torchrun does, end the other ranks when rank 0 fails."""

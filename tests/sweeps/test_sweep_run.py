@@ -445,8 +445,7 @@ def test_a_second_sweep_of_the_same_name_is_refused(shop: Workshop) -> None:
     lock = RunLock.take(shop.runs / ".sweep-s.lock", "used for the sweep s")
     another = sweep_command(shop, "run", str(shop.datasets))
     os.close(lock.descriptor)
-    assert another.status == 2
-    assert f"{shop.runs}: is being used for the sweep s by another process" in another.stderr
+    another.refuses(f"{shop.runs}: is being used for the sweep s by another process")
 
 
 def test_damaged_runs_hide_no_others(shop: Workshop) -> None:
@@ -473,9 +472,8 @@ def test_damaged_runs_hide_no_others(shop: Workshop) -> None:
     for seed, reason in reasons.items():
         assert says(status, f"s-seed{seed} damaged ", folders[seed - 1], reason)
         assert says(planned, "Cannot be trained: ", folders[seed - 1], reason)
-    refused = sweep_command(shop, "run", str(shop.datasets))
-    assert refused.status == 2
-    assert refused.stderr.startswith(f"error: {folders[1]}/train.json:1: not valid JSON")
+    line = sweep_command(shop, "run", str(shop.datasets)).refuses()
+    assert line.startswith(f"error: {folders[1]}/train.json:1: not valid JSON")
     assert not (folders[4] / "sweep.log").exists(), "nothing is trained"
 
 

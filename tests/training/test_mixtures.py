@@ -94,7 +94,7 @@ def test_changed_weights_and_sources_are_refused_by_name(shop: InProcess, mixed:
         (mixed / "train.json").write_text(json.dumps(given | {"dataset": dataset, "min_train_tokens": 5120}))
         if "third" in words:
             shop.add_dataset("local/third", tokens=600, seed=3)
-        assert words in shop.train_here("mixed", expect=2).stderr
+        shop.attempt(run="mixed").refuses(words)
     (mixed / "train.json").write_text(json.dumps(given))
 
 
@@ -112,16 +112,12 @@ def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
         ([{"name": "local/firts", "weight": 1}], 'did you mean "local/first"?'),
     ):
         shop.add_run("impossible", dataset=dataset, min_train_tokens=256)
-        result = shop.command("ddp_train.py", "impossible", str(shop.datasets), "--runs-dir", str(shop.runs))
-        (line,) = result.error_lines
-        assert result.status == 2
-        assert words in line
+        shop.attempt(run="impossible").refuses(words)
     shop.add_run("late", dataset=mixture(1, 9), min_train_tokens=64, start_train_token=700, epochs="repeat")
     late = 'the train split of local/second is too short: from token 700 (train.json: "start_train_token") on it has'
-    assert late in shop.train_here("late", expect=2).stderr
+    shop.attempt(run="late").refuses(late)
     shop.add_run("short", dataset=mixture(1, 9), min_train_tokens=64 * 20)
-    error = shop.train_here("short", expect=2).stderr
-    assert "the train split of local/first + local/second is too short: in 1 epochs" in error
+    shop.attempt(run="short").refuses("the train split of local/first + local/second is too short: in 1 epochs")
 
 
 def test_other_commands_take_a_run_on_a_mixture(shop: InProcess, mixed: Path) -> None:
