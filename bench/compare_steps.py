@@ -21,10 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 import numpy as np
@@ -34,16 +33,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.gpu.workbench import write_dataset, write_run
 from harness.common.libraries import SETTINGS
-from harness.model.config import ModelConfig
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.train_config import load_train_config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 4e-4
 OWN = "ddp-pretrain"
 
 
-@dataclass(frozen=True)
-class Case:
-    """Model and batch of a comparison, and the run directory for ddp_train.py."""
+class Case(NamedTuple):
+    """Model and batch of a comparison."""
 
     layers: int
     emb_dim: int
@@ -51,26 +54,6 @@ class Case:
     context: int
     vocabulary: int
     microbatch: int  # sequences per step and rank
-    run: str = ""
-
-    @property
-    def title(self) -> str:
-        tokens = f"{self.microbatch} × {self.context} tokens"
-        return f"{self.layers} × {self.emb_dim}, vocabulary {self.vocabulary:,}, {tokens}"
-
-    def model_config(self, *, tied: bool) -> ModelConfig:
-        """Return the config of the model that all programs train. It has biases everywhere, because transformers'
-        model always has them."""
-        return ModelConfig(
-            vocab_size=self.vocabulary,
-            context_length=self.context,
-            emb_dim=self.emb_dim,
-            n_heads=self.heads,
-            n_layers=self.layers,
-            drop_rate=0.0,
-            qkv_bias=True,
-            tie_weights=tied,
-        )
 
 
 SHAPES = (
@@ -94,7 +77,7 @@ class Player:
     """One of the compared programs: its processes, one for each rank, which take a training step at each request, and
     the measured seconds of all steps so far."""
 
-    def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
+    def __init__(self, name: str, run: Path, *, ranks: int, threads: int) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
         # Idle OpenMP threads must sleep instead of spinning, or they would take processor time from the other programs.
@@ -109,7 +92,7 @@ class Player:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the processes run
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", CONTESTANT, name, json.dumps(asdict(case))],
+                [sys.executable, "-c", CONTESTANT, name, str(run)],
                 cwd=ROOT,
                 env={**os.environ, **shared, **place},
                 stdin=subprocess.PIPE,
@@ -144,8 +127,11 @@ class Player:
 
 
 def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int) -> Path:
-    """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory."""
+    """Write a run directory for ddp_train.py and a dataset of random tokens into `folder`. Return the run directory.
+    Its model, which all programs train, has biases everywhere, because transformers' model always has them."""
     run = folder / "runs" / "bench"
+    sizes = zip(("n_layers", "emb_dim", "n_heads", "context_length", "vocab_size"), case, strict=False)
+    model = {**dict(sizes), "drop_rate": 0.0, "qkv_bias": True, "tie_weights": tied}
     train = {
         "dataset": "bench/random",
         "microbatch_size": case.microbatch,
@@ -156,11 +142,16 @@ def make_run(folder: Path, case: Case, *, tied: bool, precision: str, ranks: int
         "clipping_max_norm": 1.0,
         "precision": precision,
     }
-    write_run(run, case.model_config(tied=tied).model_dump(mode="json", exclude_defaults=True), train)
+    write_run(run, model, train)
     count = STEPS * ranks * case.microbatch * case.context + 1
     tokens = np.random.default_rng(0).integers(case.vocabulary, size=count)
     write_dataset(folder / "datasets" / "bench" / "random", {"train": tokens})
     return run
+
+
+def title(case: Case) -> str:
+    tokens = f"{case.microbatch} × {case.context} tokens"
+    return f"{case.layers} × {case.emb_dim}, vocabulary {case.vocabulary:,}, {tokens}"
 
 
 def compare(
@@ -176,14 +167,14 @@ def compare(
         run = make_run(folder, case, tied=not peer.startswith("upstream"), precision=precision, ranks=ranks)
         players = []
         for name in (OWN, peer):
-            players.append(Player(name, replace(case, run=str(run)), ranks=ranks, threads=threads))
+            players.append(Player(name, run, ranks=ranks, threads=threads))
             stack.callback(players[-1].end)
         begun, rounds = time.monotonic(), 0
         while rounds < WARM_UP + steps or time.monotonic() < begun + seconds:
             for player in players if rounds % 2 == 0 else reversed(players):
                 player.step()
             rounds += 1
-    row: Row = {"shape": case.title, "ranks": ranks, "threads": threads, "ours": precision, "peer": peer}
+    row: Row = {"shape": title(case), "ranks": ranks, "threads": threads, "ours": precision, "peer": peer}
     row["steps"] = rounds - WARM_UP
     for clock in MEASURED:
         ours, theirs = (statistics.median(step[clock] for step in player.steps[WARM_UP:]) for player in players)
@@ -221,7 +212,7 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
     click.echo(f"torch {torch.__version__}, {capability}, ranks {effort['ranks']}, threads {effort['threads']} each")
     rows: list[Row] = []
     for case in [SHAPES[number - 1] for number in numbers] or SHAPES:
-        click.echo(f"\n{case.title}\n{HEADER}")
+        click.echo(f"\n{title(case)}\n{HEADER}")
         for peer in peers or PEERS:
             for own, suffix in PRECISIONS:
                 row = compare(case, own, peer + suffix, **effort)
@@ -256,7 +247,7 @@ def take_turns(answers: TextIO) -> Iterator[None]:
     os._exit(0)
 
 
-def run_ours(case: Case, turns: Iterator[None]) -> None:
+def run_ours(run: Path, turns: Iterator[None]) -> None:
     """Run ddp_train.py as a user does, but wait for the next turn (an item of `turns`) at the beginning of each
     optimizer step. A turn lasts until the beginning of the next step, and all of this time is counted."""
     from harness.training.step import OptimizerStep
@@ -268,53 +259,63 @@ def run_ours(case: Case, turns: Iterator[None]) -> None:
         return run_step(*arguments)
 
     OptimizerStep.run = run_in_turn  # type: ignore[assignment, method-assign]
-    run = Path(case.run)
-    datasets = run.parents[1] / "datasets"
-    sys.argv = ["ddp_train.py", run.name, str(datasets), "--runs-dir", str(run.parent)]
+    sys.argv = ["ddp_train.py", run.name, str(run.parents[1] / "datasets"), "--runs-dir", str(run.parent)]
     runpy.run_path(str(ROOT / "ddp_train.py"), run_name="__main__")
 
 
-def run_peer(name: str, case: Case, turns: Iterator[None]) -> None:
-    """Train the model of another program on random tokens, as that program does: bf16 autocast if `name` ends in bf16,
-    clipping to norm 1.0, AdamW, and DDP if there is more than one rank. "upstream", the training program of Giles
-    Thomas's lab notebook, uses torch's AdamW without `fused` and reads the loss at each step. The other programs use
-    the fused AdamW."""
+def run_peer(name: str, run: Path, turns: Iterator[None]) -> None:
+    """Train the model of another program on random tokens (see `peers_step`), in bf16 autocast if `name` ends in bf16,
+    with DDP if there is more than one rank."""
     import torch
-    import torch.distributed as dist
-    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(42)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    program, _, precision = name.partition(" ")
-    trained: nn.Module = peers_loss(program, case)
-    parameters = list(trained.parameters())
+    wrap = None
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        dist.init_process_group("gloo")
-        trained = nn.parallel.DistributedDataParallel(trained)
-    is_upstream = program == "upstream"
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=None if is_upstream else True)
+        torch.distributed.init_process_group("gloo")
+        wrap = DistributedDataParallel
+    program, _, precision = name.partition(" ")
+    model, microbatch = load_model_config(run / "model.json"), load_train_config(run / "train.json").microbatch_size
+    step = peers_step(program, model, torch.device("cpu"), wrap, low_precision=precision == "bf16")
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     for _ in turns:
-        tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
-            value = trained(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        step(torch.randint(model.vocab_size, (microbatch, model.context_length + 1), generator=generator))
+
+
+def peers_step(
+    program: str, model: ModelConfig, device: torch.device, wrap: Callable[[Any], Any] | None, *, low_precision: bool
+) -> Callable[[Tensor], None]:
+    """Return a function that runs a training step of another program on tokens (B, T + 1), as that program does:
+    clipping to norm 1.0, AdamW, and bf16 autocast with `low_precision`. `wrap`, if given, compiles its model or wraps
+    it in DDP. "upstream", the training program of Giles Thomas's lab notebook, uses torch's AdamW without `fused` and
+    reads the loss at each step. The other programs use the fused AdamW."""
+    import torch
+
+    loss, is_upstream = peers_loss(program, model).to(device), program == "upstream"
+    parameters, call = list(loss.parameters()), wrap(loss) if wrap else loss
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=None if is_upstream else True)
+
+    def step(tokens: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=low_precision):
+            value = call(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         optimizer.zero_grad()
         value.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if is_upstream:
             value.item()
 
+    return step
 
-def peers_loss(program: str, case: Case) -> Any:
+
+def peers_loss(program: str, config: ModelConfig) -> Any:
     """Return a module that computes the mean loss of another program's model from (inputs, targets)."""
     import torch.nn.functional as F
-    from torch import Tensor, nn
+    from torch import nn
 
     from bench.references import NotebookModel, nano_gpt, transformers_peer
     from gpt import GPTModel
-
-    config = case.model_config(tied=program != "upstream")
 
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -336,15 +337,15 @@ def peers_loss(program: str, case: Case) -> Any:
 
 
 def contend() -> None:
-    """Run one rank of the program named in sys.argv[1] on the Case in sys.argv[2], which is JSON, and write the times
+    """Run one rank of the program named in sys.argv[1] on the run directory in sys.argv[2], and write the times
     of its steps to standard output (see `take_turns`)."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not be read as an answer
-    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), take_turns(answers)
+    name, run, turns = sys.argv[1], Path(sys.argv[2]), take_turns(answers)
     if name == OWN:
-        run_ours(case, turns)
+        run_ours(run, turns)
     else:
-        run_peer(name, case, turns)
+        run_peer(name, run, turns)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but not by its type stubs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.compare_steps import Case, peers_loss
+from bench.compare_steps import peers_step
 from bench.gpu.workbench import Workbench
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model import cross_entropy
-from harness.model.config import ModelConfig
 from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
 from harness.training.startup import choose_precision
@@ -155,9 +154,8 @@ def measure_nanogpt(bench: Workbench) -> None:
     experiment = Experiment.load(RunDirectory.find(bench.runs, "nanogpt"), bench.work)
     model, microbatch = experiment.model, experiment.config.microbatch_size
     tokens = torch.randint(model.vocab_size, (microbatch, model.context_length + 1))
-    steps: dict[str, Callable[[], object]] = {
-        "nanoGPT": nanogpt_step(model, tokens.to(DEVICE), is_compiled=not bench.tiny)
-    }
+    peer = peers_step("nanogpt", model, DEVICE, None if bench.tiny else torch.compile, low_precision=True)
+    steps: dict[str, Callable[[], object]] = {"nanoGPT": partial(peer, tokens.to(DEVICE))}
     precision = choose_precision(experiment.config, DEVICE, None)
     config = experiment.config.model_copy(update={"precision": precision})
     own = build_training_step(experiment, config, World(0, 0, 1, 1, DEVICE), partition=StatePartition(0, 1))
@@ -171,22 +169,3 @@ def measure_nanogpt(bench: Workbench) -> None:
 
             ms = milliseconds(several, bench, repeat=2) / STEPS_AT_ONCE
             bench.add("nanogpt", program=name, ms=ms, tokens_per_second=1000 * tokens[:, 1:].numel() / ms)
-
-
-def nanogpt_step(model: ModelConfig, tokens: Tensor, *, is_compiled: bool) -> Callable[[], None]:
-    """Return a function that runs a training step of nanoGPT on `tokens`, (B, T + 1)."""
-    case = Case(model.n_layers, model.emb_dim, model.n_heads, model.context_length, model.vocab_size, len(tokens))
-    loss = peers_loss("nanogpt", case).to(DEVICE)
-    call = torch.compile(loss) if is_compiled else loss
-    optimizer = torch.optim.AdamW(loss.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def step() -> None:
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            value = call(inputs, targets)
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step

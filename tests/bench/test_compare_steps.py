@@ -7,12 +7,14 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench import compare_steps
 from bench.compare_steps import Case, peers_loss
+from harness.model.config import ModelConfig
 from tests.support.isolation import ROOT
 from tests.support.launch import PATIENCE_SECONDS
 from tests.support.warm import FORK_PYTHONS, warm_server
@@ -24,10 +26,12 @@ TINY = Case(1, 16, 2, 8, 64, 2)
 def test_every_peer_trains_the_same_model(program: str) -> None:
     """A fresh model of each peer has the loss of a uniform guess, and as many parameters as ours."""
     torch.manual_seed(0)
-    loss = peers_loss(program, TINY)
+    keys = ("n_layers", "emb_dim", "n_heads", "context_length", "vocab_size")
+    shape: dict[str, Any] = dict(zip(keys, TINY, strict=False))
+    config = ModelConfig(**shape, drop_rate=0.0, qkv_bias=True, tie_weights=program != "upstream")
+    loss = peers_loss(program, config)
     tokens = torch.randint(64, (2, 9))
     assert loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).item() == pytest.approx(math.log(64), abs=0.5)
-    config = TINY.model_config(tied=program != "upstream")
     assert sum(each.numel() for each in loss.parameters()) == config.parameters
 
 
