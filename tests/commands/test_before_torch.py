@@ -55,56 +55,33 @@ def there(shop: Workshop) -> tuple[str, ...]:
     return str(shop.datasets), "--runs-dir", str(shop.runs)
 
 
-def test_a_wrong_run(shop: Workshop, there: tuple[str, ...]) -> None:
-    result = quickly(shop, "rr", *there)
-    assert result.status == 2
-    assert "no such run; did you mean r?" in result.stderr
-
-
-@pytest.mark.parametrize(("file", "options"), [("train.json", ()), ("model.json", ("--processes", "2"))])
-def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, options: tuple[str, ...]) -> None:
-    """A misspelt key is refused with one line. With --processes, it is refused before any rank is started."""
-    path = shop.runs / "r" / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lerning_rate": 1}))
-    result = quickly(shop, "r", *there, *options)
-    assert (result.status, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert f'r/{file}: key "lerning_rate": unknown' in line
+NO_BUILTIN = 'dataset "builtin/python-stdlb": there is none of this name; choose from builtin/python-stdlib'
+UNKNOWN = 'json: key "lerning_rate": unknown'
+ODD = {"global_batch_size": 5, "gradient_accumulation_steps": None}
 
 
 @pytest.mark.parametrize(
-    ("words", "change", "options"),
+    ("words", "change", "arguments"),
     [
-        ("there are: none", {}, ("nope",)),
-        ("there are: none", {}, ("nope", "--processes", "2")),
-        ("there are 4,000", {"min_train_tokens": 5000}, ()),
-        ("there are 500", {"microbatch_size": 2**63 - 1}, ("--plan",)),
-        (
-            "5 sequences are not a multiple of 2",
-            {"global_batch_size": 5, "gradient_accumulation_steps": None},
-            ("--processes", "2"),
-        ),
+        ("no such run; did you mean r?", {}, "rr DATASETS"),
+        ("there are: none", {}, "r DATASETS nope"),
+        ("there are: none", {}, "r DATASETS nope --processes 2"),
+        ("there are 4,000", {"min_train_tokens": 5000}, "r DATASETS"),
+        ("there are 500", {"microbatch_size": 2**63 - 1}, "r DATASETS --plan"),
+        ("5 sequences are not a multiple of 2", ODD, "r DATASETS --processes 2"),
+        (NO_BUILTIN, {"dataset": "builtin/python-stdlb"}, "r DATASETS"),
+        (NO_BUILTIN, {"dataset": "builtin/python-stdlb"}, "r DATASETS --plan"),
+        (f"r/train.{UNKNOWN}", {"lerning_rate": 1}, "r DATASETS"),
+        (f"r/model.{UNKNOWN}", {"model": {"lerning_rate": 1}}, "r DATASETS --processes 2"),
     ],
 )
-def test_what_a_plan_refuses(
-    shop: Workshop, there: tuple[str, ...], words: str, change: dict[str, Any], options: tuple[str, ...]
-) -> None:
+def test_what_is_refused(shop: Workshop, words: str, change: dict[str, Any], arguments: str) -> None:
+    """With --processes, it is refused before any rank is started."""
     shop.add_run(**change)
-    first, *others = there
-    result = quickly(shop, "r", first, *options, *others)
-    assert (result.status, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert words in line
-
-
-@pytest.mark.parametrize("options", [(), ("--plan",)], ids=str)
-def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, ...], options: tuple[str, ...]) -> None:
-    shop.add_run(dataset="builtin/python-stdlb")
-    result = quickly(shop, "r", *there, *options)
-    assert result.status == 2
-    assert (
-        'dataset "builtin/python-stdlb": there is none of this name; choose from builtin/python-stdlib' in result.stderr
-    )
+    run, datasets, *options = arguments.replace("DATASETS", str(shop.datasets)).split()
+    result = quickly(shop, run, datasets, *options, "--runs-dir", str(shop.runs))
+    result.refuses(words)
+    assert result.stdout == ""
 
 
 def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) -> None:

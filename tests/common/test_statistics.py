@@ -1,4 +1,4 @@
-"""Means, bootstrap resamples and intervals equal closed forms."""
+"""Bootstrap resamples and intervals equal closed forms."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.common.statistics import RESAMPLES, estimate, question_means, resampled_means
-
-
-def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
-    nothing = [math.nan, math.nan]
-    scores = np.array([[[10, 20], [30, 20]], [nothing, [50, 60]], [nothing, nothing]])
-    assert question_means(scores).tolist() == [[20, 20], [50, 60]]
+from harness.common.statistics import RESAMPLES, estimate, resampled_means
 
 
 def test_means_of_resamples_have_their_exact_distribution() -> None:
