@@ -171,8 +171,11 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
     assert held_documents(tmp_path / "out") == [*DOCUMENTS[:100], "a" * 6]
 
 
+ALSO = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)]
+
+
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, *ALSO])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, number: signal.Signals) -> None:
     """No tokenizing process outlives a command that gets a signal. A terminal sends its signals, for example that of
     Ctrl-C, to the whole process group, and still only one line is printed."""
