@@ -63,38 +63,35 @@ def test_further_special_tokens(preparer: Preparer, tmp_path: Path) -> None:
         assert words in mine.run("a.jsonl", "datasets/me/b", *arguments, status=2)
 
 
-# Beginnings of a text: the first document after which --max-tokens is reached is the last one.
-LIMITS = """
-import harness.data.preparation.encode as encode
-encode.BATCH_CHARACTERS, encode.LONGEST_PIECE, encode.CUT_SEARCH = {characters}, 40, 20
-"""
-
-
-@pytest.mark.parametrize("characters", [300, 2**20])  # in a batch; documents are cut to pieces of 40
 @pytest.mark.parametrize("option", ["--max-documents", "--max-tokens"])
 @pytest.mark.parametrize("share", [0.02, 0.4, 2.0])
 def test_the_beginning_of_a_text(
-    preparer: Preparer, tmp_path: Path, characters: int, option: str, share: float
+    preparer: Preparer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, share: float
 ) -> None:
-    """A limit makes the dataset of the text that ends there, to the byte."""
-    given = ["--tokenizer", preparer.path / "tokenizer.json"]
-    mine, prelude = Preparer(tmp_path), LIMITS.format(characters=characters)
+    """A limit makes the dataset of the text that ends there, to the byte. The first document after which --max-tokens
+    is reached is the last one."""
+    mine, given = Preparer(tmp_path), ["--tokenizer", preparer.path / "tokenizer.json"]
     write_json_lines(tmp_path / "all.jsonl", some := [*DOCUMENTS[:200], "", *DOCUMENTS[200:400]])
     tokenizer = load_tokenizer(preparer.path / "tokenizer.json")
     ends = np.cumsum([len(tokenizer.encode(text)) + 1 for text in some if text])
     count = min(400, max(1, int(share * 400)))
-    limit = int(share * 400) or 1
-    if option == "--max-tokens":
-        limit = int(ends[count - 1]) - (characters % 3) if share < 1 else 10**9
     short = [text for text in some if text][:count]
     write_json_lines(tmp_path / "short.jsonl", short)
-    limited = mine.prepare("all.jsonl", "limited", *given, option, limit, prelude=prelude)
     expected = mine.prepare("short.jsonl", "short", *given)
-    for split, tokens in splits_of(expected).items():
-        assert (splits_of(limited)[split] == tokens).all()
-    counts, own = (json.loads((folder / "meta.json").read_text()) for folder in (expected, limited))
-    assert own["splits"] == counts["splits"]
-    assert own["source"][option[2:].replace("-", "_")] == limit
+    encode = "harness.data.preparation.encode"
+    monkeypatch.setattr(f"{encode}.LONGEST_PIECE", 40)
+    monkeypatch.setattr(f"{encode}.CUT_SEARCH", 20)
+    for characters in (300, 2**20):  # in a batch
+        monkeypatch.setattr(f"{encode}.BATCH_CHARACTERS", characters)
+        limit = int(share * 400)
+        if option == "--max-tokens":
+            limit = int(ends[count - 1]) - (characters % 3) if share < 1 else 10**9
+        limited = mine.prepare("all.jsonl", f"limited{characters}", *given, option, limit)
+        for split, tokens in splits_of(expected).items():
+            assert (splits_of(limited)[split] == tokens).all()
+        counts, own = (json.loads((folder / "meta.json").read_text()) for folder in (expected, limited))
+        assert own["splits"] == counts["splits"]
+        assert own["source"][option[2:].replace("-", "_")] == limit
 
 
 # Splits ----------------------------------------------------------------------------------------------------------
