@@ -38,7 +38,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, read_results
 from tests.model.test_model import random_model, shape
 from tests.support.configs import refusal
-from tests.support.fake_judge import FakeJudge
+from tests.support.fake_judge import FakeJudge, score
 from tests.support.in_process import call
 from tests.support.launch import ROOT, Result, Workshop, finish, wait_until
 
@@ -288,6 +288,10 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path) -> None:
     assert "--overwrite" in ift(shop, options).error_lines[0]
     assert ift(shop, f"{options} --responses again.json").status == 0
     assert read_responses(shop.path / "again.json").responses == responses.responses
+    card = call("convert_hf", "publish", "tuned", "me/tuned", "--card", folder=shop.path).stdout
+    for words in ("fine-tuned on the instructions of `data.json`", "from `r/", "    ### Response:"):
+        assert words in card
+    assert "has not been taught" not in card
 
 
 def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> None:
@@ -295,11 +299,16 @@ def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> 
         for place in ("", "--responses elsewhere.json"):
             done = ift(shop, f"--data data.json --max-epochs 1 --base-url {judge.url} {place}", **JUDGED)
             assert (done.status, done.stderr) == (0, "")
+        paid = len(judge.paid)
+        again = call("judge_ift", "elsewhere.json", "--base-url", judge.url, folder=shop.path, environment=JUDGED)
+        assert (again.status, len(judge.paid)) == (0, paid), "judgments that were kept cost nothing"
     [kept] = read_results(RunDirectory(shop.runs / "r")).of(InstructionResult)
     assert kept.weights.checkpoint == "20260101Z000000-iteration-9"
     assert (kept.weights.is_best, kept.weights.is_latest) == (True, False)
-    assert (kept.questions, len(kept.scores)) == (4, 4)
-    assert f"{kept.mean:.2f}" in done.stdout
+    answers = read_responses(shop.path / "elsewhere.json").responses
+    assert (kept.questions, kept.scores) == (4, [score(each.response, each.output) for each in answers])
+    for printed in (done.stdout, again.stdout):
+        assert f"{kept.mean:.2f}" in printed
 
 
 def test_a_model_that_learns_nothing_is_told_so_and_left_as_it_came(shop: Workshop) -> None:

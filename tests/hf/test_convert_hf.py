@@ -23,7 +23,7 @@ from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub, hub_here
 from tests.support.in_process import InProcess
-from tests.support.launch import ROOT, Result
+from tests.support.launch import ROOT, Result, Workshop
 
 TEXT = "def f(x):\n    return x + 1  # naïve 日本 🐍\r\n\n\n" * 20
 CPU = torch.device("cpu")
@@ -392,7 +392,8 @@ def hub_variables(hub: FakeHub, home: Path) -> dict[str, str]:
 def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
     """transformers and this project's import load a published run with the same weights. The dataset of the run names
     no tokenizer, which means GPT-2's. GPT-2's tokenizer does not fit the run's model, whose vocabulary has 64 tokens.
-    The test therefore replaces the best checkpoint by one with its own tokenizer."""
+    The test therefore replaces the best checkpoint by one with its own tokenizer. Both commands run in processes of
+    their own, because huggingface_hub reads the Hub's address when it is imported."""
     shop = InProcess(tmp_path)
     shop.add_dataset()
     run = shop.add_run("r", price_per_hour=36.0)
@@ -403,14 +404,17 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
     meta = json.loads((best / "meta.json").read_text())
     model = write_checkpoint(best, wider, **{key: meta[key] for key in meta.keys() - {"model", "tokenizer", "sha256"}})
     given = ["publish", str(best), "me/tiny", "--datasets-dir", str(shop.datasets), "--license", "mit"]
-    result = convert(tmp_path, *given, environment=hub_variables(hub, tmp_path / "home"))
+    own = Workshop(tmp_path)
+    result = own.command("convert_hf.py", *given, environment=hub_variables(hub, tmp_path / "home"))
     assert result.stdout == f"Uploaded to {hub.url}/me/tiny\n"
     repository = hub.models["me/tiny"]
     assert repository.private
     wanted = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training-run-chart.png"}
     wanted |= {f"training/{name}" for name in ("model.json", "train.json", "metrics.jsonl", "summary.json")}
     assert wanted <= repository.files.keys()
-    check_card(repository.files["README.md"].content.decode(), run)
+    check_card(card := repository.files["README.md"].content.decode(), run)
+    measured = shop.script("test_loss.py", str(shop.datasets), str(best)).stdout.split()[5]
+    assert f"| test | {measured} |" in card
     # As on another machine, transformers and this project's import load it.
     (tmp_path / "there").mkdir()
     for name, file in repository.files.items():
@@ -419,7 +423,8 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
     assert_same_logits(model, loaded(tmp_path / "there"))
     assert loaded_tokenizer(tmp_path / "there").encode("def f(x)")
     environment = hub_variables(hub, tmp_path / "other")
-    convert(tmp_path, "import", "me/tiny", "back", "--runs-dir", str(shop.runs), environment=environment)
+    result = own.command("convert_hf.py", "import", "me/tiny", "back", environment=environment)
+    assert result.status == 0, result
     back = load_file(shop.runs / "back" / "model.safetensors")
     assert all(torch.equal(tensor, back[name]) for name, tensor in model.to_checkpoint_names().items())
 
