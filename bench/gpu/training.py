@@ -84,8 +84,9 @@ def measure_continue(bench: Workbench) -> None:
 
 
 def measure_saving(bench: Workbench) -> None:
-    """Record by how many seconds each checkpoint of a run with sharded state, written in the background as shipped,
-    delays training, and the seconds of a step without one."""
+    """Record how long checkpoints delay training: for each checkpoint that another step follows, the seconds by which
+    that step is longer than the median step, and this median. The optimizer's state is sharded, and checkpoints are
+    written in the background."""
     interval = STEPS[bench.tiny] - 4  # far apart, because a checkpoint waits until the one before is written
     train = {"train_steps": 2 * STEPS[bench.tiny], "checkpoint_interval": interval, "report_interval": 1}
     bench.add_run("saving", {}, train, fast=True)

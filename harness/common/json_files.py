@@ -68,8 +68,8 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 
 def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
     """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that `kind` does not
-    allow for its key. Other versions may have written `raw`: missing and unknown keys, null, unknown words in place
-    of a choice, and values that contradict each other are accepted."""
+    allow for its key. Because another version may have written `raw`, these are accepted: missing and unknown keys,
+    null, any value of a key that allows only certain words (a Literal), and values that contradict each other."""
     known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
     try:
         kind.model_validate(known)

@@ -100,8 +100,9 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Short title, or the title and unit if HEADINGS has none. It also says "reported" for reported figures, and
-        has the column's number if the quantity has several columns."""
+        """Short title, or the title and unit if HEADINGS has none; with the column's number if the quantity has
+        several columns, and "reported" if reported figures stand beside measured ones. If all figures are reported,
+        only the cells are marked."""
         if self.quantity not in HEADINGS:
             unit = "" if self.unit == NATS else self.unit
             return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())

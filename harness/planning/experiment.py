@@ -333,9 +333,9 @@ class Experiment:
             part = [*config.dataset_weights][windows.index(0)]
             keys = "start_train_token or context_length" if config.start_train_token else "context_length"
             raise UserError(
-                f"the train split of {part} is too short: from token {config.start_train_token:,} (train.json: "
-                f'"start_train_token") on it has no whole sequence of {self.model.context_length:,} tokens; lower '
-                f"{keys}, or make the dataset of more text"
+                f"the train split of {part} is too short: after its first {config.start_train_token:,} tokens "
+                f'(train.json: "start_train_token") there is no sequence of {self.model.context_length:,} tokens and '
+                f"their targets; lower {keys}, or make the dataset of more text"
             )
         start, batches = config.start_train_token + done_tokens, self.batches(layout, done_tokens)
         available = self.available_tokens(split_tokens) - done_tokens

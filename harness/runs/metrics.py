@@ -149,8 +149,9 @@ class MetricsFile:
         if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. If this
         fails, metrics.jsonl is unchanged.
 
-        The line of the checkpoint itself (a CheckpointEvent) is written after the checkpoint, if that was due by
-        train.json's interval. This line is kept, or appended if it is missing. Raises RunError if a file cannot be
+        Training writes the checkpoint's own line (a CheckpointEvent) after it has saved the checkpoint, so that this
+        line lies beyond that length. If the checkpoint was planned (at an interval of train.json or after the last
+        step, not at an early stop), its line is kept, or appended if it is missing. Raises RunError if a file cannot be
         written, and OSError if metrics.jsonl cannot be read.
 
         If the file was truncated or edited, so that no line ends at that length, its whole lines up to the checkpoint's

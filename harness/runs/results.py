@@ -93,8 +93,8 @@ def _digest(values: Any) -> str:
 
 
 class LossResult(Result):
-    """Result of test_loss.py. The loss of each window (one sequence of `text`) is in a safetensors file of the same
-    name, in the order of the text."""
+    """Result of test_loss.py. Beside its JSON file, a .safetensors file (`windows_name`) has the loss of each window
+    (one sequence of `text`), in the order of the text."""
 
     same: ClassVar[tuple[str, ...]] = ("text", "precision")
 

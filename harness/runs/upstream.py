@@ -83,7 +83,8 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def place(name: str) -> tuple[int, ...]:
-        """Return the sort key that gives parameters the order in which upstream's optimizer.pt numbers them."""
+        """Return the sort key of a parameter's name. Sorted by it, the names are in the order in which optimizer.pt of
+        the notebook's program numbers the parameters."""
         module, _, part = name.rpartition(".")
         first, _, inner = module.partition(".")
         block, _, layer = inner.partition(".")

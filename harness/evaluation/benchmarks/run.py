@@ -167,8 +167,8 @@ def task_manager(*, with_index: bool) -> Any:
 
 
 def quieten() -> None:
-    """Turn off the logs of lm-eval, datasets and huggingface_hub, and the progress bars of datasets. A download of a
-    task's data then shows nothing."""
+    """Silence lm-eval's logs except critical ones, those of datasets and huggingface_hub except errors, and the
+    progress bars of datasets. A download may still show the bar of huggingface_hub."""
     # Import the libraries before changing their log levels, because they set the levels when they are imported.
     import datasets
     import huggingface_hub.utils.logging
