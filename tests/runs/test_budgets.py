@@ -24,6 +24,7 @@ from tests.support.planning import experiment_of, number, plan, rows
 
 BATCH = 2 * 2 * 16  # tokens in a global batch on one rank
 PARAMETERS, FLOPS = 8_896, 49_152  # parameters and FLOPs per token of MODEL, as --plan prints them
+MOE = {"num_experts": 8, "num_active_experts": 2}
 
 
 def experiment(shop: Workshop, **train: Any) -> Experiment:
@@ -52,6 +53,8 @@ def refused(shop: Workshop, **train: Any) -> str:
         ({"target_flops": FLOPS * BATCH * 5 - 1}, 4),  # rounded down to whole batches
         ({"target_flops": FLOPS * BATCH * 5.9}, 5),
         ({"min_train_tokens": BATCH + 1}, 2),
+        # of the parameters for each token: in 2 blocks a second expert (2,128 parameters) and the router (16 x 8)
+        ({"tokens_per_parameter": 20, "model": {"moe": MOE}}, -(-20 * (PARAMETERS + 2 * (2_128 + 128)) // BATCH)),
     ],
     ids=str,
 )

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from gpt import GPTModel
-from harness.data.loader import BatchLayout
 from harness.distributed.world import World
 from harness.model.config import load_model_config
-from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.metrics import TrainEvent, read_metrics
 from harness.runs.train_config import TrainConfig
@@ -27,7 +25,7 @@ from tests.model.test_levers import ALL
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.in_process import InProcess
-from tests.support.launch import DATASET, Result, Workshop, metrics
+from tests.support.launch import Result, Workshop, metrics
 from tests.support.same_end import assert_goes_on_to_the_same_end
 
 MOE = {"num_experts": 4, "num_active_experts": 2}
@@ -83,15 +81,6 @@ def test_it_goes_on_bit_for_bit(trained: Trained) -> None:
     """A run resumed from a checkpoint between two reports ends as it did without the resume, to the bit. The checkpoint
     holds the experts' loads since the last report."""
     assert_goes_on_to_the_same_end(trained[0], trained[1])
-
-
-def test_its_test_loss_is_measured(trained: Trained) -> None:
-    shop, run, _ = trained
-    files = [str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")]
-    said = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", DATASET, "--split", "test").stdout
-    loss = re.search(r"\d\.\d+", said)
-    assert loss is not None, said
-    assert 2 < float(loss[0]) < 4.2
 
 
 @pytest.mark.parametrize("is_dense", [False, True])
@@ -212,19 +201,6 @@ def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
     assert "epoch 1: training loss" in tuned.stdout + tuned.stderr
     said = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out")).stdout
     assert "with code of its own" in said
-
-
-def test_a_budget_by_parameters_counts_the_active_ones() -> None:
-    model = shape(moe={"num_experts": 20, "num_active_experts": 2})
-    config = TrainConfig.model_validate(
-        {key: value for key, value in SEED_TRAIN.items() if key != "min_train_tokens"} | {"tokens_per_parameter": 20}
-    )
-    batches = batch_schedule(config, BatchLayout(1, 1, 1, 24))
-    wanted = 20 * model.active_parameters
-    tokens = tokens_of_budget(config, model, batches)
-    assert tokens is not None
-    assert wanted <= tokens < wanted + 24
-    assert model.active_parameters < model.parameters / 3
 
 
 # The load between two reports
