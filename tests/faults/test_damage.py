@@ -178,10 +178,15 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> N
             harmed[place] ^= 1 << dice.randrange(8)
             (checkpoint / file).write_bytes(harmed)
             if found := verdict(checkpoint):
-                assert str(checkpoint) in found
+                assert str(checkpoint) in found if file == "meta.json" else f"{checkpoint / file}: damaged" in found
             else:  # a flip that changes no value, as from 1e-08 to 1E-08
                 assert file == "meta.json"
                 assert read_meta(checkpoint) == meta
+        for cut_off in () if file == "meta.json" else (content[:-1], b""):
+            (checkpoint / file).write_bytes(cut_off)
+            assert f"{checkpoint / file}: damaged" in verdict(checkpoint)
+        (checkpoint / file).unlink()
+        assert file == "meta.json" or f"{checkpoint / file}: missing" in verdict(checkpoint)
         (checkpoint / file).write_bytes(content)
         assert not verdict(checkpoint)
 
