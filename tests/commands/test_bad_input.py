@@ -54,12 +54,29 @@ def edit(shop: Workshop, file: str = "train.json", **values: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=4))
 
 
+@pytest.mark.parametrize("name", ["../r", "", "a\nb", ".hidden", "é"], ids=repr)
+def test_invalid_names(trained: Workshop, name: str) -> None:
+    """Invalid names are refused. tests/faults/test_hostile_input.py tries names of all kinds."""
+    before = tree(trained.path)
+    refused(trained.attempt(run=name), "run ", "plain name")
+    refused(trained.attempt(name), "checkpoint")
+    assert "newest whole" not in trained.attempt("../checkpoints/best").stderr
+    unharmed(trained, before)
+    edit(trained, dataset=name)
+    refused(trained.attempt(), "dataset")
+
+
 @pytest.mark.parametrize("name", ["local/leters", "letters"])
 def test_a_misspelt_dataset_has_a_neighbor(shop: Workshop, name: str) -> None:
     edit(shop, dataset=name)
     refused(shop.attempt(), 'did you mean "local/letters"?')
     planned = shop.attempt("--plan")
     assert 'did you mean "local/letters"?' in " ".join((planned.stdout + planned.stderr).split())
+
+
+def test_a_start_beyond_the_split(shop: Workshop) -> None:
+    edit(shop, start_train_token=99_999)
+    refused(shop.attempt(), "but there are 0; lower start_train_token, min_train_tokens or the batch")
 
 
 def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
@@ -136,6 +153,27 @@ def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
         assert result.stdout.startswith("Plan for r:"), name
 
 
+@pytest.mark.parametrize("file", ["train.json", "model.json"])
+def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
+    path = shop.runs / "r" / file
+    whole = path.read_bytes()
+    for text, place in (
+        ('{\n  "a": 1,\n}', f"{file}:3: not valid JSON"),
+        ("", f"{file}:1: "),
+        ("[]", "one JSON object"),
+    ):
+        path.write_text(text)
+        before = tree(shop.path)
+        refused(shop.attempt(), file, place)
+        unharmed(shop, before)
+    path.write_bytes(b"\xef\xbb\xbf" + whole)
+    assert shop.attempt("--plan").status == 0, "a byte order mark, as editors on Windows write it"
+    path.unlink()
+    refused(shop.attempt(), f"r/{file}", "no such file")
+    path.mkdir()
+    refused(shop.attempt(), f"r/{file}", "directory")
+
+
 # One error of each kind. tests/runs/test_config.py has all of them.
 KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train.json", {"microbatch_size": None}, ['key "microbatch_size": missing']),
@@ -158,7 +196,7 @@ def test_keys(shop: Workshop, file: str, values: dict[str, Any], words: list[str
 IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("short", {"min_train_tokens": 10_000}, ["wanted 10,049 tokens", "there are 4,000", "lower min_train_tokens"]),
     ("late", {"start_train_token": 3900}, ["wanted 1,281 tokens", "there are 100", "start_train_token"]),
-    ("beyond", {"start_train_token": 9000}, ["there are 0; lower start_train_token, min_train_tokens or the batch"]),
+    ("beyond", {"start_train_token": 9000}, ["there are 0"]),
     ("all of nothing", {"start_train_token": 3990, "min_train_tokens": -1}, ["wanted 65 tokens", "there are 10"]),
     ("validation", {"validation_batches": 16}, ["validation split", "wanted 513 tokens", "there are 500"]),
     ("late validation", {"start_val_token": 404}, ["validation split", "wanted 501", "there are 500"]),
@@ -391,13 +429,16 @@ def test_options_that_mean_nothing(trained: Workshop, arguments: list[str], word
     unharmed(trained, before)
 
 
-def test_smoke_and_loss_with_files_that_are_none(trained: Workshop) -> None:
+def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop) -> None:
     model, weights = (
         trained.runs / "r" / "model.json",
         trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors",
     )
-    broken, gone = trained.path / "broken.safetensors", trained.path / "gone"
+    other, broken, gone = trained.path / "other.json", trained.path / "broken.safetensors", trained.path / "gone"
+    other.write_text(json.dumps(json.loads(model.read_text()) | {"emb_dim": 32}))
     broken.write_bytes(weights.read_bytes()[:-8])
+    foreign = trained.path / "foreign.safetensors"
+    save_file({"tok_emb.weight": np.zeros((64, 16), np.float32)}, foreign)
     before = tree(trained.path)
     for script, first in (("test_smoke.py", []), ("test_loss.py", [str(trained.datasets)])):
 
@@ -408,7 +449,9 @@ def test_smoke_and_loss_with_files_that_are_none(trained: Workshop) -> None:
         refused(ask(model, gone), "gone", "no such file")
         refused(ask(trained.path, weights), str(trained.path))
         refused(ask(model, trained.path), str(trained.path))
+        refused(ask(other, weights), "model.safetensors", "not the model's weights", "[64, 16]", "[64, 32]")
         refused(ask(model, broken), "broken.safetensors", "not a readable safetensors file")
+        refused(ask(model, foreign), "foreign.safetensors", "not the model's weights", "is missing")
         refused(ask(model, model), "model.json", "not a readable safetensors file")
         refused(ask(weights, model), "model.safetensors")
     unharmed(trained, before)

@@ -160,14 +160,21 @@ def test_restart_moves_everything_aside(shop: InProcess, finished: Path) -> None
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 3]
 
 
-def test_another_optimizer_is_refused(shop: InProcess, finished: Path) -> None:
-    """Training refuses to resume with another optimizer, and keeps the checkpoints. A new run may start from their
-    weights."""
+def test_a_changed_model_dataset_or_optimizer_is_refused(shop: InProcess, finished: Path) -> None:
+    """Training refuses to resume with another model, optimizer or dataset, and changes no file. A new run may start
+    from the weights."""
     run = copy_of(finished, "changed")
+    shop.add_run("changed", model={"emb_dim": 32}, **SHORT)
+    shop.attempt(run="changed").refuses("made with another model: emb_dim: 16 -> 32")
     shop.add_run("changed", **SHORT | {"min_train_tokens": 1024}, **MUON)
     other = 'made with "optimizer": "adamw", but train.json has "muon"; restore the old value, use --restart'
     for arguments in ([], ["--plan"]):
         shop.attempt(*arguments, run="changed").refuses(other)
+    shop.add_run("changed", **SHORT)
+    second = InProcess(shop.path / "elsewhere")
+    second.add_dataset(tokens=40_000, seed=1)
+    (second.runs).symlink_to(shop.runs)
+    second.attempt(run="changed").refuses("made with another dataset")
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 3]
     initial = str(run / "checkpoints" / "latest" / "model.safetensors")
     shop.add_run("new", **SHORT, **MUON, initial_weights=initial)
