@@ -163,9 +163,10 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
         raise UserError(wrong)
     run = RunDirectory(base.directory.path.parent / check_name(name, "run"))
     given = {key: value for key, value in changes.items() if value is not None}
-    dropped = {*changes}.difference(given).union(*(keys for keys in ALTERNATIVES if not given.keys().isdisjoint(keys)))
-    dropped |= {"n_layers", "n_heads", "emb_dim"} if "depth" in given else set()
-    dropped |= {"on_end"} - {*given}  # it may end the machine's rental, on which another run may follow
+    excluded = [keys for keys in ALTERNATIVES if not given.keys().isdisjoint(keys)]
+    excluded += [("n_layers", "n_heads", "emb_dim")] if "depth" in given else []
+    # A base's `on_end` may end the machine's rental, on which another run may follow.
+    dropped = {*changes, "on_end"}.union(*excluded).difference(given)
     model, train = (
         {key: value for key, value in file.items() if key not in dropped}
         | {key: value for key, value in given.items() if key in keys}

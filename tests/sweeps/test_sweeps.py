@@ -315,6 +315,13 @@ def test_what_a_killed_make_left_is_removed_by_the_next(shop: Workshop) -> None:
 # A single run
 
 
+def test_a_changed_key_keeps_its_place_in_the_file(shop: Workshop) -> None:
+    base = load_base(shop.runs, "base")
+    changes = {"min_train_tokens": 128, "validation_batches": 2, "emb_dim": 32}
+    derived = derive(base, "new", changes)
+    assert ([*derived.model], [*derived.train]) == ([*base.model], [*base.train])
+
+
 def test_derive_run(shop: Workshop) -> None:
     asked = ["base", "new", "--set", "learning_rate=0.003", "--set", "dataset=local/other", "--set", "tie_weights=true"]
     asked += ["--set", "betas=[0.9, 0.98]", "--datasets-dir", str(shop.datasets)]
