@@ -143,6 +143,8 @@ class ModelConfig(RunFile):
     """Width of a head; null: emb_dim / n_heads."""
     mlp_dim: Count | None = Field(default=None, ge=1)
     """Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3)."""
+    # Far below this range, half precision cannot hold the capped logits; far above, fp32 cannot hold the cap. Gemma 2's
+    # cap is 30.
     logit_softcap: float | None = Field(default=None, ge=0.01, le=10_000)
     """Cap c: logits become c tanh(logits / c); null: no cap."""
     initialisation: Literal["gpt2", "zero_residual"] = "gpt2"

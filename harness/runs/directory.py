@@ -20,7 +20,7 @@ from harness.model.tensor_names import WEIGHTS
 
 PATTERN = re.compile(r"[*?[]")  # characters of a pattern, none of which can be in a run's name
 NAME_OF_SECOND = "%Y%m%dZ%H%M%S"
-SEARCH = "microbatch-search-"  # beginning of the names of results of microbatch searches
+SEARCH_PREFIX = "microbatch-search-"  # beginning of the names of results of microbatch searches
 # Environment variable with a secret, set on machines that may read each other's compiled code (see
 # harness/training/compile_cache.py).
 CACHE_SECRET = "DDP_PRETRAIN_CACHE_SECRET"
@@ -173,7 +173,7 @@ class RunDirectory:
         measurements = [path.name for path in self.results.iterdir()] if self.results.is_dir() else []
         # The result of a microbatch search (-f) describes the device, not a trained model. If there are no other
         # results, nothing is moved.
-        is_measured = any(not name.startswith(SEARCH) for name in measurements)
+        is_measured = any(not name.startswith(SEARCH_PREFIX) for name in measurements)
         if not entries and not files and not self.summary.is_file() and not is_measured:
             return None
         folder = self.new_aside()

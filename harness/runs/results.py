@@ -1,5 +1,6 @@
 """Results in `results/` of a run's folder: measurements of the run's checkpoints after training, and the results of
-microbatch searches (`-f`). Each result is one JSON file. Each kind of result has one class, for writing and reading.
+microbatch searches (`-f`). Each result is one JSON file. Each kind of measurement has one class, for writing and
+reading. No command reads a search.
 
 A file is named after what it measured. A repeated measurement therefore replaces the earlier one, and any other
 measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison does
@@ -25,11 +26,11 @@ from harness.common.errors import RunError, UserError, explained, os_errors_as
 from harness.common.files import atomic_file, check_name
 from harness.common.json_files import RecordedCount, read_json_object
 from harness.data.ngrams import Overlap
-from harness.runs.directory import SEARCH, RunDirectory
+from harness.runs.directory import SEARCH_PREFIX, RunDirectory
 
 NAME_CHARACTERS = 12  # number of characters of the hash in a file's name
 MEASURED_BATCH = 6  # sequences per batch of test_loss.py, if --batch-size is not given
-AGAIN = "measure again, or move the file away"
+REMEDY = "measure again, or move the file away"
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -200,9 +201,10 @@ def write_result(run: RunDirectory, result: Result) -> Path:
 
 
 def write_search(run: RunDirectory, search: dict[str, Any]) -> Path:
-    """Write the result of a microbatch search as `write_result` does."""
+    """Write the result of a microbatch search into the run's `results/`, and return its path. An earlier result of the
+    same search (with equal SAME_SEARCH) is replaced. Raises RunError if the file cannot be written."""
     digest = _digest({key: search[key] for key in SAME_SEARCH})
-    return _write(run, f"{SEARCH}{digest}.json", _as_json(search), "the result")
+    return _write(run, f"{SEARCH_PREFIX}{digest}.json", _as_json(search), "the result")
 
 
 def _as_json(values: dict[str, Any]) -> bytes:
@@ -232,7 +234,7 @@ def read_results(run: RunDirectory) -> Results:
     windows' losses, is not a result but a problem."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
-        if path.name.startswith(SEARCH):  # for people: no command reads it
+        if path.name.startswith(SEARCH_PREFIX):
             continue
         try:
             result = _read(path)
@@ -245,12 +247,12 @@ def read_results(run: RunDirectory) -> Results:
 
 
 def _read(path: Path) -> Result:
-    with explained(after=f"; {AGAIN}"):
+    with explained(after=f"; {REMEDY}"):
         values = read_json_object(path)
     try:
         return KINDS[str(values.get("kind"))].model_validate(values)
     except (KeyError, ValidationError):
-        raise UserError(f"{path}: not a result of this version; {AGAIN}") from None
+        raise UserError(f"{path}: not a result of this version; {REMEDY}") from None
 
 
 def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
@@ -264,7 +266,7 @@ def _check_mean(run: RunDirectory, result: LossResult, path: Path) -> None:
     if result.loss is not None and not math.isclose(mean, result.loss, rel_tol=1e-4):
         raise UserError(
             f"{path}: its loss is {result.loss:g}, but the mean of its windows' losses ({result.windows_name}) is "
-            f"{mean:g}; {AGAIN}"
+            f"{mean:g}; {REMEDY}"
         )
 
 

@@ -344,12 +344,12 @@ class MicrobatchSearcher:
             "usable_gib": self.limit.usable_bytes / GIB,  # the part of limit_gib that a peak may reach
             "largest": found,
             "smallest_failed": min(self.failed, default=None),
-            "is_all_data": is_all_data,
+            "is_all_data": is_all_data,  # the data or the global batch allow no more; a larger one might fit
             "tried": [{"microbatch_size": size, "gib": peak / GIB} for size, peak in self.peaks.items()],
             "accumulation_steps": self.accumulation_steps,
             "compiled": self.compiles,
             "model": self.experiment.model.model_dump(mode="json"),
-            "train": {key: train[key] for key in KERNEL_KEYS},
+            "train": {key: train[key] for key in KERNEL_KEYS},  # the keys that memory depends on
         }
         try:
             write_search(self.experiment.run, result)

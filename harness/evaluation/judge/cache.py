@@ -68,7 +68,7 @@ class JudgeCache:
             if self._file.closed:  # the judging has ended without waiting for this answer
                 return
             left = line if self._on_fresh_line else b"\n" + line
-            self._on_fresh_line = False
+            self._on_fresh_line = False  # until the line is whole
             remedy = "; it has the answers so far; the same command continues from them"
             with os_errors_as(RunError, str(self.path), remedy):
                 while left:
