@@ -119,6 +119,28 @@ def test_dollars_are_those_of_the_summary_or_worked_out_as_a_summarys_are(tmp_pa
     assert said["finished"]["dollars_without_validation"]["value"] == pytest.approx(0.0084)
 
 
+def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
+    RunFolder(tmp_path, "whole").finish().test_loss(2.5).test_loss(2.4, LATEST)
+    RunFolder(tmp_path, "never")
+    half = RunFolder(tmp_path, "half").finish()
+    half.directory.summary.write_text(half.directory.summary.read_text()[:99])
+    again = RunFolder(tmp_path, "again").train_to(0, 10, 20)
+    with again.directory.metrics.open("a") as file:
+        file.write(again.directory.metrics.read_text().splitlines()[0] + '\n{"event": "tra')
+    strange = RunFolder(tmp_path, "strange").finish()
+    strange.directory.results.mkdir()
+    (strange.directory.results / "test-loss.json").write_text('{"kind": "?"}')
+    (strange.path / "reported.json").write_text("[]")
+    said = compare(tmp_path)
+    assert said.stderr == ""
+    text = " ".join(said.stdout.split())
+    assert "half damaged" in text
+    assert "not valid JSON" in text
+    assert f"of checkpoint {BEST} (best); measured, too: {LATEST}" in text
+    assert "not a result of this version" in text
+    assert "never trained" in text
+
+
 def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
     """Absurd values in a run's hand-edited summary leave only that run's cells empty, and no line has more than 80
     columns."""
