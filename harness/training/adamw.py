@@ -11,7 +11,7 @@ from harness.distributed.world import World
 from harness.model.tensor_names import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
-from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state, empty_state
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -117,27 +117,16 @@ class AdamW(torch.optim.AdamW):
         """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and as long as no
         update was made and no state was loaded, return an empty dict.
 
-        A state that is not sharded is returned as the optimizer's own tensors, which the next step overwrites. It lacks
-        parameters that have never had a gradient.
-
-        A sharded state is gathered into `into`, which is returned. On rank 0, `into` must have tensors in host memory
-        with the shapes of `state_shapes`; on other ranks it is an empty dict. On a GPU, the copies may still be running
-        when this method returns. Collective if the state is sharded.
+        The state is copied into `into`, which is returned. On rank 0, `into` must have tensors in host memory with the
+        shapes of `state_shapes` (None: they are allocated); on other ranks it is an empty dict. On a GPU, the copies
+        may still be running when this method returns. Collective if the state is sharded.
         """
-        if not self._has_state:
+        if not self._has_state or (self.partition.size == 1 and not world.is_main):  # there every rank has all of it
             return {}
-        if self.partition.size > 1:
-            assert into is not None
-            shapes, own = self.state_shapes(), {shard: self.state[tensor] for shard, tensor in self._own.items()}
-            self.partition.gather(self.shards, own, shapes, next(iter(self.parameters.values())).device, into)
-            return into
-        if not world.is_main:  # every rank has the whole state
-            return {}
-        return {
-            shard.name: {key: value.detach() for key, value in self.state[tensor].items()}
-            for shard, tensor in self._own.items()
-            if tensor in self.state
-        }
+        shapes, own = self.state_shapes(), {shard: self.state[tensor] for shard, tensor in self._own.items()}
+        into = empty_state(shapes) if into is None else into
+        self.partition.gather(self.shards, own, shapes, next(iter(self.parameters.values())).device, into)
+        return into
 
     def load_named_state(self, saved: NamedState) -> None:
         """Load the whole state, as `named_state` returns it on rank 0. Every rank needs it, and keeps the part that

@@ -13,7 +13,7 @@ from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
 from harness.training.adamw import AdamW, trained_parameters
-from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state, empty_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
 # and torch.optim.Muon: the quintic a·x + b·x³ + c·x⁵ whose slope at zero is largest among those that keep singular
@@ -142,7 +142,6 @@ class Muon:
         self.shards = [*self._adamw.shards, *self._shards]
         self._batches = [batch for batch, owner in shared if owner == self.partition.rank]
         self._momenta: dict[Matrix, Tensor] = {}  # flattened momentum of each of this rank's matrices
-        self._whole: dict[str, Tensor] = {}  # without sharding: the tensors that `_momenta` are views of
         self._steps: Tensor | None = None  # number of steps not skipped, fp32, on the device; None before the first
         self._scale = SCALES[config.muon_update_scale]
         self.set_factors(1.0)
@@ -187,12 +186,8 @@ class Muon:
     def _make_state(self) -> Tensor:
         """Set the momentum of each of this rank's matrices to zero. Returns the tensor that counts the steps, also
         zero."""
-        if self.partition.size == 1:
-            self._whole = {name: torch.zeros_like(parameter.detach()) for name, parameter in self._muons.items()}
         for matrix in [each for batch in self._batches for each in batch]:
-            shard, parameter = matrix.shard(), self._muons[matrix.name].detach()
-            own = self._whole.get(matrix.name)
-            self._momenta[matrix] = parameter.new_zeros(shard.stop - shard.start) if own is None else shard.of(own)
+            self._momenta[matrix] = torch.zeros_like(matrix.shard().of(self._muons[matrix.name]))
         self._steps = torch.zeros((), device=next(iter(self.parameters.values())).device)
         return self._steps
 
@@ -203,19 +198,16 @@ class Muon:
         return {name: shapes[name] for name in self.parameters}
 
     def named_state(self, world: World, into: NamedState | None = None) -> NamedState:
-        if self._steps is None:
+        if self._steps is None or (self.partition.size == 1 and not world.is_main):
             return {}
-        found = self._adamw.named_state(world, into)
-        if self.partition.size > 1:
-            assert into is not None
-            own = {
-                each.shard(self.partition.rank): {"step": self._steps, BUFFER: momentum}
-                for each, momentum in self._momenta.items()
-            }
-            self.partition.gather(self._shards, own, self.state_shapes(), self._steps.device, into)
-        elif world.is_main:  # every rank has the whole state
-            found |= {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()}
-        return {name: found[name] for name in self.parameters if name in found}
+        shapes = self.state_shapes()
+        into = self._adamw.named_state(world, empty_state(shapes) if into is None else into)
+        own = {
+            each.shard(self.partition.rank): {"step": self._steps, BUFFER: momentum}
+            for each, momentum in self._momenta.items()
+        }
+        self.partition.gather(self._shards, own, shapes, self._steps.device, into)
+        return into
 
     def load_named_state(self, saved: NamedState) -> None:
         check_state(saved, self.state_shapes())

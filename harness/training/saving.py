@@ -145,18 +145,15 @@ def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[st
     {"weights": ..., "optimizer": ...}. Both dicts are empty on other ranks. As long as no update was made and no state
     was loaded, "optimizer" is empty. Collective. On a GPU the copies can be read after `copies.wait()`."""
     optimizer = step.optimizer
-    is_sharded = optimizer.partition.size > 1
     copied: dict[str, Any] = {"weights": {}, "optimizer": {}}
 
     def copy_own() -> None:  # fills `copied`, because `on_rank0` would send a result to all ranks
         weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
-        # A sharded state is only allocated here.
-        state = empty_state(optimizer.state_shapes(), "meta") if is_sharded else optimizer.named_state(world)
+        state = empty_state(optimizer.state_shapes(), "meta")  # only allocated here
         copied.update(copies.copy({"weights": weights, "optimizer": state}))
 
     world.on_rank0(copy_own)
-    if is_sharded:  # fill the allocated tensors
-        copied["optimizer"] = optimizer.named_state(world, into=copied["optimizer"])
+    copied["optimizer"] = optimizer.named_state(world, into=copied["optimizer"])
     if world.is_main:
         copies.record()
     return copied
