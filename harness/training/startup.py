@@ -15,7 +15,6 @@ from harness.common.errors import UserError
 from harness.common.lock import RunLock
 from harness.common.options import TrainOptions
 from harness.data.fetch import ensure_dataset
-from harness.data.loader import BatchLayout, BatchSchedule
 from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
 from harness.mirror.start import connect
@@ -24,9 +23,7 @@ from harness.model.kernels import not_compiled, rounded_dropout, should_compile,
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
-from harness.planning.rates import ScaledSettings
 from harness.runs import checkpoints
-from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import unknown_peak
@@ -34,30 +31,21 @@ from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 
 
-@dataclass(frozen=True)
-class PreparedRun:
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(Plan):
     """Inputs of training in this process. All inputs are checked, but no model or optimizer is built yet."""
 
-    experiment: Experiment
+    position: Position
     data: TrainingData
     provenance: Provenance  # recorded by checkpoints; taken once, because the dataset's files may be replaced meanwhile
-    layout: BatchLayout
-    position: Position
     clock: Clock  # its seconds include those before the run was resumed
     lock: RunLock
     checkpoint: Path | None  # the checkpoint to resume from; None: start from scratch
     meta: CheckpointMeta | None  # the checkpoint's meta.json; of a notebook's checkpoint, missing keys are filled in
     is_from_notebook: bool  # the checkpoint is by the program of Giles Thomas's lab notebook (runs/upstream.py)
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
-    budget: Budget | None  # train.json's budget in tokens, computed when the run began; None if given in tokens
-    scaled: ScaledSettings  # settings changed by train.json's scaling rules
     uploads: Uploads  # sends what rank 0 writes to the run's mirror; does nothing on other ranks
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
-
-    @property
-    def batches(self) -> BatchSchedule:
-        """Schedule of the global batches, beginning with the first step of this process."""
-        return self.experiment.batches(self.layout, self.position.tokens_seen)
 
     @property
     def interrupted_evaluation(self) -> str | None:
@@ -145,19 +133,15 @@ def prepare(
     keep, start_step = experiment.config.keep_checkpoints, plan.position.first_step - 1
     uploads = Uploads(run, mirror, lease, keep=keep, start_step=start_step)
     return PreparedRun(
-        experiment,
-        data,
-        provenance,
-        layout,
-        plan.position,
-        clock,
+        **vars(plan),
+        data=data,
+        provenance=provenance,
+        clock=clock,
         lock=lock,
         checkpoint=path,
         meta=meta,
         is_from_notebook=is_from_notebook,
         step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
-        budget=plan.budget,
-        scaled=plan.scaled,
         uploads=uploads,
         changed=changed,
     )
