@@ -63,7 +63,6 @@ class Trainer:
         from harness.training.compile_cache import CompileCache
         from harness.training.evaluations import Evaluations
         from harness.training.loss_meter import LossMeter
-        from harness.training.pace import OwnTime
         from harness.training.reporter import Reporter
         from harness.training.step import build_training_step
         from harness.training.zero1 import StatePartition
@@ -73,10 +72,7 @@ class Trainer:
         check_memory(experiment.model)
         torch.manual_seed(experiment.config.seed_of("init"))  # every rank draws the same weights
         partition = StatePartition.for_world(world)
-        self.own_time = OwnTime(world.device)
-        self.optimizer_step = build_training_step(
-            experiment, prepared.step_config, world, partition=partition, mark=self.own_time.mark
-        )
+        self.optimizer_step = build_training_step(experiment, prepared.step_config, world, partition=partition)
         self.compile_cache = CompileCache.of(experiment, prepared.step_config, world)
         self.compile_cache.load()  # before the warm-up compiles the model
         self.meter = LossMeter(world.device, experiment.model)
@@ -109,13 +105,11 @@ class Trainer:
             # Raises RunStopped before the next step if there is a reason to, and the error of a background save.
             for step in self.stop.steps_until_stop(self.world, steps, between=self.checkpointer.writer.check):
                 with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
-                    self.own_time.begin()
                     steps_from_start = step - position.first_step  # the loader starts where this process does
                     microbatches = self.loader.microbatches(steps_from_start, self.world.rank)
                     batch_tokens = self.loader.batches.at(steps_from_start).global_tokens
                     rate_factor, decay_factor = self.schedule.at(step, batch_tokens)
                     result = self.optimizer_step.run(microbatches, rate_factor, decay_factor)
-                    self.own_time.end()
                     self.meter.add(result)  # a GPU may still be computing it
                 state.global_step = step
                 state.tokens_seen += batch_tokens
@@ -174,7 +168,7 @@ class Trainer:
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
-            metrics = self.meter.reduce(self.world, self.own_time.take())
+            metrics = self.meter.reduce(self.world, self.world.watchdog.own_seconds())
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
             interval = config.report_interval
             patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))

@@ -16,12 +16,14 @@ reached once the device has reached the event.
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from harness.common.errors import EXIT, UserError, tell_soon
@@ -40,6 +42,7 @@ POLLS_IN_TIMEOUT = 5
 # waits this long, so that these messages come first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
+LONGEST_WINDOW = 64  # steps of which `Watchdog.own_seconds` keeps the times: the newest
 
 
 # Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" is that of
@@ -102,8 +105,9 @@ class Progress:
         self._since = self._reached.at  # time of the last progress
         self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not reached these yet
 
-    def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> None:
-        """Record that the main thread passes a Milestone with these fields now."""
+    def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> Any:
+        """Record that the main thread passes a Milestone with these fields now. Returns its time, by `time.monotonic`,
+        or the mark that `record` made. The difference of two of them is in seconds."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
         is_done = self._record() if self._record else None
         with self._lock:
@@ -111,6 +115,7 @@ class Progress:
                 self._reached, self._since = milestone, milestone.at
             else:
                 self._ahead.append((milestone, is_done))
+        return milestone.at if is_done is None else is_done
 
     def standing(self) -> Standing:
         """Return the place and progress of this rank now."""
@@ -130,29 +135,32 @@ class Progress:
             self._since = time.monotonic()
 
 
+class DeviceMark:
+    """CUDA event after all work that the calling thread's stream on `device` has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._cuda, self._device, self._event = torch.cuda, device, torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def __call__(self) -> bool:
+        """Return True once the device has reached the event. Any thread may call this."""
+        # the current device is per thread, and the default one may belong to another rank
+        self._cuda.set_device(self._device)
+        try:
+            return self._event.query()
+        except RuntimeError:  # the device has failed: the main thread gets the same error and prints it
+            return False
+
+    def __sub__(self, earlier: DeviceMark) -> float:
+        """Return the seconds between two events that the device has reached."""
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
 def device_progress(device: torch.device) -> Progress:
     """Return the Progress of a rank that computes on `device`."""
-    if device.type != "cuda":
-        return Progress()
-    import torch
-
-    def record() -> Callable[[], bool]:
-        """Record a CUDA event after all work that the calling thread's stream has been given so far. Returns a function
-        that returns True once the device has reached the event. Any thread may call the returned function."""
-        event = torch.cuda.Event()
-        event.record()
-
-        def is_done() -> bool:
-            # the current device is per thread, and the default one may belong to another rank
-            torch.cuda.set_device(device)
-            try:
-                return event.query()
-            except RuntimeError:  # the device has failed: the main thread gets the same error and prints it
-                return False
-
-        return is_done
-
-    return Progress(record)
+    return Progress(partial(DeviceMark, device) if device.type == "cuda" else None)
 
 
 class Watchdog:
@@ -184,6 +192,8 @@ class Watchdog:
         self._place: Place | None = None
         self._parts = 0  # parts done at `_place`
         self._is_guarded = False
+        self._last_part: Any = None  # time of the last `beat` at `_place`
+        self._own: deque[tuple[Any, Any]] = deque(maxlen=LONGEST_WINDOW)  # times of a step's begin and last `beat`
         self._ended = threading.Event()
         self._leaving = False
         self._send: Callable[[Heartbeat], None] = lambda heartbeat: None
@@ -193,10 +203,12 @@ class Watchdog:
         """Context manager for the work at `place`. Inside it, this rank counts as stuck if it (on CUDA, its device)
         makes no progress for longer than the timeout while no other rank is further behind. The watchdogs of all ranks
         then end their processes."""
-        self._pass(place, 0, is_guarded=True)
+        begun, self._last_part = self._pass(place, 0, is_guarded=True), None
         try:
             yield
         finally:
+            if place.name == "step" and self._last_part is not None:
+                self._own.append((begun, self._last_part))
             self.idle(place)
 
     def idle(self, place: Place) -> None:
@@ -209,11 +221,19 @@ class Watchdog:
         same on all ranks, so that the watchdog can compare how many parts each rank has finished. Does nothing before
         the first call of `guard` or `idle`."""
         if self._place is not None:
-            self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
+            self._last_part = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
-    def _pass(self, place: Place, parts: int, *, is_guarded: bool) -> None:
+    def own_seconds(self) -> float:
+        """Return the median seconds from the beginning of a step to this rank's last gradient, over the steps since the
+        last call (the newest LONGEST_WINDOW at most), or 0 if there were none. What follows in a step waits for other
+        ranks, so the step's end says nothing about a single rank. The device must have finished these steps."""
+        seconds = [last - begun for begun, last in self._own]
+        self._own.clear()
+        return statistics.median(seconds) if seconds else 0.0
+
+    def _pass(self, place: Place, parts: int, *, is_guarded: bool) -> Any:
         self._place, self._parts, self._is_guarded = place, parts, is_guarded
-        self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
+        return self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
         """Start the threads that watch `size` ranks. The ranks exchange heartbeats through `store`. `barrier` must

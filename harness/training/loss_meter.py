@@ -28,7 +28,7 @@ class TrainMetrics:
     skipped_steps: int
     microbatches: int
     skipped_in_a_row: int  # largest number of consecutive skipped steps, including those before the last report
-    own_seconds: list[float]  # by rank: median time of its own part of a step (see OwnTime)
+    own_seconds: list[float]  # by rank: median time of its own part of a step (see Watchdog)
     # With experts only. An expert's load is its number of tokens divided by the mean over the experts of its block.
     expert_load_min: float | None = None
     expert_load_max: float | None = None

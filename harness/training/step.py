@@ -235,19 +235,14 @@ def _reason(error: BaseException) -> str:
 
 
 def build_training_step(
-    experiment: Experiment,
-    config: TrainConfig,
-    world: World,
-    *,
-    partition: StatePartition,
-    mark: Callable[[], None] = lambda: None,
+    experiment: Experiment, config: TrainConfig, world: World, *, partition: StatePartition
 ) -> OptimizerStep:
     """Return the OptimizerStep of an experiment. Its model has new weights, drawn from torch's global generator, and
     uses the kernels that `config` selects. It is wrapped in DistributedDataParallel if `world` has several ranks.
 
     `config` is the experiment's train.json, in which the precision is resolved (not "auto") and scaled values have
-    replaced the ones given. `mark` is called at each `report_progress` of OptimizerStep, before the watchdog's `beat`.
-    Some settings act on the whole process: TF32, torch.compile's tuning, and the attention kernels that may be used.
+    replaced the ones given. Some settings act on the whole process: TF32, torch.compile's tuning, and the attention
+    kernels that may be used.
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
@@ -270,9 +265,4 @@ def build_training_step(
         trained = DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
         )
-
-    def report_progress() -> None:
-        mark()
-        world.watchdog.beat()
-
-    return OptimizerStep(trained, config, partition, report_progress)
+    return OptimizerStep(trained, config, partition, world.watchdog.beat)
