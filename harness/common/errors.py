@@ -127,8 +127,13 @@ def one_line_errors() -> Iterator[None]:
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
     is_first = launcher_number("LOCAL_WORLD_SIZE", 1) < 2 or launcher_number("LOCAL_RANK", 0) == 0
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before Python started
+            # The descriptor stays open when `survive_closed_output` replaces this stream by another one on it.
+            null = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, null)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None if it was closed before Python started
+        if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # the file behind the stream was exchanged
                 stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
@@ -138,8 +143,7 @@ def one_line_errors() -> Iterator[None]:
             # When the interpreter shuts down, torch's threads that still run C++ code can abort the process ("terminate
             # called without an active exception"), and torchrun would report a finished rank as failed.
             for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # None if it was closed before Python started
-                    stream.flush()
+                stream.flush()
             os._exit(0)
     except (UserError, RunError) as error:
         _exit_because_of(error, is_first=is_first)
@@ -187,9 +191,8 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     if not isinstance(end, RunStopped) and not EXIT.is_explained:
         say_last(f"error: {printable(str(end))}")
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
-    if sys.stdout is not None:  # None if it was closed before Python started
-        with suppress(OSError):
-            sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     EXIT.before_end(end.exit_status)
     os._exit(end.exit_status)
 
@@ -207,7 +210,7 @@ def place_of(error: OSError) -> str | None:
     The error of a failed write names no file. If `error` names none, this function prints an empty line to standard
     output. If this print fails too, standard output is the cause.
     """
-    if error.filename is None and sys.stdout is not None:  # stdout is None if it was closed before Python started
+    if error.filename is None:
         try:
             print(flush=True)
         except OSError:
@@ -323,7 +326,6 @@ def survive_closed_output(when_gone: Callable[[], None]) -> None:
     streams that loses its reader."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None:  # None if it was closed before Python started
-            stream.flush()
-            buffer = io.BufferedWriter(DetachableOutput(stream.fileno(), when_gone))
-            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
+        stream.flush()
+        buffer = io.BufferedWriter(DetachableOutput(stream.fileno(), when_gone))
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))

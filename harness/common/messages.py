@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,11 @@ ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, diffl
 GIB = 2**30
 LEAST_CENTS = 2  # least number of decimal places of an amount of money
 SMALLEST_AMOUNT = 1e-9  # dollars; smaller amounts are shown as 0.00
+
+
+def tell(text: str) -> None:
+    """Print a line (a note or a warning) on standard error at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def quoted(value: Any) -> str:

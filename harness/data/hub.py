@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from filelock import FileLock, Timeout
 from harness.common.errors import UserError, signals_to
 from harness.common.files import rename_whole
 from harness.common.hub import CARD, HubWork, hide_bars_from_files, list_files, upload
-from harness.common.messages import GIB
+from harness.common.messages import GIB, tell
 from harness.data.dataset import Dataset, SplitMeta
 from harness.data.preparation.hub_source import download
 from harness.data.preparation.splits import SPLITS
@@ -95,7 +94,7 @@ def _alone_in(partial: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        print(f"another process is downloading to {partial}; waiting for it", file=sys.stderr, flush=True)
+        tell(f"another process is downloading to {partial}; waiting for it")
         lock.acquire()
     except OSError:
         pass  # some network file systems have no locks; there the user must start one download at a time
@@ -117,7 +116,7 @@ def _leaving_at_once(name: str) -> AbstractContextManager[None]:
     """
 
     def leave(number: int, _frame: object) -> NoReturn:
-        print(f'\nstopped: dataset "{name}": {AGAIN}', file=sys.stderr, flush=True)
+        tell(f'\nstopped: dataset "{name}": {AGAIN}')
         os._exit(128 + number)
 
     return signals_to(leave, (signal.SIGINT, signal.SIGTERM))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from harness.common.errors import PeerError, RunError
+from harness.common.messages import tell
 from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
 from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
@@ -76,7 +76,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
         "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
     )
-    timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer = threading.Timer(WAITING_SECONDS, tell, (text,))
     timer.daemon = True
     if not is_launched():  # not needed with a launcher, which starts all ranks
         timer.start()

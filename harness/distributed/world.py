@@ -18,6 +18,7 @@ from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
 from harness.common.libraries import usable_cores
 from harness.common.memory import give_back_under_a_limit, taken_by_others
+from harness.common.messages import tell
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import connection_errors_as_peer_errors
@@ -245,9 +246,9 @@ def _end_without_leaving(rank: int) -> None:
     """End this process with status 0 although its connections are open. A machine that is paid by the hour must not
     wait for a device or a network that no longer answers."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # closed, or None if it was closed before Python started
+        with suppress(OSError):
             stream.flush()
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         text = f"note: rank {rank} could not close its connections within {LEAVING_SECONDS:g} s, and leaves them open"
-        print(f"{text}; all results have been written", file=sys.stderr, flush=True)
+        tell(f"{text}; all results have been written")
     os._exit(0)

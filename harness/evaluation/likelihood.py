@@ -6,7 +6,6 @@ Shapes in names: B rows of T tokens, C = emb_dim, V = vocabulary size, N = posit
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -56,7 +55,7 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
 
 def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
     """Return the results of `work` for all batches, computed in this process, with a progress bar on a terminal."""
-    return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=not sys.stderr.isatty())]
+    return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=None)]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -186,7 +185,7 @@ class HeldOutText:
         precision = Precision.resolve(precision_name, device)
         # Without these sizes, tqdm shows nothing on a terminal that does not report its size.
         columns, lines = shutil.get_terminal_size()
-        indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
+        indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=None)
         losses = window_losses(model, map(self.loader.microbatch, indexes), precision)
         loss, counted = mean(losses.tolist()), self._counted_bytes_per_token()
         bytes_per_token = counted or self.dataset.bytes_per_token(self.split)

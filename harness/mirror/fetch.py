@@ -8,7 +8,6 @@ meta.json lists are there. Their hashes are verified when they are fetched.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME, atomic_file, move, rename_whole, sha256
+from harness.common.messages import tell
 from harness.mirror.store import PIECE, Mirror, reason_of
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta
@@ -155,8 +155,7 @@ def _bring_checkpoint(
 
 def warn_of_damage(mirror: Mirror, name: str, reason: str) -> None:
     """Print a warning that a checkpoint in a mirror is not used."""
-    text = f"checkpoint {name} is damaged ({reason}) and is not used"
-    print(f"warning: mirror {mirror.name}: {text}", file=sys.stderr, flush=True)
+    tell(f"warning: mirror {mirror.name}: checkpoint {name} is damaged ({reason}) and is not used")
 
 
 def _local_step(run: RunDirectory) -> int:
@@ -174,7 +173,7 @@ def fetch_checkpoint(
     draft.mkdir(parents=True, exist_ok=True)
     wanted = [each for each in meta.sha256 if each != META]
     total = sum(files[f"checkpoints/{name}/{each}"] for each in wanted)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"fetching {name}", disable=not sys.stderr.isatty())
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"fetching {name}", disable=None)
     if bar.disable and total:
         print(f"fetching {name} ({total:,} bytes) from {mirror.name}", flush=True)
     with bar:
@@ -223,11 +222,9 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
     cannot be read."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
-        print(
+        tell(
             f"warning: mirror {mirror.name}: {run.metrics.name} has {len(content):,} bytes, fewer than the "
-            f"{meta.metrics_bytes:,} of the checkpoint: lines are missing",
-            file=sys.stderr,
-            flush=True,
+            f"{meta.metrics_bytes:,} of the checkpoint: lines are missing"
         )
     here = run.metrics.read_bytes() if run.metrics.exists() else b""
     if not content.startswith(here):
@@ -265,7 +262,7 @@ def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
                     "ddp_train.py --mirror none trains without it"
                 ) from None
             if attempt == 0:
-                print(f"mirror {mirror.name}: {reason_of(error)}; trying again", file=sys.stderr, flush=True)
+                tell(f"mirror {mirror.name}: {reason_of(error)}; trying again")
         time.sleep(2.0**attempt)
         mirror.open()
     raise AssertionError("the last attempt returns or raises")

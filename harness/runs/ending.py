@@ -32,7 +32,7 @@ from harness.common.errors import (
     printable,
 )
 from harness.common.lock import is_held, last_owner, release
-from harness.common.messages import quoted
+from harness.common.messages import quoted, tell
 from harness.common.processes import has_ended, launcher_name, started_by_torchrun
 from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
@@ -142,7 +142,7 @@ def warn(text: str) -> None:
 
     def write() -> None:
         with suppress(OSError):
-            print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
+            tell(f"warning: {printable(text)}")
 
     writing = threading.Thread(target=write, daemon=True)
     writing.start()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from harness.common.errors import RunError, UserError, os_errors_as
 from harness.common.files import refuse_special, sync
 from harness.common.json_files import finite
+from harness.common.messages import tell
 from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
@@ -161,11 +161,9 @@ class MetricsFile:
         size = meta.metrics_bytes
         if size and content[size - 1 : size] != b"\n":
             size = _end_of_earlier_lines(content, meta)
-            print(
+            tell(
                 f"warning: {self.path}: lines from before the checkpoint of step {meta.global_step} are missing; "
-                "the run goes on with those that are left",
-                file=sys.stderr,
-                flush=True,
+                "the run goes on with those that are left"
             )
         line, end, _ = content[size:].partition(b"\n")
         has_line = bool(end) and meta.planned and _is_line_of(line, meta)

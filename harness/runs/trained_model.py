@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from harness.common.errors import RunError, UserError, explained
 from harness.common.files import atomic_folder, check_name, replace_text, sha256
 from harness.common.json_files import parse_config, read_json_object
-from harness.common.messages import as_unicode
+from harness.common.messages import as_unicode, tell
 from harness.data.tokenizers import Tokenizer, load_tokenizer
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
@@ -95,8 +94,7 @@ class TrainedModel:
             is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
             label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(named / weights.name))
         if not (folder / META).is_file() and CHECKPOINT_NAME.fullmatch(folder.name):
-            unknown = "missing, so damage to the weights beside it would not be noticed"
-            print(f"warning: {folder / META}: {unknown}", file=sys.stderr, flush=True)
+            tell(f"warning: {folder / META}: missing, so damage to the weights beside it would not be noticed")
         hashes = meta.get("sha256")
         if isinstance(hashes, dict) and hashes.get(weights.name) not in (None, sha256(weights)):
             raise UserError(f"{weights}: damaged (its SHA-256 is not the one in {META}); name another checkpoint")
@@ -208,7 +206,7 @@ def _models_of(runs_dir: Path, name: str, checkpoint: str | None) -> list[Traine
         raise next(iter(missing.values()))
     if missing:
         wanted = checkpoint or f"{BEST} or {LATEST}"
-        print(f"left out, without a {wanted} checkpoint: {', '.join(missing)}", file=sys.stderr, flush=True)
+        tell(f"left out, without a {wanted} checkpoint: {', '.join(missing)}")
     return found
 
 
@@ -221,7 +219,7 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
             model = TrainedModel.read(run.checkpoints / link, label=name)
             if link == BEST and model.meta.get("global_step") == 0:
                 warning = f"its best checkpoint is that of step 0; to use its last checkpoint, give {name}:{LATEST}"
-                print(f"warning: {name}: {warning}", file=sys.stderr, flush=True)
+                tell(f"warning: {name}: {warning}")
             return model
     # If there is a train.json, this file may hold the run's initial weights.
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
@@ -328,7 +326,7 @@ def warned_if_not_kept() -> Iterator[None]:
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"{error.filename or 'a file'}: {error.strerror or error}"
-        print(f"warning: the result was not written to the run's results: {reason}", file=sys.stderr, flush=True)
+        tell(f"warning: the result was not written to the run's results: {reason}")
 
 
 # Writing a model

@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import click
 import torch
 
 from harness.common.errors import RunError, UserError
@@ -37,7 +36,7 @@ from harness.common.memory import (
     peak_of_limited_memory,
     release_memory,
 )
-from harness.common.messages import GIB
+from harness.common.messages import GIB, tell
 from harness.common.processes import end_with_parent
 from harness.data.loader import Microbatch
 from harness.data.training_data import TrainingData
@@ -354,7 +353,7 @@ class MicrobatchSearcher:
         try:
             write_search(self.experiment.run, result)
         except RunError as error:
-            click.echo(f"warning: {error}", err=True)
+            tell(f"warning: {error}")
 
 
 def largest_that_fits(

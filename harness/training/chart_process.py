@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 
-import click
-
+from harness.common.messages import tell
 from harness.common.program import ROOT
 from harness.runs.directory import RunDirectory
 
@@ -77,4 +76,4 @@ class ChartProcess:
             self._process = None
 
     def _warn(self, reason: str) -> None:
-        click.echo(f"warning: {self._run.chart}: no new chart: {reason}", err=True)
+        tell(f"warning: {self._run.chart}: no new chart: {reason}")

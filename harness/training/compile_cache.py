@@ -19,12 +19,12 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-import click
 import torch
 from torch.compiler._cache import CacheArtifactManager, CacheInfo  # private: nothing public clears what torch recorded
 
 import gpt
 from harness.common.files import atomic_file, sha256, user_cache
+from harness.common.messages import tell
 from harness.common.program import program_versions
 from harness.distributed.world import World
 from harness.model import cross_entropy
@@ -110,7 +110,7 @@ class CompileCache:
             self.writes = False
             if self.is_main:
                 reason = f"{error.filename or self.path}: {error.strerror}" if isinstance(error, OSError) else error
-                click.echo(f"warning: compiled code is not kept for the next start: {reason}", err=True)
+                tell(f"warning: compiled code is not kept for the next start: {reason}")
 
     @property
     def path(self) -> Path:

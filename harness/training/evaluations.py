@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import click
 import numpy as np
 
 from harness.common.errors import RunError, UserError
-from harness.common.messages import REASON_CHARACTERS
+from harness.common.messages import REASON_CHARACTERS, tell
 from harness.data.loader import TokenLoader
 from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_tokenizer
@@ -117,7 +116,7 @@ class Evaluations:
             )
         except EvaluationFailed as error:
             if self.world.is_main:
-                click.echo(f"warning: global step {step}: benchmarks could not be evaluated: {error}", err=True)
+                tell(f"warning: global step {step}: benchmarks could not be evaluated: {error}")
             return []
 
     def sample(self) -> str | UserError | RunError:

@@ -63,7 +63,7 @@ class Console:
     def start(self) -> None:
         """Show the bar from now on, if standard error is a terminal. It is not shown earlier, because the messages of
         the start-up are printed directly and would break it."""
-        if self.visible and sys.stderr is not None and sys.stderr.isatty():
+        if self.visible and sys.stderr.isatty():
             # The numbers include the time left. tqdm's other fields would push the numbers off an 80-column screen.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)

@@ -8,7 +8,6 @@ asynchronously.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.common.messages import GIB
+from harness.common.messages import GIB, tell
 from harness.distributed.world import World, replace_tensors
 from harness.model.weights import checkpoint_views
 from harness.training.step import OptimizerStep
@@ -127,11 +126,9 @@ class HostCopies:
                 buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
-                print(
+                tell(
                     f"note: {size / GIB:.2f} GiB of the host's memory cannot be pinned ({reason}): training pauses "
-                    "longer for each checkpoint; raise the limit on locked memory (ulimit -l) or the job's memory",
-                    file=sys.stderr,
-                    flush=True,
+                    "longer for each checkpoint; raise the limit on locked memory (ulimit -l) or the job's memory"
                 )
         if buffer is None:
             buffer = torch.empty(size, dtype=torch.uint8)

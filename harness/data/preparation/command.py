@@ -21,7 +21,7 @@ from tqdm import tqdm
 from harness.common.errors import RunError, UserError, explained, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
-from harness.common.messages import abbreviated, counted, is_hub_name
+from harness.common.messages import abbreviated, counted, is_hub_name, tell
 from harness.data.preparation.encode import Encoded, batches, encode_batches, encode_texts, encoder_processes
 from harness.data.preparation.new_tokenizer import check_tokenizer, sample_texts, write_tokenizer
 from harness.data.preparation.splits import (
@@ -142,7 +142,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         raise UserError(f"{source.name}: no documents with text ({empty:,} are empty{excluded})")
     is_cut = options["max_documents"] is not None or options["max_tokens"] is not None
     if separator and not is_cut and journal.here.total.documents + left_out <= len(source.files) - empty:
-        print("--document-separator divides no file: each is one document", file=sys.stderr, flush=True)
+        tell("--document-separator divides no file: each is one document")
     _arrange(text, pool, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
@@ -296,8 +296,7 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
     if headerless := [shard for shard in shards if not shard.has_header]:
         names = printable(abbreviated([shard.path.name for shard in headerless]))
         what = f"{headerless[0].dtype.name} tokens of {printable(given or 'GPT-2')}"
-        note = f"{names}: no header, so read as {what}; --token-dtype and --tokenizer change that"
-        print(note, file=sys.stderr, flush=True)
+        tell(f"{names}: no header, so read as {what}; --token-dtype and --tokenizer change that")
     files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
     work.resume_or_begin(begun_with, files, restart=options["restart"])
     tokenizer = load_tokenizer(write_tokenizer(given or "gpt2", work.dataset))

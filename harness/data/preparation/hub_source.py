@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from huggingface_hub.hf_api import RepoSibling
 
 from harness.common.errors import UserError, explained
 from harness.common.hub import HubWork, find_fault, list_files
-from harness.common.messages import abbreviated
+from harness.common.messages import abbreviated, tell
 from harness.data.preparation.text_input import (
     Piece,
     TextFile,
@@ -66,7 +65,7 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
         if fault is None:
             return path
         if not is_last:
-            print(f"{file.rfilename}: {fault}; downloading it again", file=sys.stderr, flush=True)
+            tell(f"{file.rfilename}: {fault}; downloading it again")
     path.unlink(missing_ok=True)
     problem = f"{file.rfilename} differs from the Hub's description even after a second download: {fault}"
     raise work.failed(problem, f"try again later; or {work.by_hand}")

@@ -11,7 +11,6 @@ import glob
 import gzip
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import pydantic_core
 
 from harness.common.errors import RunError, UserError, printable
 from harness.common.files import version_of
-from harness.common.messages import abbreviated, is_unicode, nearest, quoted
+from harness.common.messages import abbreviated, is_unicode, nearest, quoted, tell
 
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -159,8 +158,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         ignored += others
     if ignored:
         names = printable(abbreviated(ignored))
-        note = f"not read (perhaps not text, or a link to a folder; give a glob to read them): {names}"
-        print(note, file=sys.stderr, flush=True)
+        tell(f"not read (perhaps not text, or a link to a folder; give a glob to read them): {names}")
     files = []
     for number, (name, path) in enumerate(sorted(found.items())):
         status = path.stat()

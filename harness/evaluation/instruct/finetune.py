@@ -6,7 +6,6 @@ Shapes: B rows (one instruction each), T tokens of the longest row, C = emb_dim,
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -159,7 +158,7 @@ def fine_tune(
         model.train()
         losses = []
         shuffled = list(batches(train, BATCH_SIZE, padding, answers_only=only, generator=shuffler))
-        for batch in tqdm(shuffled, unit="batch", leave=False, disable=not sys.stderr.isatty()):
+        for batch in tqdm(shuffled, unit="batch", leave=False, disable=None):
             with precision.autocast():
                 loss = batch_loss(model, batch)
             scaler.scale(loss).backward()
@@ -219,7 +218,7 @@ def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction]
     prompts = [tokenizer.encode(entry.prompt) for entry in entries]
     by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # so that batches have less padding
     texts = [""] * len(entries)
-    with tqdm(total=len(entries), unit="answer", leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=len(entries), unit="answer", leave=False, disable=None) as bar:
         for start in range(0, len(entries), ANSWERS_AT_ONCE):
             rows = by_length[start : start + ANSWERS_AT_ONCE]
             added = continue_prompts(model, tokenizer, [prompts[index] for index in rows], longest, GREEDY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import click
 import numpy as np
 
 from harness.common.errors import RunError, printable
-from harness.common.messages import abbreviated
+from harness.common.messages import abbreviated, tell
 from harness.common.statistics import Estimate, estimate, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.requests import JudgeSettings, Judgment, Tokens, judge
@@ -245,7 +244,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
                     reason = (
                         "it does not name the weights that gave the answers; make it again with test_ift.py --overwrite"
                     )
-                print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)
+                tell(f"{path}: its scores are not kept among the run's results: {reason}")
                 continue
             together = models if settings.judges_together else [own]
             # The text is the same whenever the same answers are judged together, in any order of the files.

@@ -336,7 +336,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
 
     pool = ThreadPoolExecutor(settings.parallel)
     futures: dict[Future[str | None], str] = {pool.submit(ask, key): key for key in prompts}
-    bar: dict[str, Any] = {"unit": "answer", "disable": not sys.stderr.isatty(), "dynamic_ncols": True}
+    bar: dict[str, Any] = {"unit": "answer", "disable": None, "dynamic_ncols": True}
     try:
         for future in tqdm(as_completed(futures), total=len(futures), **bar):
             if (reason := future.result()) is not None:
