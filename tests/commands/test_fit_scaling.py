@@ -20,12 +20,12 @@ from harness.scaling.data import CostLaw
 from harness.scaling.isoflop import fit_isoflop
 from harness.scaling.report import Analysis, as_json, describe
 from tests.scaling.scaling import LAW, best_size, ladder, points_with_flops
-from tests.support.forked_command import run_forked
+from tests.support.in_process import run_here
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 FIXTURES = ROOT / "tests" / "runs" / "fixtures"
 CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
-fit = partial(run_forked, "fit_scaling.py")
+fit = partial(run_here, "fit_scaling.py")
 
 
 @pytest.fixture(scope="module")

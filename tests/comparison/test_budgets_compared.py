@@ -11,7 +11,7 @@ from harness.comparison.table import RunsTable
 from harness.sweeps.derived_runs import derive, load_base, write_runs
 from harness.sweeps.plan import status_of
 from tests.support.compared_runs import RunFolder
-from tests.support.forked_command import run_forked
+from tests.support.in_process import run_here
 from tests.support.launch import Workshop
 
 
@@ -29,7 +29,7 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     standing = status_of(derived)
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
-    assert "stopped, 50 %" in run_forked("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
+    assert "stopped, 50 %" in run_here("compare_runs.py", "r", "base", "--runs-dir", str(tmp_path)).stdout
     trained.finish(budget=budget).directory.summary.rename(derived.directory.summary)
     assert status_of(derived).state == "finished"
     longer = derive(load_base(tmp_path, "base"), "r", {"train_steps": 9})
@@ -61,7 +61,7 @@ def test_fit_scaling_predicts_a_run_by_its_budget(tmp_path: Path) -> None:
     points.write_text("\n".join(["parameters,tokens,flops,loss", *rows, ""]))
     asked = ["--points", str(points), "--runs-dir", str(shop.runs), "--predict", "r", "--resamples", "100"]
     shop.add_run(min_train_tokens=None, tokens_per_parameter=20)
-    assert "178K tokens" in run_forked("fit_scaling.py", *asked).stdout
+    assert "178K tokens" in run_here("fit_scaling.py", *asked).stdout
     shop.add_run(min_train_tokens=None, train_steps=2)
-    refused = run_forked("fit_scaling.py", *asked, status=2)
+    refused = run_here("fit_scaling.py", *asked, status=2)
     assert 'key "train_steps": 2 does not determine the number of tokens; give --predict parameters=' in refused.stderr

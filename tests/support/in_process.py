@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from harness.common.errors import EXIT, STOPPING_SIGNALS, Exit
 from harness.training.chart_process import ChartProcess
-from tests.support.launch import Result, Workshop
+from tests.support.launch import ROOT, Result, Workshop
 
 
 class Ended(BaseException):
@@ -46,6 +47,17 @@ def call(name: str, *arguments: object, folder: Path, environment: dict[str, str
         output.seek(0)
         errors.seek(0)
         return Result(status, output.read(), errors.read())
+
+
+def run_here(name: str, *arguments: object, status: int | None = 0) -> Result:
+    """Run one of the repository's commands, and expect this exit status, or any if `status` is None. A warning that a
+    user would see, such as matplotlib's of a character without a glyph, is an error."""
+    with warnings.catch_warnings():
+        for seen in (RuntimeWarning, UserWarning):
+            warnings.simplefilter("error", seen)
+        done = call(name, *arguments, folder=ROOT)
+    assert status in (None, done.status), done
+    return done
 
 
 class InProcess(Workshop):
@@ -115,7 +127,7 @@ def _as_before() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         vars(EXIT).update(vars(Exit()))
         for descriptor, path in _open_descriptors().items() - descriptors.items():
-            if Path(path).name == ".lock":
+            if path.endswith(".lock"):
                 os.close(descriptor)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from harness.sweeps.derived_runs import DerivedRun, write_runs
 from harness.sweeps.file import SweepRuns, load_sweep
 from harness.sweeps.plan import status_of
-from tests.support.forked_command import run_forked
+from tests.support.in_process import run_here
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop
 from tests.support.planning import write_summary
 from tests.support.warm import FORK_PYTHONS, WarmProcess
@@ -42,10 +42,8 @@ def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:
-    """Run one of the repository's commands in a fork of this process, and return its result, whatever its exit
-    status."""
-    done = run_forked(name, *arguments, "--runs-dir", str(shop.runs), status=None)
-    return Result(done.returncode, done.stdout, done.stderr)
+    """Run one of the repository's commands, and return its result, whatever its exit status."""
+    return run_here(name, *arguments, "--runs-dir", shop.runs, status=None)
 
 
 def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:
