@@ -23,7 +23,6 @@ from harness.planning.plan import make_plan
 from harness.runs import checkpoints
 from harness.runs.directory import RunDirectory
 from tests.support import file_operations
-from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, ends_of, for_each, start, train
 from tests.support.launch import Workshop, finish
 from tests.support.same_end import assert_same_end
@@ -151,7 +150,7 @@ def test_a_run_continues_on_the_smallest_disk_that_admits_it(shop: Workshop) -> 
     with shop_on_small_disk(shop, "smallest", f"size={kib}k") as small:
         run = small.add_run(**settings)
         killed = file_operations.prelude("save", 5, "kill", 0)
-        finish(start(small, prelude=WITHOUT_CHARTS + killed), expect=-signal.SIGKILL, timeout=VANISH_SECONDS)
+        finish(start(small, prelude=killed), expect=-signal.SIGKILL, timeout=VANISH_SECONDS)
         assert shutil.disk_usage(run).free < planned.disk_bytes(), "a new run would be refused"
         file_operations.fill_disk(small.path, planned.checkpoint_bytes())
         ended = ends_of(start(small), VANISH_SECONDS)
@@ -225,7 +224,7 @@ def test_disk_full_for_the_chart(shop: Workshop) -> None:
     with small_disk(shop.path / "chart-disk", "size=64k") as disk:
         (run / "training-run-chart.png").symlink_to(disk / "chart.png")
         file_operations.fill_disk(disk, 0)
-        ended = finish(start(replace(shop, draws=True), "chart", prelude=""), expect=0, timeout=100)
+        ended = finish(start(replace(shop, draws=True), "chart"), expect=0, timeout=100)
         warnings = [line for line in ended.stderr.splitlines() if "no new chart" in line]
         assert warnings
         assert all(line.startswith("warning: ") and "No space left on device" in line for line in warnings)
@@ -265,6 +264,6 @@ def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
             assert [path.name for path in (disk / "builtin").glob("*")] == []
             (disk / "ballast").unlink()
             subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
-            finish(start(small, prelude=SMALL_LIBRARY + WITHOUT_CHARTS), expect=0, timeout=100)
+            finish(start(small, prelude=SMALL_LIBRARY), expect=0, timeout=100)
 
     for_each(sizes, try_one)

@@ -55,7 +55,7 @@ def add_machine(shop: Workshop, name: str) -> Path:
 def go_on_after_loss(shop: Workshop, name: str) -> None:
     """Run the same command on a new machine, and compare its end, here and in the mirror, with "straight"."""
     run = add_machine(shop, name)
-    processes = start(shop, name, "--wait", prelude=file_operations.WITHOUT_CHARTS + faulty_store.HASTE)
+    processes = start(shop, name, "--wait", prelude=faulty_store.HASTE)
     finish(processes, expect=0, timeout=100)
     assert_same_end(shop.runs / "straight", run)
     there = shop.path / "store" / name
@@ -70,52 +70,39 @@ def go_on_after_loss(shop: Workshop, name: str) -> None:
     assert not [path for path in there.rglob("*") if path.name.startswith(".")]
 
 
+def at_operations(place: str, fault: str, value: object) -> str:
+    """Return the prelude of a fault at operations of the store, or at those of a save."""
+    if place == "save":
+        return faulty_store.HASTE + file_operations.prelude("save", 2, fault, value)
+    return SLOWLY + faulty_store.HASTE + STORE.format(fault=f"{fault}({value!r})")
+
+
 @pytest.mark.fault(
     "killed at each operation of an upload, and the disk lost",
     "at 300 reads and writes of the store, or in their middle: the same command on a new machine reaches the same end",
 )
-def test_killed_at_each_operation_of_the_store(shop: Workshop, exhaustive: bool) -> None:
-    add_machine(shop, "dry")
-    log = shop.path / "operations"
-    prelude = SLOWLY + faulty_store.HASTE + STORE.format(fault=f"log({str(log)!r})")
-    finish(start(shop, "dry", "--wait", prelude=prelude), expect=0, timeout=100)
-    count = len(log.read_text().splitlines())
-    assert count > 200, log.read_text()
-
-    def lose_machine(operation: int) -> None:
-        name = f"store-{operation}"
-        add_machine(shop, name)
-        prelude = SLOWLY + faulty_store.HASTE + STORE.format(fault=f"kill({operation})")
-        processes = start(shop, name, "--wait", prelude=prelude)
-        status = wait_for(processes[0], 100)
-        assert status == -signal.SIGKILL or (status == 0 and operation > count / 2), said(processes)
-        go_on_after_loss(shop, name)
-
-    for_each(range(count) if exhaustive else range(count // 10, count, count // 4), lose_machine)
-
-
-@pytest.mark.slow
 @pytest.mark.fault(
     "killed at each operation of a save, and the disk lost",
     "while the mirror receives the checkpoint before: the same end on a new machine",
 )
-def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool) -> None:
-    add_machine(shop, "save-dry")
-    log = shop.path / "save-operations"
-    prelude = faulty_store.HASTE + file_operations.prelude("save", 2, "log", log)
-    finish(start(shop, "save-dry", "--wait", prelude=prelude), expect=0, timeout=100)
+@pytest.mark.parametrize("place", ["store", pytest.param("save", marks=pytest.mark.slow)])
+def test_killed_at_each_operation(shop: Workshop, exhaustive: bool, place: str) -> None:
+    add_machine(shop, f"{place}-dry")
+    log = shop.path / f"{place}-operations"
+    finish(start(shop, f"{place}-dry", "--wait", prelude=at_operations(place, "log", str(log))), expect=0, timeout=100)
     count = len(log.read_text().splitlines())
-    assert count > 20
+    assert count > {"store": 200, "save": 20}[place], log.read_text()
 
     def lose_machine(operation: int) -> None:
-        name = f"save-{operation}"
+        name = f"{place}-{operation}"
         add_machine(shop, name)
-        prelude = faulty_store.HASTE + file_operations.prelude("save", 2, "kill", operation)
-        processes = start(shop, name, "--wait", prelude=prelude)
-        assert wait_for(processes[0], 100) in (-signal.SIGKILL, -signal.SIGXFSZ), said(processes)
+        processes = start(shop, name, "--wait", prelude=at_operations(place, "kill", operation))
+        others = {"store": {0} if operation > count / 2 else set(), "save": {-signal.SIGXFSZ}}
+        assert wait_for(processes[0], 100) in {-signal.SIGKILL, *others[place]}, said(processes)
         go_on_after_loss(shop, name)
 
-    for_each(range(count) if exhaustive else range(5, count, 12), lose_machine)
+    some = {"store": range(count // 10, count, count // 4), "save": range(5, count, 12)}
+    for_each(range(count) if exhaustive else some[place], lose_machine)
 
 
 # A machine is lost a random time after it has brought the run forward.

@@ -13,7 +13,6 @@ import pytest
 
 from harness.runs import checkpoints
 from tests.support import file_operations
-from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import for_each, start, train, wait_for
 from tests.support.launch import Workshop, finish
 from tests.support.same_end import assert_same_end
@@ -74,13 +73,13 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
     assert steps_of(whole)[2] == 0, "losses grow, so that best is an old one"
     for keep in (1, 2, 3) if exhaustive else (1,):
         run, path = shop.add_run(f"kept-{keep}", **settings, keep_checkpoints=keep), shop.path / f"kept-{keep}-log"
-        watch = WITHOUT_CHARTS + AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
+        watch = AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
         stop = file_operations.prelude("save", 6, "kill", 0)
         wait_for(start(shop, run.name, prelude=watch + stop)[0], 60)
         assert_kept(path, keep, None)
         folder, path = run / "checkpoints", path.with_name(f"kept-{keep}-again")
         oldest = next(path.name for step, path in checkpoints.list_checkpoints(folder) if step)
-        watch = WITHOUT_CHARTS + AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
+        watch = AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
         time.sleep(0.1)
         (folder / "latest").unlink()  # so that only a checkpoint's step shows that it is the newest
         finish(start(shop, run.name, oldest, prelude=watch), expect=0, timeout=60)

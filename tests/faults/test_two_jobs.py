@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from harness.common.processes import ProcessName
-from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import for_each, start
 from tests.support.launch import Workshop, finish, metrics, wait_until
 from tests.support.same_end import assert_same_end
@@ -56,7 +55,7 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
 
     def try_one(locks: str) -> None:
         run = copy_of_stopped(shop, f"two-jobs-{bool(locks)}")
-        first = start(shop, run.name, prelude=WITHOUT_CHARTS + LONG_STEPS + locks)
+        first = start(shop, run.name, prelude=LONG_STEPS + locks)
         path, lines = run / "metrics.jsonl", len(metrics(run)) + 1
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= lines)
         owner, aside = owner_of(run), sorted((run / "aside").rglob("*"))
@@ -70,7 +69,7 @@ def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
             assert sorted((run / "aside").rglob("*")) == aside
         first[0].kill()
         finish(first, expect=None, timeout=60)  # the system releases the lock when it has removed the process
-        third = start(shop, run.name, prelude=WITHOUT_CHARTS + locks)
+        third = start(shop, run.name, prelude=locks)
         finish(third, expect=0, timeout=60)
         assert owner_of(run)["pid"] == third[0].pid
         assert_same_end(shop.runs / "straight", run)
@@ -99,7 +98,7 @@ def test_left_lock_files(shop: Workshop) -> None:
             (line,) = finish(start(shop, run.name, prelude=locks), expect=2, timeout=60).error_lines
             assert f"another process ({owner['host']}, pid {owner['pid']}, since then); if it is dead, delete" in line
             return
-        started = start(shop, run.name, prelude=WITHOUT_CHARTS + locks)
+        started = start(shop, run.name, prelude=locks)
         finish(started, expect=0, timeout=60)
         assert owner_of(run)["pid"] == started[0].pid
 

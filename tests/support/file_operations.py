@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import builtins
 import errno
-import importlib
 import io
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -34,7 +34,6 @@ CALLS = {  # the calls in which operations are numbered, by a short name
     "moving aside": "harness.runs.directory:RunDirectory.set_results_aside",
     "summary": "harness.runs.summary:replace_text",
 }
-WITHOUT_CHARTS = "from harness.training.chart_process import ChartProcess\nChartProcess.draw = lambda self: None\n"
 
 # Performs half of an operation. Operations that cannot be halved have None in its place.
 Half = Callable[[], object]
@@ -47,8 +46,7 @@ def prelude(call: str, number: int, fault: str, *values: object) -> str:
     `fault` is the name of a function of this module that returns a Fault, and `values` are its arguments.
     """
     arguments = ", ".join(repr(str(value) if isinstance(value, Path) else value) for value in values)
-    source = f"from tests.support import file_operations as f\nf.inject({call!r}, {number}, f.{fault}({arguments}))\n"
-    return WITHOUT_CHARTS + source
+    return f"from tests.support import file_operations as f\nf.inject({call!r}, {number}, f.{fault}({arguments}))\n"
 
 
 def log(path: str) -> Fault:
@@ -145,11 +143,8 @@ class Operations:
             self.thread = thread
 
     def watch_calls(self, target: str, number: int) -> None:
-        module, _, path = target.partition(":")
-        *owners, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for part in owners:
-            owner = getattr(owner, part)
+        place, _, name = target.replace(":", ".").rpartition(".")
+        owner = pkgutil.resolve_name(place)
         original, calls = getattr(owner, name), iter(range(10**9))
 
         @wraps(original)

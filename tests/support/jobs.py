@@ -13,7 +13,6 @@ from typing import TypeVar
 import pytest
 
 from harness.runs import checkpoints
-from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.launch import Process, Result, Workshop, finish
 
 Case = TypeVar("Case")
@@ -46,7 +45,7 @@ def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int 
                 future.cancel()
 
 
-def start(shop: Workshop, *arguments: str, ranks: int = 1, prelude: str = WITHOUT_CHARTS) -> Sequence[Process]:
+def start(shop: Workshop, *arguments: str, ranks: int = 1, prelude: str = "") -> Sequence[Process]:
     """Start ranks as Workshop.start does. Any thread may call this."""
     with STARTING:
         return shop.start(*arguments, ranks=ranks, prelude="".join(BEFORE_ALL) + prelude)

@@ -10,7 +10,6 @@ from typing import Any
 
 from harness.runs import checkpoints
 from tests.support import file_operations
-from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import start
 from tests.support.launch import Workshop, finish
 
@@ -36,7 +35,7 @@ def build_stopped_run(path: Path) -> Workshop:
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "letters.json"}))
     (folder / "letters.json").write_text(json.dumps({"letters": 64}))
     shop.add_run("straight", **SETTINGS)
-    shop.train("straight", ranks=1, prelude=WITHOUT_CHARTS)
+    shop.train("straight", ranks=1)
     stopped = shop.add_run("stopped", **SETTINGS)
     killed = file_operations.prelude("save", 4, "kill", 0)
     result = shop.train("stopped", ranks=1, prelude=killed, expect=-signal.SIGKILL)
