@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from harness.training.machine_check import DeviceRates, slow_rates, table
 from tests.nullcuda.device import environment, why_not
+from tests.support.http_server import http_server
 from tests.support.isolation import ROOT
 from tests.support.launch import Result, Workshop, finish, rank_variables
 from tests.support.planning import rows
@@ -168,26 +167,10 @@ def test_the_speed_is_kept_for_the_plan(shop: Workshop) -> None:
     assert rows(shop, "other", ranks=2, restart=True)["speed"].startswith("12,345 tokens/s")
 
 
-@pytest.fixture
-def hub() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(bytes(2**22))
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def test_the_download(shop: Workshop, hub: str) -> None:
-    shop.environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub}
-    assert f"download from {hub}: " in (result := check(shop, expect=0)).stdout
+def test_the_download(shop: Workshop) -> None:
+    with http_server(lambda *_: (200, bytes(2**22))) as hub:
+        shop.environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub}
+        assert f"download from {hub}: " in (result := check(shop, expect=0)).stdout
     assert "MB/s by one connection" in result.stdout
     shop.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
     assert "http://127.0.0.1:9: not measured: " in check(shop, expect=0).stdout

@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
 from tests.mirror.test_two_machines import SETTINGS
+from tests.support.http_server import http_server
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop, finish, wait_until
 from tests.support.same_end import assert_same_end
@@ -72,27 +72,17 @@ def test_recipes_that_end_a_rental(tmp_path: Path) -> None:
     """Their requests reach a server, with method, path, key and body as the providers document them."""
     received: list[tuple[str, str, str | None, bytes]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def note(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            received.append((self.command, self.path, self.headers["Authorization"], body))
-            self.send_response(200)
-            self.end_headers()
+    def note(method: str, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        received.append((method, path, headers["Authorization"], body))
+        return 200, b""
 
-        do_POST = do_DELETE = note
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     guide = (ROOT / "docs" / "renting.md").read_text(encoding="utf-8")
     variables = {name: name.lower() for name in ("LAMBDA_API_KEY", "INSTANCE_ID", "RUNPOD_API_KEY", "RUNPOD_POD_ID")}
     variables |= {"CONTAINER_API_KEY": "container_api_key", "CONTAINER_ID": "7", "no_proxy": "*"}
-    for recipe in re.findall(r"^```bash\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL):
-        script = re.sub(r"https://[a-z.]+", f"http://127.0.0.1:{server.server_port}", recipe)
-        subprocess.run(["sh", "-ec", script], env=os.environ | variables, check=True, timeout=60)
-    server.shutdown()
+    with http_server(note) as url:
+        for recipe in re.findall(r"^```bash\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL):
+            script = re.sub(r"https://[a-z.]+", url, recipe)
+            subprocess.run(["sh", "-ec", script], env=os.environ | variables, check=True, timeout=60)
     assert received == [
         (
             "POST",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
 import json
 import math
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from harness.runs.results import InstructionResult, read_results
 from tests.model.test_model import random_model, shape
 from tests.support.configs import refusal
 from tests.support.fake_judge import FakeJudge, score
+from tests.support.http_server import http_server
 from tests.support.in_process import call
 from tests.support.launch import ROOT, Result, Workshop, finish, wait_until
 
@@ -373,37 +372,26 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop) -> Non
     assert line.endswith("; give a model with a longer context_length, or other --data")
 
 
-class _Web(http.server.BaseHTTPRequestHandler):
-    """Handler that serves ENTRIES as /good.json, fewer bytes than announced as /short.json, and HTML as /login.json."""
-
-    asked: list[str]
-
-    def do_GET(self) -> None:
-        type(self).asked.append(self.path)
-        body = b"<html>" if "login" in self.path else json.dumps(ENTRIES).encode()
-        self.send_response(200 if "json" in self.path else 404)
-        self.send_header("Content-Length", str(len(body) + (7 if "short" in self.path else 0)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing; the list `asked` tells the tests what was requested."""
-
-
 def test_instructions_are_downloaded_once_and_whole_into_the_users_cache(shop: Workshop) -> None:
-    _Web.asked = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Web) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        address, cache = f"http://127.0.0.1:{server.server_port}", {"XDG_CACHE_HOME": str(shop.path / "cache")}
+    """The server has ENTRIES as /good.json, fewer bytes than announced as /short.json, and HTML as /login.json."""
+    requested = []
+
+    def answer(method: str, path: str, *_: object) -> tuple[int, bytes, dict[str, str]]:
+        requested.append(path)
+        body = b"<html>" if "login" in path else json.dumps(ENTRIES).encode()
+        announced = len(body) + (7 if "short" in path else 0)
+        return 200 if "json" in path else 404, body, {"Content-Length": str(announced)}
+
+    with http_server(answer) as address:
+        cache = {"XDG_CACHE_HOME": str(shop.path / "cache")}
         for target in ("one.json", "two.json"):
             options = f"--data {address}/good.json --max-epochs 1 --responses-only --responses {target}"
             result = ift(shop, options, **cache)
             assert result.status == 0, result.stderr
             assert "stopped: --max-epochs 1 reached; kept: epoch 1" in result.stdout
-        assert _Web.asked == ["/good.json"]
+        assert requested == ["/good.json"]
         for name in ("short.json", "missing", "login.json"):
             refused = ift(shop, f"--data {address}/{name} --responses-only", **cache)
             assert refused.error_lines[0].startswith(f"error: {address}/{name}:")
-        server.shutdown()
     [kept] = [path for path in (shop.path / "cache").rglob("*") if path.is_file()]
     assert json.loads(kept.read_text()) == ENTRIES, "nothing half-written"

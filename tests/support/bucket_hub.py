@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import hf_xet
+
+from tests.support.http_server import Answer, http_server
 
 BUCKET = "me/runs"
 TOKEN = "hf_token-of-the-tests"
@@ -47,53 +47,39 @@ def bucket_hub(folder: Path) -> Iterator[dict[str, str]]:
         size, now = len(contents[xet_hash]), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         files[path] = {"type": "file", "path": path, "size": size, "xetHash": xet_hash, "uploadedAt": now}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            path = unquote(url.path)
-            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                self.answer({"error": "Invalid credentials"}, status=401)
-            elif path == f"/api/buckets/{BUCKET}":
-                day = "2026-01-01T00:00:00.000Z"
-                self.answer({"id": BUCKET, "private": True, "createdAt": day, "size": 0, "totalFiles": 0})
-            elif path.startswith(f"/api/buckets/{BUCKET}/xet-"):
-                secret, ends = token()
-                self.answer({"casUrl": f"local://{storage}", "accessToken": secret, "exp": ends})
-            elif path.startswith(tree := f"/api/buckets/{BUCKET}/tree"):
-                self.answer(listed(files, path.removeprefix(tree).strip("/"), recursive="recursive=true" in url.query))
-            elif file := files.get(path.removeprefix(f"/buckets/{BUCKET}/resolve/")):
-                data, asked = contents[file["xetHash"]], self.headers.get("Range", "")
-                first, _, last = asked.removeprefix("bytes=").partition("-")
-                self.answer(data[int(first) : int(last) + 1] if asked else data, status=206 if asked else 200)
-            else:
-                self.answer({"error": "not found"}, {"X-Error-Code": "EntryNotFound"}, status=404)
-
-        def do_POST(self) -> None:
-            for line in self.rfile.read(int(self.headers["Content-Length"])).splitlines():
+    def answer(method: str, address: str, headers: Any, given: bytes) -> Answer:
+        if method == "POST":
+            for line in given.splitlines():
                 operation = json.loads(line)
                 if operation["type"] == "addFile":
                     add(operation["path"], operation["xetHash"])
                 else:
                     files.pop(operation["path"], None)
-            self.answer({"failed": []})
+            return as_json({"failed": []})
+        url = urlsplit(address)
+        path = unquote(url.path)
+        if headers.get("Authorization") != f"Bearer {TOKEN}":
+            return as_json({"error": "Invalid credentials"}, status=401)
+        if path == f"/api/buckets/{BUCKET}":
+            day = "2026-01-01T00:00:00.000Z"
+            return as_json({"id": BUCKET, "private": True, "createdAt": day, "size": 0, "totalFiles": 0})
+        if path.startswith(f"/api/buckets/{BUCKET}/xet-"):
+            secret, ends = token()
+            return as_json({"casUrl": f"local://{storage}", "accessToken": secret, "exp": ends})
+        if path.startswith(tree := f"/api/buckets/{BUCKET}/tree"):
+            return as_json(listed(files, path.removeprefix(tree).strip("/"), recursive="recursive=true" in url.query))
+        if file := files.get(path.removeprefix(f"/buckets/{BUCKET}/resolve/")):
+            data, asked = contents[file["xetHash"]], headers.get("Range", "")
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            return (206, data[int(first) : int(last) + 1]) if asked else (200, data)
+        return *as_json({"error": "not found"}, status=404), {"X-Error-Code": "EntryNotFound"}
 
-        def answer(self, body: Any, headers: dict[str, str] | None = None, *, status: int = 200) -> None:
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+    with http_server(answer) as address:
+        yield {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN, "HF_HOME": f"{folder}/home", "HF_HUB_OFFLINE": "0"}
 
-        def log_message(self, *_: Any) -> None:
-            pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    yield {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN, "HF_HOME": f"{folder}/home", "HF_HUB_OFFLINE": "0"}
-    server.shutdown()
-    server.server_close()
+def as_json(body: object, *, status: int = 200) -> tuple[int, bytes]:
+    return status, json.dumps(body).encode()
 
 
 def listed(files: dict[str, dict[str, Any]], prefix: str, *, recursive: bool) -> list[dict[str, Any]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.http_server import http_server
 from tests.support.launch import Workshop, finish, metrics, wait_until
 from tests.support.torchrun import Torchrun
 
@@ -173,19 +173,12 @@ def listener() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield a server's URL, and the list of the messages that it has received."""
     received: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200 if "refuses" not in self.path else 403)
-            self.end_headers()
+    def answer(method: str, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        received.append(json.loads(body))
+        return (200 if "refuses" not in path else 403), b""
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", received
-    server.shutdown()
+    with http_server(answer) as url:
+        yield url, received
 
 
 def test_messages_of_a_run(shop: Workshop, listener: tuple[str, list[dict[str, Any]]]) -> None:
