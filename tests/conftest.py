@@ -8,8 +8,9 @@ outcome")`, and the mark is a line of docs/RELIABILITY.md.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -97,6 +98,14 @@ def shop(tmp_path: Path) -> Workshop:
     made = Workshop(tmp_path)
     made.add_dataset()
     return made
+
+
+@pytest.fixture
+def hub() -> Iterator[Any]:
+    from tests.support.fake_hub import FakeHub
+
+    with FakeHub() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from harness.common.json_files import read_json_object
 from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 from tests.support.isolation import ROOT, SHIPPED_RUNS
-from tests.support.launch import PATIENCE_SECONDS
+from tests.support.launch import PATIENCE_SECONDS, wait_until
 from tests.support.warm import FORK_PYTHONS, WarmProcess, warm_server
 
 # The other stages start the same kinds of processes.
@@ -189,11 +188,7 @@ def test_nothing_is_left_running(number: signal.Signals, bench: Workbench) -> No
     """When a signal ends the command, so do the stage that it has started and the training that the stage has started,
     even if the command cannot tell them."""
     process = start(bench, "continue")
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not list(bench.out.parent.glob("on_gpu-*/runs/*/metrics.jsonl")):
-        assert process.poll() is None, process.read(".out") + process.read(".err")
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: list(bench.out.parent.glob("on_gpu-*/runs/*/metrics.jsonl")), process)
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 2
     process.send_signal(number)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +18,10 @@ from harness.scaling import laws
 from harness.scaling.data import CostLaw
 from harness.scaling.isoflop import fit_isoflop
 from harness.scaling.report import Analysis, as_json, describe
-from tests.scaling.scaling import LAW, best_size, ladder, points_with_flops
+from tests.scaling.scaling import LAW, best_size, ladder, points_with_flops, run_in
 from tests.support.in_process import run_here
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
-FIXTURES = ROOT / "tests" / "runs" / "fixtures"
 CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
 fit = partial(run_here, "fit_scaling.py")
 
@@ -37,12 +35,6 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [",".join(map(repr, row)) for row in zip(*columns, strict=True)]
     path.write_text("\n".join(["parameters,flops,loss", *rows, "1e9,6e18,nan"]))
     return str(path)
-
-
-def add_run(folder: Path, name: str, **changed: Any) -> None:
-    (folder / name).mkdir(parents=True)
-    summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
-    (folder / name / "summary.json").write_text(json.dumps(summary | changed))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +147,7 @@ def test_json_has_all_numbers_and_the_seed_decides_them(
 
 def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_same(tmp_path: Path) -> None:
     for index in range(9):
-        add_run(tmp_path, f"r{index}", final_validation_loss=2 + index / 10)
+        run_in(tmp_path, f"r{index}", final_validation_loss=2 + index / 10)
     (tmp_path / "going").mkdir()
     names = [*(f"r{index}" for index in range(9)), "going", "r0"]
     chart = str(tmp_path / "c.pdf")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from harness.data.tokenizers import train_bpe
 from tests.support.fake_hub import FakeHub
 from tests.support.in_process import InProcess
 from tests.support.isolation import ROOT
-from tests.support.preparing import Preparer, held_documents, texts
+from tests.support.preparing import Preparer, held_documents, parquet, texts
 
 DOCUMENTS = texts(12_000)
 # The files of the datasets, and which of them the recipe reads.
@@ -54,12 +51,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
             elif script == "derive_run.py":
                 shop.script(script, *arguments)
         yield shop
-
-
-def parquet(documents: list[str]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"text": documents, "id": range(len(documents))}), buffer)
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(("name", "target"), [*zip(FILES, ("fineweb-edu", "fineweb", "climbmix"), strict=True)])

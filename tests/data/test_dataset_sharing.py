@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from harness.common.errors import RunError, UserError
@@ -25,6 +21,7 @@ from tests.support.preparing import (
     Preparer,
     content_of,
     held_documents,
+    parquet,
     splits_of,
     texts,
     tokenizer_of,
@@ -36,21 +33,9 @@ TOKEN = "hf_averysecrettokenindeed"
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    with FakeHub() as hub:
-        yield hub
-
-
-@pytest.fixture
 def preparer(hub: FakeHub, tmp_path: Path) -> Preparer:
     environment = {**hub.environment(tmp_path / "hf"), "HF_TOKEN": TOKEN}
     return Preparer(tmp_path, environment)
-
-
-def parquet(documents: list[str]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"text": documents}), buffer)
-    return buffer.getvalue()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,12 +103,6 @@ class Downloader:
 
 
 SMALL_FILES = ["meta.json", "tokenizer/vocab.json"]
-
-
-@pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    with FakeHub() as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.support.preparing import (
     content_of,
     documents_of,
     held_documents,
+    parquet,
     texts,
     write_json_lines,
 )
@@ -37,12 +37,6 @@ def preparer(tmp_path: Path) -> Preparer:
 
 def zstd(content: bytes) -> bytes:
     return pa.compress(content, codec="zstd", asbytes=True)
-
-
-def parquet(documents: Sequence[str | None]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"id": list(range(len(documents))), "text": documents}), buffer, row_group_size=7)
-    return buffer.getvalue()
 
 
 def json_lines(documents: Sequence[str]) -> bytes:

@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +203,6 @@ def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
 
 
 # Datasets
-
-
-@pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    with FakeHub() as running:
-        yield running
 
 
 @pytest.fixture

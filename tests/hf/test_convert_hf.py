@@ -379,12 +379,6 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
 # The Hub ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hub() -> Any:
-    with FakeHub() as running:
-        yield running
-
-
 def hub_variables(hub: FakeHub, home: Path) -> dict[str, str]:
     return hub.environment(home) | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
 

@@ -1,12 +1,18 @@
-"""Points of a known scaling law, shared by the tests of scaling laws."""
+"""Points of a known scaling law, and finished runs, shared by the tests of scaling laws."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
+from harness.runs.directory import RunDirectory
 from harness.scaling.data import Point, Points
 from harness.scaling.laws import Law
 
+FIXTURES = Path(__file__).parents[1] / "runs" / "fixtures"
 A, B = 450.0, 2100.0
 LAW = Law(*np.array([1.8, np.log(A), np.log(B), 0.35, 0.37]))
 BUDGETS = (1e18, 4e18, 1.6e19, 6.4e19)
@@ -40,3 +46,12 @@ def points_of(parameters: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> P
 def points_with_flops(parameters: np.ndarray, tokens: np.ndarray, flops: np.ndarray, loss: np.ndarray) -> Points:
     rows = zip(parameters, tokens, flops, loss, strict=True)
     return Points([Point(str(number), n, d, c, loss) for number, (n, d, c, loss) in enumerate(rows)])
+
+
+def run_in(folder: Path, name: str, **changed: Any) -> RunDirectory:
+    """Write a finished run with some values of its summary.json changed, and return it."""
+    run = RunDirectory(folder / name)
+    run.path.mkdir()
+    summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
+    run.summary.write_text(json.dumps(summary | changed))
+    return run

@@ -13,20 +13,8 @@ import pytest
 from harness.common.errors import UserError
 from harness.runs.directory import RunDirectory
 from harness.scaling.data import CostLaw, points_of_runs, read_points
-from tests.scaling.scaling import ladder, points_of
+from tests.scaling.scaling import FIXTURES, ladder, points_of, run_in
 from tests.support.configs import refusal
-
-FIXTURES = Path(__file__).parents[1] / "runs" / "fixtures"
-
-
-def run_in(folder: Path, name: str, **changed: Any) -> RunDirectory:
-    """Write a finished run with some values of its summary.json changed, and return it."""
-    run = RunDirectory(folder / name)
-    run.path.mkdir()
-    summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
-    run.summary.write_text(json.dumps(summary | changed))
-    return run
-
 
 # CSV files
 

@@ -15,6 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn
 from unittest import mock
 
+import pytest
 import torch
 
 from harness.common.errors import EXIT, STOPPING_SIGNALS, Exit
@@ -82,6 +83,18 @@ class InProcess(Workshop):
         result = self.command(name, *arguments)
         assert result.status == 0, result
         return result
+
+
+def module_shop(tokens: int) -> Any:
+    """Return a fixture: a workshop with a dataset of `tokens` tokens, for all tests of a file."""
+
+    @pytest.fixture(scope="module")
+    def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
+        made = InProcess(tmp_path_factory.mktemp("shop"))
+        made.add_dataset(tokens=tokens)
+        return made
+
+    return shop
 
 
 OWN_PID, EXIT_PROCESS = os.getpid(), os._exit

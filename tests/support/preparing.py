@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
 from harness.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
@@ -109,6 +112,12 @@ def write_json_lines(path: Path, documents: Sequence[str], key: str = "text") ->
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({key: text}) + "\n" for text in documents))
     return path
+
+
+def parquet(documents: Sequence[str | None]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"id": list(range(len(documents))), "text": documents}), buffer, row_group_size=7)
+    return buffer.getvalue()
 
 
 def splits_of(folder: Path) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_search
 from tests.runs.test_results import SEARCH
-from tests.support.in_process import InProcess
+from tests.support.in_process import InProcess, module_shop
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
 
@@ -50,11 +50,7 @@ DistributedDataParallel.__init__, Reporter.summary = made, count
 """
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
-    shop = InProcess(tmp_path_factory.mktemp("continuation"))
-    shop.add_dataset(tokens=40_000)
-    return shop
+shop = module_shop(tokens=40_000)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from harness.runs.train_config import TrainConfig
 from harness.training.batch_size_finder import MicrobatchSearcher
 from harness.training.startup import choose_precision
 from tests.support.configs import SEED_TRAIN
-from tests.support.in_process import InProcess
+from tests.support.in_process import InProcess, module_shop
 
 CPU = torch.device("cpu")
 HERE = "x86_64 CPU"
@@ -44,11 +44,7 @@ STEPS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
-    shop = InProcess(tmp_path_factory.mktemp("precisions"))
-    shop.add_dataset(tokens=20_000)
-    return shop
+shop = module_shop(tokens=20_000)
 
 
 def final_loss(shop: InProcess, name: str, **keys: Any) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.http_server import http_server
+from tests.support.in_process import module_shop
 from tests.support.launch import Workshop, finish, metrics, wait_until
 from tests.support.torchrun import Torchrun
 
@@ -22,11 +23,7 @@ ON_END = ["sh", "-c", NOTE]
 SHORT: dict[str, Any] = {"min_train_tokens": 640, "on_end": ON_END}
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    made = Workshop(tmp_path_factory.mktemp("on-end"))
-    made.add_dataset(tokens=20_000)
-    return made
+shop = module_shop(tokens=20_000)
 
 
 def endings(run: Path) -> list[str]:

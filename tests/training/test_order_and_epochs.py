@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.support.in_process import InProcess
+from tests.support.in_process import InProcess, module_shop
 from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
 
@@ -19,12 +19,7 @@ CONTEXT, BATCH_TOKENS = 16, 64  # of tests/support/launch.py, on one rank
 SHORT: dict[str, Any] = {"min_train_tokens": 40 * BATCH_TOKENS, "report_interval": 10, "learning_rate": 0.01}
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> InProcess:
-    """A train split of 62 windows, which is 992 tokens, and some tokens that no window has."""
-    shop = InProcess(tmp_path_factory.mktemp("order"))
-    shop.add_dataset(tokens=1000)
-    return shop
+shop = module_shop(tokens=1000)  # 62 windows in train, which are 992 tokens, and some tokens that no window has
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:

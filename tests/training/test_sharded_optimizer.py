@@ -14,29 +14,15 @@ from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.step import OptimizerStep
 from harness.training.zero1 import GRAIN, StatePartition, empty_state
+from tests.support.configs import SEED_TRAIN
+from tests.support.launch import MODEL as SMALL_MODEL
 from tests.support.launch import Workshop, finish, rank_variables
 from tests.training.test_optimizer import update
 
 # The ranks' equal parts begin inside parameters, so that some parameters are cut. Some shards are above and some below
 # SMALL_PIECE, the size from which a shard is broadcast in a message of its own.
-MODEL: dict[str, Any] = {
-    "vocab_size": 4999,
-    "context_length": 9,
-    "emb_dim": 58,
-    "n_heads": 2,
-    "n_layers": 3,
-    "drop_rate": 0.0,
-    "qkv_bias": True,
-}
-SETTINGS: dict[str, Any] = {
-    "dataset": "a/b",
-    "microbatch_size": 1,
-    "min_train_tokens": 1,
-    "start_train_token": 0,
-    "checkpoint_interval": 1,
-    "learning_rate": 0.01,
-    "precision": "fp32",
-}
+MODEL = SMALL_MODEL | {"vocab_size": 4999, "context_length": 9, "emb_dim": 58, "n_layers": 3, "drop_rate": 0.0}
+SETTINGS = SEED_TRAIN | {"learning_rate": 0.01, "precision": "fp32"}
 WORLDS = (3, 2)  # numbers of ranks; each world starts from the state that the previous world saved
 # Name of the case -> keys of train.json, and "moe", a key of model.json.
 CASES: dict[str, dict[str, Any]] = {
