@@ -157,7 +157,7 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
     settings |= {"validation_interval": CYCLE, "checkpoint_interval": CYCLE, "keep_checkpoints": 2}
     shop.add_dataset("local/long", tokens=128 * (STEPS_A_LIFE + 1) * kills)
     unharmed, harmed = [shop.add_run(name, **settings) for name in ("unharmed", "harmed")]
-    train(shop, unharmed.name, ranks=2)
+    train(shop, unharmed.name, ranks=2, timeout=100 + 5 * kills)
     vanishing = []
     with ThreadPoolExecutor() as pool:
         for place in itertools.islice(itertools.cycle(PLACES), kills):
@@ -172,7 +172,7 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
             assert_named_are_whole(harmed)
         for future in vanishing:
             future.result()
-    train(shop, harmed.name, ranks=2)
+    train(shop, harmed.name, ranks=2, timeout=100 + 5 * kills)
     assert_same_end(unharmed, harmed)
 
 
