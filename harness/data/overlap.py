@@ -45,8 +45,8 @@ class HeldOutHashes:
         self.ngrams = NgramIndex(np.concatenate(hashes))
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Yield the batches without the documents that stand in the held-out text. A document that goes on in a later
-        batch is judged by its part in its first batch, one or two million characters."""
+        """Yield the batches without the documents that also occur in the held-out text. A document that continues in
+        later batches is judged by its part in the first of them, one or two million characters."""
         is_left_out: bool | None = None  # of the document that the batch before has begun
         for encoded in batches:
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch

@@ -231,7 +231,7 @@ def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, obje
     if summary.train.get("initial_weights") is not None:
         raise UserError("begins with weights that were trained before (initial_weights), on tokens not counted here")
     if summary.changes:
-        raise UserError(f"did not keep its settings: {abbreviated(summary.changes, separator='; ')}")
+        raise UserError(f"was changed during training: {abbreviated(summary.changes, separator='; ')}")
     if summary.active_parameters is not None:
         raise UserError("has a mixture of experts, for which these laws do not hold")
     if summary.parameters is None or summary.flops_per_token is None or not summary.tokens_seen:

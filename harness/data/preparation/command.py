@@ -210,7 +210,7 @@ def _tokenize(
 
     total, committed, empty = journal.here.total, journal.here.total.tokens, journal.here.empty
     left_out = journal.here.left_out
-    is_open = False  # True if the last document goes on in the next batch
+    is_open = False  # True if the last document continues in the next batch
     try:
         for encoded in batches:
             batch = encoded.batch
