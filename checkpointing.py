@@ -150,10 +150,10 @@ class Checkpointer:
         self.saved_step = state.global_step
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        """Wait for the copies, flush metrics.jsonl, and write the checkpoint. Point the link `latest` to it, and `best`
-        if it is the best. Then remove old checkpoints if train.json sets `keep_checkpoints`, and wake the upload to the
-        mirror, if there is one. Raises RunError if a file cannot be written. Called on rank 0 by `self.writer`, which
-        may run it in a background thread."""
+        """Wait until weights and optimizer state have been copied to host memory, flush metrics.jsonl, and write the
+        checkpoint. Point the link `latest` to it, and `best` if it is the best. Then remove old checkpoints if
+        train.json sets `keep_checkpoints`, and wake the upload to the mirror, if there is one. Raises RunError if a
+        file cannot be written. Called on rank 0 by `self.writer`, which may run it in a background thread."""
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)

@@ -149,7 +149,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
     if len(looking) + makes != 1 or (makes and not (inputs and output_dir)):
         raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR; --help tells more")
     if options["public"] and not options["push_to_hub"]:
-        raise UserError("--public belongs with --push-to-hub")
+        raise UserError("--public belongs with --push-to-hub OWNER/NAME; give both or neither")
     mode = looking[0] if looking else "from_bin" if options["from_bin"] else ""
     source = click.get_current_context().get_parameter_source
     names = {key: f"--{key.replace('_', '-')}" for key in options}  # as the user types them

@@ -118,7 +118,7 @@ class NotebookModel(nn.Module):
 
 def nano_gpt(config: ModelConfig) -> NotebookModel:
     """Return a GPT as in nanoGPT (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
-    torch's norms and attention, a tied head, and all logits stored."""
+    torch's norms and attention, a tied head, and the logits of the whole batch in memory at once."""
     model = NotebookModel(config.model_copy(update={"tie_weights": False}), NanoBlock, nn.LayerNorm)
     model.tok_emb.weight = model.out_head.weight  # keep the head's weights, whose initial values are small
     return model

@@ -102,6 +102,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 @pytest.fixture
 def hub() -> Iterator[Any]:
+    """A Hub on the loopback interface, without datasets."""
     from tests.support.fake_hub import FakeHub
 
     with FakeHub() as running:

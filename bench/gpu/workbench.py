@@ -111,8 +111,8 @@ class Workbench:
         return model, train
 
     def add_run(self, name: str, model: Row, train: Row, *, fast: bool = False) -> None:
-        """Write the directory of a short run with the settings of the shipped one. `model` and `train` are keys of
-        model.json and train.json that replace the shipped ones."""
+        """Write the directory of a short run: the run that `shipped(fast=fast)` returns, with few steps and no warm-up.
+        The keys in `model` and `train` replace those of its model.json and train.json."""
         shipped_model, shipped_train = self.shipped(fast=fast)
         steps = {"train_steps": STEPS[self.tiny], "warmup_steps": 0}
         write_run(self.runs / name, shipped_model | model, shipped_train | SHORT | steps | train)

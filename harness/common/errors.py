@@ -122,6 +122,8 @@ def one_line_errors() -> Iterator[None]:
         KeyboardInterrupt         the signal's name and how to continue, once per machine      128 + signal
         any other, in a rank      the traceback, because it is a bug                          1
 
+    A standard stream that was closed before Python started, which Python has as None, is replaced by /dev/null.
+
     SystemExit, and without a launcher any other exception, is not caught. A rank of several exits here even after a
     normal end of the body.
     """

@@ -186,9 +186,9 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """Dollars by phase, and in total. They are those of the summary. Without a summary, they are those of the
-        latest checkpoint, and the total includes the seconds since then, at train.json's price per hour. If no dollars
-        are recorded, all seconds are counted at this price. Empty if there is no price, either."""
+        """Dollars by phase, and in total, as recorded by the summary or else by the latest checkpoint. In the second
+        case the total also has the cost of the time since that checkpoint, at train.json's price per hour. If no
+        dollars are recorded, all seconds are counted at this price. Empty if there is no price, either."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price, meta = self.train.get("price_per_hour"), self.meta

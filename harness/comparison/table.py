@@ -138,10 +138,10 @@ class RunsTable:
 
     def sorted(self, key: str | None) -> RunsTable:
         """Return the table sorted by the column `key`, the best or lowest value first and empty cells last. The key
-        "name" sorts by the runs' names. If `key` is None, sorts by the first column of LOSSES that two runs have, or
-        else by the first that one run has; runs without this loss are sorted by the next column of LOSSES. If the table
-        has no column of LOSSES, sorts by the names. Raises UserError if no column has the given key. The message names
-        the nearest key, or all keys if none is near."""
+        "name" sorts by the runs' names. If `key` is None, sorts by all columns of LOSSES, those with at least two
+        values before the others. A later column decides only between runs whose values in the earlier ones are equal
+        or missing. If the table has no column of LOSSES, sorts by the names. Raises UserError if no column has
+        the given key. The message names the nearest key, or all keys if none is near."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
         order = list(range(len(self.records)))

@@ -34,7 +34,9 @@ class SplitFacts:
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
     """Count a split's tokens, documents and bytes of text, and find its largest token id and the length of its longest
-    document. Reads the whole file. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
+    document. Documents are counted by their end-of-text tokens, and a document's length includes that token. Tokens
+    after the last one are no document, but their number may be the greatest length. Reads the whole file. If a token id
+    is beyond the vocabulary, the count of bytes is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text

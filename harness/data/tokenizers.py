@@ -73,7 +73,8 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
+            text = f"character {error.start} is half of a surrogate pair; remove it"
+            raise UserError(f"text is not valid Unicode: {text}") from None
         return self._encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ reached once the device has reached the event.
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 from collections import deque
@@ -42,7 +41,7 @@ POLLS_IN_TIMEOUT = 5
 # waits this long, so that these messages come first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
-LONGEST_WINDOW = 64  # steps of which `Watchdog.own_seconds` keeps the times: the newest
+TIMED_STEPS = 64  # number of steps, the newest, of which `Watchdog.own_seconds` takes the median
 
 
 # Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" is that of
@@ -97,8 +96,8 @@ class Progress:
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
         """Create the progress of a rank that has passed no milestone. `record()` marks the end of the work given to the
-        device so far, and returns a function that returns True once the device has passed this mark. `record` is None
-        if the main thread does the computation itself (on a CPU)."""
+        device so far, and returns a function that returns True once the device has passed this mark, such as a
+        DeviceMark. `record` is None if the main thread does the computation itself (on a CPU)."""
         self._record = record
         self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
@@ -192,8 +191,8 @@ class Watchdog:
         self._place: Place | None = None
         self._parts = 0  # parts done at `_place`
         self._is_guarded = False
-        self._last_part: Any = None  # time of the last `beat` at `_place`
-        self._own: deque[tuple[Any, Any]] = deque(maxlen=LONGEST_WINDOW)  # times of a step's begin and last `beat`
+        self._last_beat: Any = None  # time of the last `beat` inside the present `guard`
+        self._step_times: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # of each step's begin and last `beat`
         self._ended = threading.Event()
         self._leaving = False
         self._send: Callable[[Heartbeat], None] = lambda heartbeat: None
@@ -202,13 +201,13 @@ class Watchdog:
     def guard(self, place: Place) -> Iterator[None]:
         """Context manager for the work at `place`. Inside it, this rank counts as stuck if it (on CUDA, its device)
         makes no progress for longer than the timeout while no other rank is further behind. The watchdogs of all ranks
-        then end their processes."""
-        begun, self._last_part = self._pass(place, 0, is_guarded=True), None
+        then end their processes. A guarded step is timed for `own_seconds`."""
+        begun, self._last_beat = self._pass(place, 0, is_guarded=True), None
         try:
             yield
         finally:
-            if place.name == "step" and self._last_part is not None:
-                self._own.append((begun, self._last_part))
+            if place.name == "step" and self._last_beat is not None:
+                self._step_times.append((begun, self._last_beat))
             self.idle(place)
 
     def idle(self, place: Place) -> None:
@@ -221,14 +220,17 @@ class Watchdog:
         same on all ranks, so that the watchdog can compare how many parts each rank has finished. Does nothing before
         the first call of `guard` or `idle`."""
         if self._place is not None:
-            self._last_part = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
+            self._last_beat = self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
     def own_seconds(self) -> float:
         """Return the median seconds from the beginning of a step to this rank's last gradient, over the steps since the
-        last call (the newest LONGEST_WINDOW at most), or 0 if there were none. What follows in a step waits for other
-        ranks, so the step's end says nothing about a single rank. The device must have finished these steps."""
-        seconds = [last - begun for begun, last in self._own]
-        self._own.clear()
+        last call (the newest TIMED_STEPS at most), or 0 if there were none. What follows in a step waits for other
+        ranks, so the step's end says nothing about a single rank. On CUDA these are the device's times, if there are
+        several ranks; the device must have finished the steps."""
+        import statistics  # here, because --help imports this module
+
+        seconds = [last - begun for begun, last in self._step_times]
+        self._step_times.clear()
         return statistics.median(seconds) if seconds else 0.0
 
     def _pass(self, place: Place, parts: int, *, is_guarded: bool) -> Any:

@@ -36,9 +36,9 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     `source` is a folder with a GPT-2 in transformers' format, or with a model that Giles Thomas (github.com/gpjt) has
     published. meta.json records `name`, the model's name on the Hub, or None for a local folder.
 
-    Raises UserError if the folder holds anything else, if its weights are not those that its config.json describes, if
-    its tokenizer is damaged, or if `run` exists and is not empty. Raises RunError if the run cannot be written. No
-    partial run directory remains.
+    Raises UserError if the folder holds no such model, if its weights are not those that its config.json describes, if
+    its tokenizer is damaged, or if `run` exists and is not an empty folder. Raises RunError if the run cannot be
+    written. No partial run directory remains.
     """
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():

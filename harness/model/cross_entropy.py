@@ -112,9 +112,9 @@ def _loss_and_gradients(
     the weight (in the weight's dtype). The gradients have no rows unless `needs_grad`. `compiled` selects the compiled
     kernel. `softcap` is 0 for no cap.
 
-    With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
-    gives the loss and both gradients. The division by N is left to the backward pass, after the matrix products,
-    because p - y divided by N would underflow in fp16.
+    With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y (with a soft-cap, times its
+    slope), so that one pass over the logits gives the loss and both gradients. The division by N is left to the
+    backward pass, after the matrix products, because p - y divided by N would underflow in fp16.
     """
     inputs = features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, softcap
     losses_N, grad_features, grad_weight = _row_losses(*inputs)

@@ -381,10 +381,11 @@ class Experiment:
             wanted = config.start_val_token + int(sequences) * self.model.context_length + 1
             there = len(part.split("validation"))
             if there < wanted:
-                size = "validation_sequences" if config.validation_sequences else "validation_batches x microbatch_size"
+                key = "validation_sequences" if config.validation_sequences else "validation_batches"
                 raise UserError(
-                    f"the validation split of {part.name} is too short: wanted {wanted:,} tokens (train.json: "
-                    f"start_val_token + {size} x context_length + 1), but there are {there:,}; lower one of them"
+                    f"the validation split of {part.name} is too short: wanted {wanted:,} tokens (start_val_token + "
+                    f"{sequences:,} sequences x context_length + 1), but there are {there:,}; lower start_val_token or "
+                    f"{key} in train.json"
                 )
 
     def validation_order(self, data: TrainingData) -> WindowOrder:

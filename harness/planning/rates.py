@@ -151,6 +151,6 @@ def scale_settings(config: TrainConfig, *, batch_tokens: int, train_tokens: int,
         product = f"{value:g} x {' x '.join(said for said, _ in factors)}"
         values[key] = value * math.prod(factor for _, factor in factors)
         if not math.isfinite(values[key]):
-            raise UserError(f'train.json: key "{key}": {product} overflows; check the key and its scale factors')
+            raise UserError(f'train.json: key "{key}": {product} overflows; correct it or the scale_with_ keys')
         explained.append(f"{key} {product} = {values[key]:.4g}")
     return ScaledSettings(values, tuple(explained))

@@ -72,7 +72,8 @@ class Source(BaseModel):
 
 class Affects(Enum):
     """Effect of a key of train.json, given in the annotation of the key's field. `keys_affecting` returns the keys that
-    have a given effect. A key without such an annotation affects only the result of training."""
+    have a given effect. A key without such an annotation changes the result of training, but neither the size
+    of a batch nor the kernels."""
 
     BATCH = "the number of tokens of a step"
     SPEED = "the kernels of a step, and thereby its time and its rounding errors"

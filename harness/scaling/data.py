@@ -86,10 +86,10 @@ class CostLaw:
 
     @classmethod
     def of(cls, points: Points) -> CostLaw:
-        """Return the rule of thumb C = 6ND if it is exact for all points. Otherwise fit coefficient and exponent by a
-        line through the logarithms; if all sizes are the same, the exponent stays 1. In small models the rule is not
-        exact, because the shares of embeddings (which are looked up) and attention (which grows with the context)
-        change with the size."""
+        """Return the rule of thumb C = 6ND if it is exact for all points. Otherwise fit C = coefficient * N^exponent *
+        D by a straight line through ln(C / (N * D)) over ln N; if all sizes are the same, the exponent stays 1. In
+        small models the rule is not exact, because the shares of embeddings (which are looked up) and attention (which
+        grows with the context) change with the size."""
         ratio = points.flops / points.tokens / points.parameters
         if np.allclose(ratio, FLOPS_PER_PARAMETER, rtol=1e-6):
             return cls()

@@ -118,13 +118,15 @@ class AdamW(torch.optim.AdamW):
         update was made and no state was loaded, return an empty dict.
 
         The state is copied into `into`, which is returned. On rank 0, `into` must have tensors in host memory with the
-        shapes of `state_shapes` (None: they are allocated); on other ranks it is an empty dict. On a GPU, the copies
+        shapes of `state_shapes` (None: they are allocated); on other ranks it is an empty dict. Every parameter must
+        have had a gradient. On a GPU, the copies
         may still be running when this method returns. Collective if the state is sharded.
         """
-        if not self._has_state or (self.partition.size == 1 and not world.is_main):  # there every rank has all of it
+        if not self._has_state or (self.partition.size == 1 and not world.is_main):  # not sharded: rank 0 has all of it
             return {}
         shapes, own = self.state_shapes(), {shard: self.state[tensor] for shard, tensor in self._own.items()}
-        into = empty_state(shapes) if into is None else into
+        if into is None:
+            into = empty_state(shapes) if world.is_main else {}
         self.partition.gather(self.shards, own, shapes, next(iter(self.parameters.values())).device, into)
         return into
 

@@ -419,7 +419,7 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
         raise UserError(
             f"the train split of {config.data_name} is too short for one global batch: wanted "
             f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {tokens:,}; use a longer dataset, "
-            "use fewer ranks, or lower gradient_accumulation_steps"
+            "use fewer ranks, or lower start_train_token or gradient_accumulation_steps"
         )
     return min([ceiling, *(size // world.size for size in config.global_batches)])
 

@@ -327,7 +327,7 @@ def exchanged_sizes(experiment: Experiment | None) -> list[int]:
 
 
 def three_digits(value: float) -> str:
-    """Return a number as text with three significant digits, or from 100 on as an integer: 0.0123, 12.3, 1,234."""
+    """Return a number as text with at most three significant digits, or from 100 on as an integer: 0.5, 12.3, 1,234."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 

@@ -186,8 +186,9 @@ class Muon:
     def _make_state(self) -> Tensor:
         """Set the momentum of each of this rank's matrices to zero. Returns the tensor that counts the steps, also
         zero."""
-        for matrix in [each for batch in self._batches for each in batch]:
-            self._momenta[matrix] = torch.zeros_like(matrix.shard().of(self._muons[matrix.name]))
+        for batch in self._batches:
+            for matrix in batch:
+                self._momenta[matrix] = torch.zeros_like(matrix.shard().of(self._muons[matrix.name]))
         self._steps = torch.zeros((), device=next(iter(self.parameters.values())).device)
         return self._steps
 
@@ -201,7 +202,9 @@ class Muon:
         if self._steps is None or (self.partition.size == 1 and not world.is_main):
             return {}
         shapes = self.state_shapes()
-        into = self._adamw.named_state(world, empty_state(shapes) if into is None else into)
+        if into is None:
+            into = empty_state(shapes) if world.is_main else {}
+        into = self._adamw.named_state(world, into)
         own = {
             each.shard(self.partition.rank): {"step": self._steps, BUFFER: momentum}
             for each, momentum in self._momenta.items()

@@ -146,8 +146,8 @@ def copy_state(step: OptimizerStep, world: World, copies: HostCopies) -> dict[st
 
     def copy_own() -> None:  # fills `copied`, because `on_rank0` would send a result to all ranks
         weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
-        state = empty_state(optimizer.state_shapes(), "meta")  # only allocated here
-        copied.update(copies.copy({"weights": weights, "optimizer": state}))
+        state = empty_state(optimizer.state_shapes(), "meta")
+        copied.update(copies.copy({"weights": weights, "optimizer": state}))  # only allocates the state
 
     world.on_rank0(copy_own)
     copied["optimizer"] = optimizer.named_state(world, into=copied["optimizer"])

@@ -33,7 +33,8 @@ from harness.training.clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun(Plan):
-    """Inputs of training in this process. All inputs are checked, but no model or optimizer is built yet."""
+    """The plan of a run, and all other inputs of training in this process. All inputs are checked, but no model or
+    optimizer is built yet."""
 
     position: Position
     data: TrainingData

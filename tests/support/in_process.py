@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -54,7 +54,7 @@ def run_here(name: str, *arguments: object, status: int | None = 0) -> Result:
     """Run one of the repository's commands, and expect this exit status, or any if `status` is None. A warning that a
     user would see, such as matplotlib's of a character without a glyph, is an error."""
     with warnings.catch_warnings():
-        for seen in (RuntimeWarning, UserWarning):
+        for seen in (RuntimeWarning, UserWarning, FutureWarning):
             warnings.simplefilter("error", seen)
         done = call(name, *arguments, folder=ROOT)
     assert status in (None, done.status), done
@@ -85,7 +85,7 @@ class InProcess(Workshop):
         return result
 
 
-def module_shop(tokens: int) -> Any:
+def module_shop(tokens: int) -> Callable[..., InProcess]:
     """Return a fixture: a workshop with a dataset of `tokens` tokens, for all tests of a file."""
 
     @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def _as_before() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         vars(EXIT).update(vars(Exit()))
         for descriptor, path in _open_descriptors().items() - descriptors.items():
-            if path.endswith(".lock"):
+            if Path(path).name == ".lock":
                 os.close(descriptor)
 
 

@@ -377,7 +377,7 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     result = shop.attempt("-f", "--write")
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
     assert note.startswith(f"note: with a microbatch of {answer(result)}, the validation split of local/letters is too")
-    assert "start_val_token + validation_batches x microbatch" in note
+    assert "lower start_val_token or validation_batches in train.json" in note
     written = json.loads((run / "train.json").read_text())["microbatch_size"]
     assert written < answer(result)
     assert (

@@ -168,9 +168,10 @@ def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
     assert alike(steps[at_once].optimizer.named_state(ALONE), steps[continued].optimizer.named_state(ALONE))
 
 
-def test_the_state_is_a_copy_and_rank_0s_alone() -> None:
+@EACH
+def test_the_state_is_a_copy_and_rank_0s_alone(config: TrainConfig) -> None:
     """A further step does not change a state that is being saved. Other ranks than rank 0 have an empty dict."""
-    step = trained_step()
+    step = trained_step(config)
     state = step.optimizer.named_state(ALONE)
     kept = copy.deepcopy(state)
     step.run(BATCHES[3], 1.0)

@@ -62,7 +62,7 @@ world = World.join()
 def bytes_of_state(optimizer):
     states = getattr(optimizer, "_adamw", optimizer).state.values()
     tensors = [value for state in states for key, value in state.items() if key != "step"]
-    tensors += [*getattr(optimizer, "_whole", {}).values()] or [*getattr(optimizer, "_momenta", {}).values()]
+    tensors += getattr(optimizer, "_momenta", {}).values()
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
     return sum(storages.values())
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.json_files import finite
+from harness.common.messages import tell
 from harness.data.tokenizers import Tokenizer
 from harness.evaluation.generation import GREEDY, continue_prompts
 from harness.evaluation.instruct.responses import Instruction, InstructionSplits, Response
@@ -182,7 +183,7 @@ def fine_tune(
     model.eval()
     click.echo(f"stopped: {reason}; kept: epoch {result.kept_epoch}")
     if not result.kept_epoch:
-        click.echo("nothing was learned, and the weights are unchanged: try a lower --learning-rate", err=True)
+        tell("nothing was learned, and the weights are unchanged: try a lower --learning-rate")
     return result
 
 
