@@ -140,7 +140,7 @@ def _as_before() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         vars(EXIT).update(vars(Exit()))
         for descriptor, path in _open_descriptors().items() - descriptors.items():
-            if Path(path).name == ".lock":
+            if path.endswith(".lock"):  # of a run or of a sweep
                 os.close(descriptor)
 
 
