@@ -11,7 +11,7 @@ from harness.distributed.world import World
 from harness.model.tensor_names import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
-from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state, empty_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -113,20 +113,17 @@ class AdamW(torch.optim.AdamW):
             for name, parameter in self.parameters.items()
         }
 
-    def named_state(self, world: World, into: NamedState | None = None) -> NamedState:
+    def named_state(self, world: World, into: NamedState) -> NamedState:
         """Return the whole optimizer state by parameter name, in fp32, on rank 0. On other ranks, and as long as no
         update was made and no state was loaded, return an empty dict.
 
         The state is copied into `into`, which is returned. On rank 0, `into` must have tensors in host memory with the
-        shapes of `state_shapes` (None: they are allocated); on other ranks it is an empty dict. Every parameter must
-        have had a gradient. On a GPU, the copies
-        may still be running when this method returns. Collective if the state is sharded.
+        shapes of `state_shapes`; on other ranks it is an empty dict. Every parameter must have had a gradient. On a
+        GPU, the copies may still be running when this method returns. Collective if the state is sharded.
         """
-        if not self._has_state or (self.partition.size == 1 and not world.is_main):  # not sharded: rank 0 has all of it
+        if not self._has_state or (self.partition.size == 1 and not world.is_main):  # not sharded: rank 0 has it all
             return {}
         shapes, own = self.state_shapes(), {shard: self.state[tensor] for shard, tensor in self._own.items()}
-        if into is None:
-            into = empty_state(shapes) if world.is_main else {}
         self.partition.gather(self.shards, own, shapes, next(iter(self.parameters.values())).device, into)
         return into
 

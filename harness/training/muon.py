@@ -13,7 +13,7 @@ from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
 from harness.training.adamw import AdamW, trained_parameters
-from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state, empty_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
 # and torch.optim.Muon: the quintic a·x + b·x³ + c·x⁵ whose slope at zero is largest among those that keep singular
@@ -198,13 +198,11 @@ class Muon:
             shapes[name] = {"step": torch.Size(), BUFFER: parameter.shape}
         return {name: shapes[name] for name in self.parameters}
 
-    def named_state(self, world: World, into: NamedState | None = None) -> NamedState:
+    def named_state(self, world: World, into: NamedState) -> NamedState:
         if self._steps is None or (self.partition.size == 1 and not world.is_main):
             return {}
         shapes = self.state_shapes()
-        if into is None:
-            into = empty_state(shapes) if world.is_main else {}
-        into = self._adamw.named_state(world, into)
+        self._adamw.named_state(world, into)
         own = {
             each.shard(self.partition.rank): {"step": self._steps, BUFFER: momentum}
             for each, momentum in self._momenta.items()

@@ -23,8 +23,9 @@ from harness.runs.checkpoints import Checkpoint
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
+from harness.training.muon import Muon
 from harness.training.step import OptimizerStep, StepResult
-from harness.training.zero1 import NamedState
+from harness.training.zero1 import NamedState, empty_state
 from tests.support.configs import SEED_TRAIN
 
 CPU = torch.device("cpu")
@@ -56,8 +57,12 @@ def update(step: OptimizerStep, multiplier: float = 1.0) -> StepResult:
         return step.run([], multiplier)
 
 
+def state_of(optimizer: AdamW | Muon) -> NamedState:
+    return optimizer.named_state(ALONE, empty_state(optimizer.state_shapes()))
+
+
 def saved_by(step: OptimizerStep) -> Checkpoint:
-    return checkpoint_of(copy.deepcopy(step.optimizer.named_state(ALONE)))
+    return checkpoint_of(state_of(step.optimizer))
 
 
 def checkpoint_of(state: NamedState) -> Checkpoint:
@@ -102,7 +107,7 @@ def test_adamw_is_torchs_to_the_bit() -> None:
         assert same_weights(ours, theirs)
         names: dict[Tensor, str] = {parameter: name for name, parameter in theirs.named_parameters()}
         found = {names[parameter]: state for parameter, state in reference.state.items()}
-        assert alike(step.optimizer.named_state(ALONE), found)
+        assert alike(state_of(step.optimizer), found)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -114,13 +119,13 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
 ) -> None:
     step = trained_step(config.model_copy(update={"precision": precision, "clipping_max_norm": 1.0}), steps=2)
     weights = [parameter.clone() for parameter in step.bare_model.parameters()]
-    state = copy.deepcopy(step.optimizer.named_state(ALONE))
+    state = state_of(step.optimizer)
     assert state.keys() == {name for name, _ in step.bare_model.named_parameters()}
     step.accumulate(BATCHES[2])
     step.bare_model.trf_blocks[0].att.qkv.weight.grad[3, 3] = value
     assert update(step).skipped == 1
     assert all(map(torch.equal, weights, step.bare_model.parameters()))
-    assert alike(step.optimizer.named_state(ALONE), state)
+    assert alike(state_of(step.optimizer), state)
 
 
 # State by name
@@ -132,10 +137,10 @@ def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfi
     `optimizer_state_bytes` returns, not counting the "step" tensors."""
     model = fresh_model()
     step = OptimizerStep(model, config)
-    assert step.optimizer.named_state(ALONE) == {}, "there is no state before the first step"
+    assert state_of(step.optimizer) == {}, "there is no state before the first step"
     for batch in BATCHES[:3]:
         step.run(batch, 1.0)
-    state = step.optimizer.named_state(ALONE)
+    state = state_of(step.optimizer)
     assert list(state) == [name for name, _ in model.named_parameters()]
     shapes = {name: {key: value.shape for key, value in each.items()} for name, each in state.items()}
     assert shapes == step.optimizer.state_shapes()
@@ -165,30 +170,30 @@ def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
         steps[continued].run(batch, 1.0)
     assert same_weights(at_once, continued)
     assert not same_weights(at_once, stopped)
-    assert alike(steps[at_once].optimizer.named_state(ALONE), steps[continued].optimizer.named_state(ALONE))
+    assert alike(state_of(steps[at_once].optimizer), state_of(steps[continued].optimizer))
 
 
 @EACH
 def test_the_state_is_a_copy_and_rank_0s_alone(config: TrainConfig) -> None:
     """A further step does not change a state that is being saved. Other ranks than rank 0 have an empty dict."""
     step = trained_step(config)
-    state = step.optimizer.named_state(ALONE)
+    state = state_of(step.optimizer)
     kept = copy.deepcopy(state)
     step.run(BATCHES[3], 1.0)
     assert alike(state, kept)
-    assert not alike(step.optimizer.named_state(ALONE), kept)
-    assert step.optimizer.named_state(World(1, 1, 2, 2, CPU)) == {}
+    assert not alike(state_of(step.optimizer), kept)
+    assert step.optimizer.named_state(World(1, 1, 2, 2, CPU), {}) == {}
 
 
 @pytest.mark.parametrize(("one", "other"), [(TRAIN, MATRICES_ONLY), (MATRICES_ONLY, TRAIN)])
 def test_a_state_does_not_depend_on_how_parameters_are_grouped(one: TrainConfig, other: TrainConfig) -> None:
     """A state saved with one grouping of parameters can be loaded with another. Loading leaves the settings of the
     groups as the current train.json has them."""
-    saved = trained_step(one).optimizer.named_state(ALONE)
+    saved = state_of(trained_step(one).optimizer)
     optimizer = AdamW(fresh_model(), other)
     groups = [group | {"params": []} for group in optimizer.param_groups]
     optimizer.load_named_state(saved)
-    assert alike(optimizer.named_state(ALONE), saved)
+    assert alike(state_of(optimizer), saved)
     assert groups == [group | {"params": []} for group in optimizer.param_groups]
 
 
@@ -215,13 +220,13 @@ HEAD, QKV = "out_head.weight", "trf_blocks.0.att.qkv.weight"
 def test_a_state_of_something_else_is_refused_and_changes_nothing(
     own: TrainConfig, other: TrainConfig, change: Callable[[NamedState], object], words: str
 ) -> None:
-    step, saved = trained_step(own), copy.deepcopy(trained_step(other).optimizer.named_state(ALONE))
-    before = copy.deepcopy(step.optimizer.named_state(ALONE))
+    step, saved = trained_step(own), state_of(trained_step(other).optimizer)
+    before = state_of(step.optimizer)
     change(saved)
     with pytest.raises(UserError, match=r"optimizer\.pt") as refused:
         restore_optimizer(step, checkpoint_of(saved), PATH)
     assert words in str(refused.value)
-    assert alike(step.optimizer.named_state(ALONE), before)
+    assert alike(state_of(step.optimizer), before)
 
 
 def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
