@@ -1,5 +1,5 @@
-"""Check a rented machine before a long training: rates of each device, of the exchange between them, of disk and
-network, and the speed of a run's training step.
+"""Check a rented machine before a long training run: measure each device, the all-reduce between the devices, the disk,
+the network, and the speed of a run's training step.
 
 uv run check_machine.py RUN --processes 8
 """
@@ -21,13 +21,14 @@ from harness.common.processes import exit_when_launcher_dies
 @click.option("--processes", type=click.IntRange(min=1), help="Start this many ranks; leave it out under torchrun.")
 @RUNS_DIR
 def main(run: str | None, processes: int | None, runs_dir: Path) -> None:
-    """Measure this machine on all ranks at once, in less than a minute: matrix products and copies of each device, the
-    all-reduce of gradients, the disk under RUNS_DIR, and a download from the Hub. The exit status is 1 if a rank's
-    products or copies are more than 10 % slower than the median, or its copies from the host more than 40 %, in three
-    measurements in a row, or if a measurement fails.
+    """Measure this machine on all ranks at once, in less than a minute: matrix products and memory copies on each
+    device, the all-reduce of gradients, the disk that checkpoints go to, and a download from the Hub. The exit status
+    is 1 if, in three measurements in a row, a rank's products or copies are more than 10 % slower than the median of
+    the ranks, or its copies from host memory more than 40 %. It is also 1 if any measurement but the download fails.
 
-    With RUN, also train a new model of that run for some steps (compiling it takes minutes, and need not be repeated by
-    training), and keep the speed for `ddp_train.py RUN DATASETS_DIR --plan`.
+    With RUN, also train a new model with that run's settings for some steps, and save the speed for
+    `ddp_train.py RUN DATASETS_DIR --plan`. Compiling the model can take minutes; the run itself then need not do it
+    again.
 
     \b
         uv run check_machine.py 8xa100m40 --processes 8

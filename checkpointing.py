@@ -1,8 +1,8 @@
-"""Save a run's checkpoints, and resume from a checkpoint. With as many ranks as before, training then continues with
-exactly the bits of a run that never stopped (on GPUs only if train.json's `deterministic` is true).
+"""Save a run's checkpoints, and resume from a checkpoint. If the number of ranks is the same as before, the resumed
+run is bit-identical to one that never stopped (on GPUs only if train.json's `deterministic` is true).
 
 A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and
-losses since the last report, and the tokenizer's file if it has one. Its meta.json holds the progress of training.
+losses since the last report, and the tokenizer's file, if there is one. Its meta.json holds the progress of training.
 harness/runs/checkpoints.py reads and writes the files.
 """
 
@@ -34,7 +34,8 @@ from harness.training.saving import HostCopies, Writer, copy_state
 from harness.training.startup import PreparedRun
 from harness.training.step import OptimizerStep
 
-# Factor that keeps the seeds of neighboring ranks apart: rank 1 of seed 42 has another seed than rank 0 of seed 43.
+# Factor that keeps the seeds of neighboring ranks apart: with it, rank 1 of a run with seed 42 does not draw the same
+# numbers as rank 0 of a run with seed 43.
 RANK_STRIDE = 1_000_003
 PIECE = 2**22  # elements summed at a time, because torch converts a whole operand to int64 before it sums
 
@@ -108,18 +109,18 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, start, saved.meta))
 
     def save(self, state: TrainState, *, planned: bool, interrupted_evaluation: str | None = None) -> None:
-        """Save a checkpoint of the last completed step. First update the best step in `state` and, if `planned`, the
-        losses since the last planned checkpoint. `planned` is true if the checkpoint was due by train.json, and false
-        if it is saved because the run stops early. meta.json records `interrupted_evaluation` ("validation",
-        "benchmarks" or None), so that the resumed run repeats the evaluation that was interrupted and does the work
-        that follows it.
+        """Save a checkpoint of the last completed step. First update the best step in `state` and, if `planned`, set
+        its `train_loss` to the mean loss since the last planned checkpoint. `planned` is true if train.json asks for
+        this checkpoint, and false if it is saved because the run stops early. meta.json records
+        `interrupted_evaluation` ("validation", "benchmarks" or None), so that the resumed run repeats the evaluation
+        that was interrupted and does the work that follows it.
 
         With `async_checkpoint` the files are written in a thread. On a GPU, the copies to host memory may still be
         running when this method returns. They run before the next step's work, and the writer waits for them. An error
         in the thread is raised by the next `save` or `finish`, or by `Writer.check`. Raises RunError if the weights are
         not equal on all ranks, or if the files cannot be written.
         """
-        if planned:  # otherwise the sums stay, so that the next planned checkpoint records what it would without a stop
+        if planned:  # else keep the sums: the next planned checkpoint records the same mean loss as without a stop
             state.close_loss_period()
         if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
@@ -133,7 +134,7 @@ class Checkpointer:
             # The key "window" holds the losses since the last report.
             ranks = self.world.gather({"random": random, "window": self.meter.state()})
             self.world.on_rank0(self.writer.wait)  # it may still read the copy of the previous save
-            scaler = self.step.scaler.state_dict()  # waits for the device, so before the copies
+            scaler = self.step.scaler.state_dict()  # called before the copies, because it waits for the device
             copied = copy_state(self.step, self.world, self.copies)
 
             def start_writing() -> None:
@@ -172,9 +173,9 @@ class Checkpointer:
         difference = describe_divergence(self.world.gather(own), self.model)
         if difference:
             raise self.world.collective_error(
-                f"after global step {state.global_step}, {difference}: a device or its memory is faulty; find it and "
-                "exclude it, then run the same command again: it continues from the latest checkpoint, whose weights "
-                "were equal on all ranks"
+                f"after global step {state.global_step}, {difference}: a device or its memory is faulty; find and "
+                "exclude that device, then run the same command again; training continues from the latest checkpoint, "
+                "whose weights were equal on all ranks"
             )
 
     def finish(self) -> None:
@@ -266,12 +267,12 @@ def restore_ranks(saved: Checkpoint, path: Path, meter: LossMeter, world: World,
 
 
 def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> None:
-    """Load the optimizer's state from the checkpoint `path`, whose content is `saved`, and the scaler's if the run uses
-    one and `saved` has it. Called on every rank.
+    """Load the optimizer's state from the checkpoint `path`, whose content is `saved`. Also load the scaler's state if
+    the run uses a scaler and `saved` has that state. Called on every rank.
 
-    A checkpoint by the training program of Giles Thomas's lab notebook (harness/runs/upstream.py) has its optimizer
-    state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer begins
-    with an empty one.
+    A checkpoint written by the training program of Giles Thomas's lab notebook (see harness/runs/upstream.py) has its
+    optimizer state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer
+    begins with an empty one.
 
     Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
     """

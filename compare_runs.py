@@ -24,9 +24,14 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.option(
     "--baseline",
     metavar="RUN|ARM",
-    help="Test whether others are better or worse than this run or arm (runs that differ only in their seeds).",
+    help="Test whether the other runs are better or worse than this run or this arm (an arm is a group of runs that "
+    "differ only in their seeds).",
 )
-@click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
+@click.option(
+    "--sort",
+    metavar="KEY",
+    help="Sort by a column, given by its key in the output of --json, or by name. Default: best loss first.",
+)
 @click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
 @click.option("--html", type=PATH, help="Write table, curves and verdicts into one self-contained HTML file.")
@@ -125,9 +130,9 @@ def main(
 
 
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the runs that --baseline selects, at least one: the run of that name, or all runs of the arm
-    of that name (runs that differ only in their seeds). The arm is looked for among the runs `compared` (all runs if
-    that is empty), then among all runs. Raises UserError if there is no such run or arm."""
+    """Return the names of the runs that `baseline` selects (at least one): the run of that name, or else all runs of
+    the arm of that name. An arm is a group of runs that differ only in their seeds. The arm is looked for among the
+    runs `compared` (all runs if it is empty), then among all runs. Raises UserError if there is no such run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
-MODEL_JSON = click.option("--model-json", help="The weights' model.json.  [default: that of their folder or run]")
+MODEL_JSON = click.option("--model-json", help="model.json of the weights.  [default: the one in their folder or run]")
 DTYPE = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
-@click.group(cls=Group, no_args_is_help=False)
+@click.group(cls=Group)
 def main() -> None:
     """Export models for transformers or for the scripts of Giles Thomas's lab notebook
     (github.com/gpjt/ddp-base-model-from-scratch), import models, and publish models on the Hugging Face Hub. If
@@ -36,8 +36,8 @@ def main() -> None:
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 @RUNS_DIR
 def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
-    """Write a model to the new folder OUT: the best checkpoint of RUN (of an imported run, its weights), its CHECKPOINT
-    (a folder's name, `latest` or `best`), or the model in any folder with model.safetensors.
+    """Write a model to the new folder OUT: the best checkpoint of RUN (for an imported run, its weights), the one that
+    CHECKPOINT names (a folder's name, `latest` or `best`), or the model in any folder with model.safetensors.
 
     transformers.AutoModelForCausalLM and AutoTokenizer can load OUT, and so can programs that use them. A model for
     which transformers has no class is written with its own code, which runs only with trust_remote_code=True. With
@@ -87,7 +87,8 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
         raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
     is_folder = Path(source).is_dir()
     where = Path(source) if is_folder else fetch_model(source)
-    # Only a name on the Hub is recorded, because a published model card shows it, and a local path is private.
+    # Only a name on the Hub is recorded. A local path is private, and the card of a published model shows what is
+    # recorded.
     said = import_model(where, None if is_folder else source, folder)
     click.echo(f"{folder}: wrote model.json and model.safetensors; {said}")
 
@@ -102,7 +103,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @click.option(
     "--datasets-dir",
     type=click.Path(path_type=Path),
-    help="Measure the test loss on the datasets that the model was trained on, in PATH.",
+    help="Folder of datasets; measure the test loss on those of them that the model was trained on.",
 )
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
 @RUNS_DIR
@@ -111,7 +112,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
     made it, and upload both to the Hugging Face Hub."""
     configure_libraries()
     if not is_hub_name(name):
-        raise UserError(f"{name}: give owner/name")
+        raise UserError(f"{name}: not the name of a repository on the Hub; give owner/name")
     files = find_files(checkpoint, options["model_json"], options["runs_dir"])
     from tempfile import TemporaryDirectory
 
@@ -141,7 +142,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
 
 def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> TrainedModel:
-    """Return the files of the model that the command line names. Raises UserError, without waiting for torch, if there
+    """Return the files of the model that the command line names. Raises UserError, before torch is imported, if there
     is no such model."""
     from harness.runs.trained_model import find_model
 

@@ -1,8 +1,9 @@
-"""Train a GPT-2-class model from a run directory, and write the trained model and its measurements there.
+"""Train a GPT-2-class model as a run directory describes it, and write the model and its measurements there.
 
-`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. Every GPU has one process, and a CPU
-as many as wanted. --processes or torchrun starts them; for a single process plain `python` is enough. Modules that need
-torch are imported inside functions, so that --help, --plan and errors in the run's files do not wait for torch.
+`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. There is one process for each GPU,
+or any number of processes on a CPU. --processes or torchrun starts them; for one process, plain `python` is enough.
+Modules that need torch are imported inside functions, so that --help, --plan and errors in the run's files do not wait
+for torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from harness.common.processes import PARENT, exit_when_launcher_dies
 from harness.distributed.signals import StopRequest
 from harness.distributed.watchdog import Place
 
-# A run has diverged if its loss has been too high for this part of its steps, and for at least this many reports.
+# A run has diverged if its loss has been too high for the fraction PATIENCE of its steps, and for at least
+# LEAST_PATIENCE reports.
 PATIENCE, LEAST_PATIENCE = 0.05, 20
 
 if TYPE_CHECKING:
@@ -46,14 +48,14 @@ class Trainer:
 
     def __init__(self, prepared: PreparedRun, world: World, stop: StopRequest) -> None:
         """Build the parts of training. The model has new weights, which are equal on all ranks; `Checkpointer.restore`
-        then replaces them by those of the checkpoint or of train.json's initial weights, if there are any. `stop` holds
-        the signal that asks this process to stop. Collective.
+        then replaces them by the weights of the checkpoint, or by train.json's initial weights, if there are any.
+        `stop` holds the signal that asks this process to stop. Collective.
 
         Raises UserError if the machine's memory cannot hold the model's weights, if the device cannot compute what
-        train.json demands, or if a benchmark or its tokenizer cannot be loaded or the tokenizer has ids outside the
+        train.json demands, if a benchmark or its tokenizer cannot be loaded, or if that tokenizer has ids outside the
         model's vocabulary.
         """
-        load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
+        load("torch._dynamo")  # else the first use of an optimizer or of DDP would import it, more slowly
         import torch
 
         from checkpointing import Checkpointer
@@ -86,8 +88,8 @@ class Trainer:
         self.checkpointer = Checkpointer(prepared, world, self.optimizer_step, self.meter, self.reporter)
 
     def train(self) -> None:
-        """Finish the work at which an earlier process was interrupted, then run the remaining steps, and after each
-        step the work that is due. If any rank has a reason to stop, save a checkpoint and raise RunStopped on every
+        """Finish the work during which an earlier process was interrupted. Then run the remaining steps, and after each
+        step do the work that is due. If any rank has a reason to stop, save a checkpoint and raise RunStopped on every
         rank. No checkpoint is saved if there is one of this step and no evaluation was interrupted. Collective. Raises
         RunError as `after_step` does, or if a background save failed.
 
@@ -122,17 +124,18 @@ class Trainer:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
-            self.world.on_rank0(self.prepared.uploads.finish)  # the others wait: a launcher ends all with the first
+            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited.
+            self.world.on_rank0(self.prepared.uploads.finish)
             raise
 
     def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
         """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
-        of the other work. If the evaluation "validation" or "benchmarks" of this step was interrupted in an earlier
-        process, only that evaluation and the work after it are done.
+        of the other work. If `interrupted_evaluation` is "validation" or "benchmarks", an earlier process was
+        interrupted in that evaluation of this step, and only that evaluation and the work after it are done.
 
-        Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Before the last step, also
-        raises it if any rank was asked to stop by the end of the checkpoint, or, with `stop_if_diverged`, if the
-        training loss has diverged. Raises RunError on every rank as `report`, `Checkpointer.save` and
+        Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
+        also raises it if any rank was asked to stop before the checkpoint was saved, or, with `stop_if_diverged`, if
+        the training loss has diverged. Raises RunError on every rank as `report`, `Checkpointer.save` and
         `Checkpointer.check_weights` do.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
@@ -176,7 +179,7 @@ class Trainer:
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)
         if metrics.skipped_in_a_row >= config.max_skipped_steps:
             raise self.world.collective_error(
-                f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row by global step {step} "
+                f"by global step {step}, gradients were not finite in {metrics.skipped_in_a_row} steps in a row "
                 "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from an "
                 "earlier checkpoint by giving its name"
             )
@@ -202,16 +205,16 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option(
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
 )
-@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume G GiB of memory per device.")
+@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: assume this many GiB of memory per device.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, validation not counted.")
-@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, validation counted.")
+@click.option("--assume-tps", type=SPEED, help="With --plan: assume N tokens/s, without validation time.")
+@click.option("--assume-tps-with-validation", type=SPEED, help="With --plan: assume N tokens/s, with validation time.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: assume N ranks.")
 @click.option("--assume-device", help="With --plan: estimate the speed on this kind of GPU, such as H100.")
-@click.option("--mirror", metavar="URL", help="Mirror (docs/mirror.md) in place of train.json's; 'none' for no mirror.")
-@click.option("--wait", is_flag=True, help="Wait if another machine trains the run in the same mirror.")
-@click.option("--take-over", is_flag=True, help="Take the run over from a machine that trains it in the same mirror.")
+@click.option("--mirror", metavar="URL", help="Use this mirror (docs/mirror.md), not train.json's; 'none': no mirror.")
+@click.option("--wait", is_flag=True, help="Wait if another machine trains the run with the same mirror.")
+@click.option("--take-over", is_flag=True, help="Take the run over from a machine that trains it with the same mirror.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @click.option(
@@ -271,7 +274,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
         # find errors before torch is imported and other ranks are started
         checked_plan(experiment, checkpoint, options.processes or 1, restart=options.restart, mirrored=mirrored)
-    if here.rank == 0:
+    if here.rank == 0 and not options.find:
         check_on_end(found, experiment.config)
 
     def watch(rank0: int) -> None:
@@ -303,10 +306,11 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions, *, began: float) -> None:
     """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
-    `time.perf_counter()` from which the run's clock counts. If the run is finished, only complete its summary and,
-    without `checkpoint`, its links and metrics, in case an earlier process was killed before it wrote them, and send
-    what the mirror lacks. Raises RunStopped if the run stops early, and UserError or RunError if it cannot start or
-    fails."""
+    `time.perf_counter()` from which the run's clock counts.
+
+    If the run is finished, only write what an earlier process may have been killed before writing (the summary and,
+    unless `checkpoint` is given, the links and metrics), and send what the mirror lacks. Raises RunStopped if the run
+    stops early, and UserError or RunError if it cannot start or fails."""
     from checkpointing import rewind
     from harness.distributed.world import World, say
     from harness.training.clock import Clock

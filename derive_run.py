@@ -14,7 +14,7 @@ from harness.common.options import RUNS_DIR, Command
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Parse the KEY=VALUE texts of --set. A value that is valid JSON is parsed as JSON, any other value is a string.
+    """Parse the KEY=VALUE texts of --set. A value that is valid JSON is parsed as JSON; any other value is a string.
     Raises UserError if a text is not KEY=VALUE or a key is given twice."""
     from harness.common.json_files import strict_json
 
@@ -53,11 +53,11 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
 def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, datasets_dir: Path) -> None:
     """Create the run NEW as a copy of BASE with some keys changed.
 
-    VALUE is parsed as JSON if it is valid JSON, otherwise it is text; null removes the key. The file derived.json in
+    VALUE is parsed as JSON if it is valid JSON; otherwise it is text. null removes the key. The file derived.json in
     NEW records BASE and the keys that differ. If --set dataset names datasets in DATASETS_DIR, NEW also gets their
-    vocabulary, a microbatch size that their validation splits can fill, and at most as many validation batches as they
-    have. If their train splits are too short, NEW trains on all that they have (in as many passes as BASE's "epochs"
-    allows), and a long warm-up is shortened.
+    vocabulary size, a microbatch size that their validation splits can fill, and no more validation batches than these
+    splits have. If their train splits are too short, NEW trains on all that they have (in as many passes as BASE's
+    "epochs" allows), and a long warm-up is shortened.
     To derive several runs at once, use sweep_runs.py.
 
     \b

@@ -1,4 +1,4 @@
-"""Print a model's scores in the benchmarks by which language models are usually compared.
+"""Print a model's scores on the benchmarks by which language models are usually compared.
 
 uv run --extra benchmarks evaluate_benchmarks.py RUN --tasks hellaswag,arc_easy,piqa
 """
@@ -36,14 +36,16 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 @click.option(
     "--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's task or group names, or task files."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="The first N examples of each task.  [default: all]")
+@click.option("--limit", type=click.IntRange(min=1), help="Use only N examples of each task.  [default: all]")
 @click.option(
-    "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each question.  [default: each task's]"
+    "--num-fewshot",
+    type=click.IntRange(min=0),
+    help="Number of solved examples before each question.  [default: the task's own]",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Texts per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write everything to this JSON file, too."
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write all results to this JSON file."
 )
 @click.option(
     "--list",
@@ -64,13 +66,13 @@ def main(
     output: Path | None,
     runs_dir: Path,
 ) -> None:
-    """Print the benchmark scores of a model: the best checkpoint of RUN (of an imported run, its weights), its
-    CHECKPOINT (a folder's name, `latest` or `best`), or WEIGHTS with the shape in MODEL_JSON.
+    """Print the benchmark scores of a model: the best checkpoint of RUN (for an imported run, its weights), the one
+    that CHECKPOINT names (a folder's name, `latest` or `best`), or WEIGHTS with the shape in MODEL_JSON.
 
-    --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
-    and can be given several times. The tasks' data is downloaded from the Hugging Face Hub. The tokenizer is the one in
-    the folder of the weights, or GPT-2's if that folder has none. Scores of a run's checkpoint are also written to the
-    folder results/ of the run.
+    --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu), patterns of such names ('arc*'), and
+    paths of task files (.yaml), and can be given several times. The tasks' data is downloaded from the Hugging Face
+    Hub. The tokenizer is the one in the folder of the weights, or GPT-2's if that folder has none. Scores of a run's
+    checkpoint are also written to the folder results/ of the run.
     """
     configure_libraries()
     specs = [name for each in tasks for name in each.split(",") if name]

@@ -37,18 +37,28 @@ FORMATS = (".png", ".pdf", ".svg")
     "--budget",
     type=QUANTITY,
     multiple=True,
-    help="Print the best size and tokens for these FLOPs; can be given several times.",
+    help="Print the best model size and number of tokens for this many FLOPs; can be given several times.",
 )
 @click.option(
     "--tolerance",
     type=FiniteNumber(0, 1),
     default=0.05,
     show_default=True,
-    help="Runs share an isoFLOP profile if their FLOPs differ from its middle by at most this fraction.",
+    help="Group runs into one isoFLOP profile if their FLOPs lie within this fraction of a common middle.",
 )
-@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Fewest sizes in a profile.")
 @click.option(
-    "--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="Resamples for intervals."
+    "--least-sizes",
+    type=click.IntRange(3),
+    default=4,
+    show_default=True,
+    help="Smallest number of model sizes that make a profile.",
+)
+@click.option(
+    "--resamples",
+    type=click.IntRange(100, 100_000),
+    default=1000,
+    show_default=True,
+    help="Number of resamples for the intervals.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the resamples.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw all results into this file (png, pdf or svg).")
@@ -58,8 +68,9 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     """Fit scaling laws to the final validation losses of RUNS: names of
     folders in runs/, or patterns like 'ladder-*'.
 
-    Prints isoFLOP profiles (the best size at each compute), power laws of the best size and tokens, and the law
-    L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have not finished are named and left out.
+    Prints isoFLOP profiles (the best model size at each compute budget), power laws of the best size and of the number
+    of tokens it is trained on, and the law L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have
+    not finished are named and left out.
     """
     from harness.common.files import check_writable
     from harness.scaling.data import CostLaw
@@ -70,7 +81,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     if chart := options["chart"]:
         if chart.suffix.lower() not in FORMATS:
             raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
-        check_writable(chart.parent)  # before the fits, which take long
+        check_writable(chart.parent)  # before the fits, which take a long time
     given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
     cost = CostLaw.of(given)
     plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
@@ -111,7 +122,7 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
-    option's value: `parameters=1e9,tokens=2e10`, for example, of which `cost` gives the FLOPs, or the name of a run.
+    option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
 
     Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the run's model has
     experts, or if its train.json does not determine the number of tokens.

@@ -26,9 +26,9 @@ from harness.model.weights import check_memory, checkpoint_views, from_checkpoin
 INIT_STD = 0.02
 EPSILON = 1e-5  # for LayerNorm and RMSNorm
 # On the CPU, bf16 attention over fewer tokens than this is computed in fp32, because the backward kernel is slower in
-# bf16, even if the conversions to fp32 and back are counted. Forward and backward in bf16 take 2.0 to 2.3 times as long
-# as in fp32 with 128 tokens, 0.9 to 1.0 with 256, and 0.6 to 0.8 with 1,024, on an Intel Xeon with AMX and on an AMD
-# EPYC without (docs/LOG.md).
+# bf16, even if the conversions to fp32 and back are counted. On an AMD EPYC without AMX, forward and backward in bf16
+# take 2.0 times as long as in fp32 with 128 tokens, and 0.9 times as long with 256 and with 512; the same limit is
+# right with AMX (docs/LOG.md).
 CPU_BF16_CONTEXT = 256
 TOKEN_FACTOR, PREVIOUS_FACTOR = 36_313, 27_191  # for hashing two tokens: large odd numbers, as in modded-nanogpt
 GROUPED_ALIGNMENT = 8  # grouped matrix products need rows of a multiple of 16 bytes, which is 8 numbers of 16 bits
@@ -171,8 +171,8 @@ class CausalSelfAttention(nn.Module):
         if rotation is not None:
             q_BxTxHxD = rotated(q_BxTxHxD, rotation).to(v_BxTxHxD.dtype)
             k_BxTxHxD = rotated(k_BxTxHxD, rotation).to(v_BxTxHxD.dtype)
-        # Transposed only now: rotated in the order (B, H, T, D), a compiled model would read and write them twice, and
-        # copy the output of attention (docs/LOG.md).
+        # Transposed only now, because a compiled model that rotated them in the order (B, H, T, D) would read and write
+        # them twice, and copy the output of attention (docs/LOG.md).
         q_BxHxTxD, k_BxHxTxD, v_BxHxTxD = (each.transpose(1, 2) for each in (q_BxTxHxD, k_BxTxHxD, v_BxTxHxD))
         if cache is None:
             drop_rate = self.drop_rate if self.training else 0.0
@@ -350,7 +350,7 @@ def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> 
     device = x_RxC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RxC.dtype
     ends_E = tokens_E.cumsum(0).to(torch.int32)
-    # A row's expert is the number of experts whose rows end at or before the row's index.
+    # The index of a row's expert is the number of experts whose rows all come before that row.
     first_ends = torch.arange(len(x_RxC), device=x_RxC.device).unsqueeze(1) >= ends_E
     is_of_RxE = F.one_hot(first_ends.sum(1), len(experts)).to(dtype)
 

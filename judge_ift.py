@@ -28,7 +28,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OpenAI]")
 @click.option("--prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
 @click.option(
-    "--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Times each answer is judged."
+    "--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Number of judgments of each answer."
 )
 @click.option(
     "--attempts",
@@ -83,7 +83,7 @@ def main(
     from harness.evaluation.judge.requests import JudgeSettings
 
     if (price_in is None) != (price_out is None):
-        raise UserError("--price-in and --price-out: give both, or none")
+        raise UserError("--price-in and --price-out: give both or neither")
     prices = None if price_in is None or price_out is None else (price_in, price_out)
     settings = JudgeSettings.choose(model, base_url, **options)
     models = read_comparable(responses)

@@ -1,4 +1,4 @@
-"""Look into a mirror of runs, bring a run home, follow one that trains elsewhere, or send one.
+"""List the runs in a mirror, fetch one, follow one that trains elsewhere, or send one there.
 
 docs/mirror.md says what a mirror is.
 """
@@ -19,7 +19,8 @@ URL = click.argument("url")
 
 @click.group(cls=Group)
 def main() -> None:
-    """List, fetch, follow or send runs of a mirror (docs/mirror.md), which has a copy of each run at URL/RUN.
+    """List, fetch or follow the runs in a mirror, or send a run there. A mirror (docs/mirror.md) has a copy of each run
+    at URL/RUN.
 
     \b
         uv run mirror.py list hf://buckets/me/runs
@@ -32,7 +33,7 @@ def main() -> None:
 @main.command("list", cls=Command)
 @URL
 def list_runs(url: str) -> None:
-    """Print the runs at URL: their newest whole checkpoint, size in GB, and who trains them."""
+    """Print the runs at URL, each with its newest complete checkpoint, size in GB, and the machine that trains it."""
     from harness.mirror.home import describe_runs
 
     for line in describe_runs(url):
@@ -42,13 +43,13 @@ def list_runs(url: str) -> None:
 @main.command(cls=Command)
 @URL
 @click.argument("run")
-@click.option("--without-weights", is_flag=True, help="Metrics, results and settings only, for compare_runs.py.")
+@click.option("--without-weights", is_flag=True, help="Fetch only metrics, results and settings, for compare_runs.py.")
 @RUNS_DIR
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
-    Checkpoints, results and settings that are here already are kept; summary and chart are replaced. A checkpoint that
-    is newer than those here becomes the latest, and the metrics become those that belong to it.
+    Checkpoints, results and settings that are here already are kept; summary and chart are replaced. If the fetched
+    checkpoint is newer than those here, it becomes `latest`, and the metrics that belong to it replace those here.
     """
     from harness.mirror.home import fetch_run
 
@@ -59,7 +60,8 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
 @URL
 @click.argument("run")
 def follow(url: str, run: str) -> None:
-    """Print the losses of RUN as they come to URL, until no machine trains the run or its machine has fallen silent."""
+    """Print the losses of RUN as they arrive at URL, until no machine trains the run, or until its machine has not
+    been heard from for five minutes."""
     from harness.mirror.home import follow_run
 
     for line in follow_run(url, check_name(run, "run")):

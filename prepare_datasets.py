@@ -43,12 +43,20 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     help=r"Text between the documents of a text file, e.g. '\n\n\n'; without it, each file is one document.",
 )
 @click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD instead of failing.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Files of a Hub dataset; can be given several times.")
-@click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
-@click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="GLOB",
+    help="Read only these files of a Hub dataset; can be given several times.",
+)
+@click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: newest commit]")
+@click.option("--delete-after", is_flag=True, help="Download next to OUTPUT_DIR, and delete each file after reading.")
 @click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
 @click.option(
-    "--train-tokenizer", type=click.IntRange(SMALLEST_VOCABULARY, 2**20), metavar="SIZE", help="Train a byte-level BPE."
+    "--train-tokenizer",
+    type=click.IntRange(SMALLEST_VOCABULARY, 2**20),
+    metavar="SIZE",
+    help="Train a byte-level BPE tokenizer with SIZE tokens.",
 )
 @click.option(
     "--special-token",
@@ -69,15 +77,15 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle all training documents with this seed; with --split-order given, all documents, before the last are "
-    "held out. Without it, all of up to 16,384 documents are shuffled, and only some of a longer text; with "
-    "--split-order given, none.",
+    help="Shuffle all training documents with this seed. With --split-order given, shuffle all documents, and hold out "
+    "the last ones afterwards. Without a seed, a text of up to 16,384 documents is shuffled and a longer one only in "
+    "part; with --split-order given, neither is.",
 )
 @click.option(
     "--exclude",
     multiple=True,
     metavar="DATASET:SPLIT",
-    help="Leave out documents that this split of a dataset has; can be given several times.",
+    help="Leave out documents that also occur in this split of a dataset; can be given several times.",
 )
 @click.option("--max-documents", type=click.IntRange(1), metavar="N", help="Stop after N documents with text.")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Stop at the end of the document with token N.")
@@ -99,7 +107,7 @@ FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those docume
     type=click.Choice(["uint16", "uint32"]),
     help="With --from-bin: dtype of tokens in files without a header.  [default: uint16]",
 )
-@click.option("--verify", metavar="DIR", type=click.Path(path_type=Path), help="Check a dataset folder, make nothing.")
+@click.option("--verify", metavar="DIR", type=click.Path(path_type=Path), help="Check a dataset folder; make nothing.")
 @click.option("--describe", metavar="DIR", type=click.Path(path_type=Path), help="Print what is in a dataset folder.")
 @click.option(
     "--push-to-hub",
@@ -141,7 +149,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
     """Raise UserError if a value is invalid, or if arguments and options cannot be combined."""
     for value in (*inputs, str(output_dir), *map(str, options.values())):
         if not is_unicode(value):
-            raise UserError(f"{printable(value)}: not valid UTF-8")
+            raise UserError(f"{printable(value)}: not valid UTF-8; rename the file, or give other text")
     if options["push_to_hub"] and not is_hub_name(options["push_to_hub"]):
         raise UserError(f"--push-to-hub {options['push_to_hub']}: give owner/name")
     makes = bool(inputs or output_dir)
@@ -155,7 +163,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
     names = {key: f"--{key.replace('_', '-')}" for key in options}  # as the user types them
     given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
     if strange := [names[key] for key in given if mode and key not in {mode, *GO_WITH[mode]}]:
-        raise UserError(f"{abbreviated(strange)}: not with {names[mode]}")
+        raise UserError(f"{abbreviated(strange)}: cannot be combined with {names[mode]}")
     if options["token_dtype"] and not options["from_bin"]:
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
@@ -169,7 +177,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
 
 
 def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
-    """Raise UserError if these cannot be special tokens of a new tokenizer with `vocab_size` tokens (None: no new
+    """Raise UserError if `names` cannot be the special tokens of a new tokenizer with `vocab_size` tokens (None: no new
     tokenizer is trained)."""
     from harness.data.tokenizers import END_OF_TEXT
 
@@ -177,7 +185,7 @@ def check_special_tokens(names: Sequence[str], vocab_size: int | None) -> None:
         raise UserError("--special-token belongs with --train-tokenizer")
     if "" in names or len({END_OF_TEXT, *names}) <= len(names):
         raise UserError(
-            f"--special-token: give each name once, no empty one, and not {END_OF_TEXT}, which there is always"
+            f"--special-token: give each name once, no empty one, and not {END_OF_TEXT}, which is always there"
         )
     if vocab_size < (least := SMALLEST_VOCABULARY + len(names)):
         raise UserError(f"--train-tokenizer {vocab_size}: must be at least {least} with --special-token")
@@ -214,7 +222,9 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
         )
     for split in splits if not options["from_bin"] else ():
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / sum(each.bytes for each in splits)
-        if asked and (split.documents < FEW_DOCUMENTS or abs(share - asked) > asked / 10):
+        # With --split-order given, the fraction asked for is one of the documents, not of the bytes.
+        is_off = options["split_order"] != "given" and asked and abs(share - asked) > asked / 10
+        if asked and (split.documents < FEW_DOCUMENTS or is_off):
             yield (
                 f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
                 f"for); its loss may not represent the whole text; --{split.name}-fraction changes the share"

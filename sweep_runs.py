@@ -24,7 +24,7 @@ PROCESSES = click.option(
 TRAIN = Path(__file__).with_name("ddp_train.py")
 
 
-@click.group(cls=Group, no_args_is_help=False)
+@click.group(cls=Group)
 def main() -> None:
     """Derive many runs from one, and train them.
 
@@ -92,7 +92,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @click.option(
     "--max-hours",
     type=POSITIVE,
-    help="Stop once the sweep has taken so many hours on this machine, earlier attempts included.  [default: "
+    help="Stop once the sweep has taken this many hours on this machine, earlier attempts included.  [default: "
     "SWEEP.json's max_hours]",
 )
 @RUNS_DIR
@@ -104,8 +104,8 @@ def run_(
     max_hours: float | None,
     **machine: Any,
 ) -> None:
-    """Make the runs of SWEEP.json that are missing, and train those that are neither finished, diverged nor damaged:
-    one run after the other, or --groups at a time.
+    """Make the missing runs of SWEEP.json, then train all its runs that are not finished, diverged or damaged: one run
+    after the other, or --groups at a time.
 
     If the sweep ends early, run the same command again to resume it. A run that fails does not stop the others. Ctrl-C
     stops all runs, each with a checkpoint. The output of a run is written to sweep.log in its folder.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,7 @@ BOOK_DATA = (
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    help="Stop after so many epochs if the validation loss has not risen.",
+    help="Stop after this many epochs even if the validation loss has not risen.",
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer, in tokens."
@@ -60,9 +61,9 @@ BOOK_DATA = (
 @click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
 @RUNS_DIR
 def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
-    """Fine-tune a model (the best checkpoint of RUN or, of an imported run, its weights; its CHECKPOINT; or WEIGHTS
-    with the shape in MODEL_JSON) on instructions until its validation loss rises, answer the test instructions with the
-    weights from before the rise, and let a judge score the answers.
+    """Fine-tune a model on instructions until its validation loss rises, answer the test instructions with the weights
+    from before the rise, and let a judge score the answers. The model is the best checkpoint of RUN (for an imported
+    run, its weights), the one that CHECKPOINT names, or WEIGHTS with the shape in MODEL_JSON.
 
     A model's score differs by several points if it is judged again. To compare models, use --responses-only for each of
     them, and then judge_ift.py on all files at once. Scores of a run's checkpoint are also written to the run's folder
@@ -133,8 +134,8 @@ def choose_judge(options: dict[str, Any]) -> JudgeSettings:
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
     """Raise UserError if the responses file `path` or the folder --save cannot be written or would replace something
-    (a responses file is replaced with --overwrite), or if --name is not usable. Called before anything is downloaded or
-    trained."""
+    (with --overwrite, a responses file may be replaced), or if --name is not usable. Called before anything is
+    downloaded or trained."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(
             f"{path}: exists; --overwrite replaces it, unless it is a folder; --responses FILE writes to another place"
@@ -153,14 +154,19 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     `path` is in its folder. Raises RunError if the judge cannot be used or did not score every answer, and RunStopped
     after Ctrl-C."""
     from harness.evaluation.judge.report import judge_and_report
+    from harness.evaluation.judge.requests import JudgeSettings
 
-    again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
+    usual, words = JudgeSettings.choose(NOTEBOOK_JUDGE, None), ["judge_ift.py", str(path)]
+    for option, key in (("--model", "model"), ("--base-url", "base_url"), ("--prompt", "prompt")):
+        if getattr(settings, key) != getattr(usual, key):
+            words += [option, getattr(settings, key)]
+    again = shlex.join(words)
     try:
         judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")
     except KeyboardInterrupt:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise RunStopped(signal.SIGINT) from None
-    except (UserError, RunError) as error:  # `again` judges the kept answers without another training
+    except (UserError, RunError) as error:  # `again` judges the kept answers; no new training
         raise RunError(f"{error}; the answers are kept: {again} scores them") from None
 
 

@@ -29,12 +29,14 @@ from harness.common.options import RUNS_DIR, Command
     "--split", type=click.Choice(["test", "validation"]), help="Default: test if the dataset has it, else validation."
 )
 @click.option(
-    "--start-token", type=click.IntRange(min=0), help="Default: 0, or 50,000,000 if a validation split has more tokens."
+    "--start-token",
+    type=click.IntRange(min=0),
+    help="First token to measure on. Default: 0, or 50,000,000 if a validation split has more tokens.",
 )
 @click.option(
     "--batches",
     type=click.IntRange(min=1),
-    help="Default: all, or at most 3,200 if a validation split has more than 50,000,000 tokens.",
+    help="Number of batches. Default: all, or at most 3,200 if a validation split has more than 50,000,000 tokens.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
@@ -47,7 +49,7 @@ def main(
     **options: Any,
 ) -> None:
     """Print the mean loss of models on a dataset in DATASETS_DIR, or on each dataset of the mixture that a model was
-    trained on. RUN names the best checkpoint of a run (of an imported run, its weights), and a pattern like 'lr-*'
+    trained on. RUN names the best checkpoint of a run (for an imported run, its weights), and a pattern like 'lr-*'
     names the best checkpoint of each run that matches. RUN:CHECKPOINT names any checkpoint of a run (a folder's name,
     `latest` or `best`). MODEL_JSON WEIGHTS are the two files of a model.
 

@@ -18,9 +18,9 @@ DEFAULT_PROMPT = "Every effort moves you"
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="File with a prompt in each line; in a .jsonl file, each line is a JSON string.",
+    help="File with a prompt on each line; in a .jsonl file, each line is a JSON string.",
 )
-@click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="Most tokens to add.")
+@click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="Add at most N tokens.")
 @click.option(
     "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Continuations of each prompt."
 )
@@ -47,8 +47,9 @@ def main(
     seed: int,
     runs_dir: Path,
 ) -> None:
-    """Continue prompts with a trained model: the best checkpoint of RUN (of an imported run, its weights), its
-    CHECKPOINT (a folder's name, `latest` or `best`), or the weights in the file WEIGHTS with the shape in MODEL_JSON.
+    """Continue prompts with a trained model: the best checkpoint of RUN (for an imported run, its weights), the one
+    that CHECKPOINT names (a folder's name, `latest` or `best`), or the weights in the file WEIGHTS with the shape in
+    MODEL_JSON.
 
     A text ends after --num-tokens tokens, or when the model produces the end-of-text token. The tokenizer is the one in
     the folder of the weights, or GPT-2's if that folder has none.

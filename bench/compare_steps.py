@@ -5,8 +5,8 @@
 Each program runs in its own processes and takes one step at a time, so that other work on the machine slows all
 programs alike. For this project, ddp_train.py itself runs, with its whole training loop. The output head of its model
 is tied to the token embedding if the other program's is. Results are medians of all steps but the first three. Each row
-also has the other program's processor seconds per step, divided by ours. The exit status is 1 if this ratio is below
---at-least in any row, so that a loss of speed is noticed.
+has two ratios, of processor time and of elapsed time: the other program's time divided by ours. The exit status is 1 if
+the ratio of processor time is below --at-least in any row, so that a loss of speed is noticed.
 """
 
 from __future__ import annotations

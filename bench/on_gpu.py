@@ -35,8 +35,8 @@ from harness.planning.estimated_speed import find_device
 TABLE = ROOT / "docs" / "performance.md"
 POLL_SECONDS = 0.5
 SECONDS = 1740.0
-# Time limits in seconds of the stages, if all have SECONDS together. A key is a stage with its options. The most
-# decisive stages come first.
+# Time limit in seconds of each stage if --seconds is SECONDS (otherwise scaled). A key is a stage with its options. The
+# most decisive stages come first.
 LIMIT_SECONDS = {
     "machine": 40,
     "step --fast --ddp": 180,
@@ -119,17 +119,17 @@ def measured_rows(bench: Workbench) -> list[str]:
 
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
 @click.argument("stages", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), help="[default: on_gpu.json, or on_gpu_tiny.json]")
+@click.option("--out", type=click.Path(path_type=Path), help="File for the rows.  [default: on_gpu[_tiny].json]")
 @click.option(
-    "--seconds", type=float, default=SECONDS, show_default=True, help="For all stages together; each gets its share."
+    "--seconds", type=float, default=SECONDS, show_default=True, help="Time limit of all stages, which they share."
 )
-@click.option("--tiny", is_flag=True, help="A rehearsal with shapes that are small enough for a CPU.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs", help="The shipped runs.")
+@click.option("--tiny", is_flag=True, help="Rehearse with shapes that are small enough for a CPU.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs", help="Folder of the shipped runs.")
 def main(stages: tuple[str, ...], out: Path | None, seconds: float, tiny: bool, runs_dir: Path) -> None:
     for stage in stages:
         if stage.split()[:1] not in [[name] for name in MODULES]:
             raise click.UsageError(f"{stage!r}: no such stage; the stages are {', '.join(MODULES)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the runs on its way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the temporary runs are removed
     out = (out or Path("on_gpu_tiny.json" if tiny else "on_gpu.json")).resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="on_gpu-", dir=out.parent, ignore_cleanup_errors=True) as work:

@@ -67,9 +67,9 @@ save_file({"tokens": tokens}, target)
 
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """Wait for a process to end. Return the peak memory in MiB, read about four times a second, of the process and its
-    descendants together, as the sum of their proportional set sizes (Pss), in which a shared page is divided among the
-    processes that share it."""
+    """Wait for a process to end. Return the peak memory of the process and its descendants together, in MiB. It is the
+    largest sum of their proportional set sizes (Pss), read about four times a second. A page that n processes share
+    counts 1/n in the Pss of each."""
     peak = 0.0
     while process.poll() is None:
         pids, total = [process.pid], 0.0
@@ -91,8 +91,8 @@ def watch_memory(process: subprocess.Popen[bytes]) -> float:
 @click.argument("text", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Runs of each program.")
 def main(text: Path, rounds: int) -> None:
-    """Tokenize the parquet files in the folder TEXT by each program. Print each program's tokens/s, its time divided by
-    ours, and its peak memory."""
+    """Tokenize the parquet files in the folder TEXT with each program. Print each program's tokens/s, its time divided
+    by ours, and its peak memory."""
     names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +110,9 @@ def main(text: Path, rounds: int) -> None:
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
-    """Delete our dataset and the cache of `datasets` from earlier rounds, and let the program `name` tokenize the text
-    once (the others replace their file). Return the seconds, the peak memory in MiB, and the number of tokens written.
-    Raises SystemExit if the program fails."""
+    """Let the program `name` tokenize the text once, after deleting our dataset and the cache of `datasets` from
+    earlier rounds (the programs overwrite their other files). Return the seconds, the peak memory in MiB, and the
+    number of tokens written. Raises SystemExit if the program fails."""
     for left in ("out", "tokens.cache"):
         shutil.rmtree(work / left, ignore_errors=True)
     target = work / "tokens"

@@ -15,7 +15,7 @@ from harness.common.processes import started_by_torchrun
 DEVICE_FILES = Path("/dev")
 # A GPU with less free memory than this has no room for CUDA itself and the communication buffers.
 LEAST_CUDA_BYTES = 2**30
-OTHER_TORCH = "`uv pip install --reinstall torch --torch-backend=auto`, and UV_NO_SYNC=1 from then on"
+OTHER_TORCH = "`uv pip install --reinstall torch --torch-backend=auto`, then always set UV_NO_SYNC=1"
 ON_THE_CPU = "put CUDA_VISIBLE_DEVICES= (empty) before the command to train on the CPU"
 
 
@@ -35,8 +35,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
 
     Raises UserError if there are fewer CUDA devices than ranks, or if another process holds this rank's device
     exclusively or has filled its memory. Also raises UserError if the machine has GPUs that torch cannot use, because
-    nobody wants to pay for GPUs and train on the CPU. It is no error if the user has hidden the GPUs by
-    CUDA_VISIBLE_DEVICES, or has installed a torch without CUDA.
+    nobody wants to pay for GPUs and train on the CPU. It is not an error if the user has hidden the GPUs with
+    CUDA_VISIBLE_DEVICES, or has installed a build of torch without CUDA.
     """
     if not torch.cuda.is_available():
         found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
@@ -48,7 +48,7 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
                 reason = str(error).splitlines()[0].strip().rstrip(".")
             raise UserError(
                 f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason}; "
-                f"update the driver, or install a torch for it ({OTHER_TORCH}), or {ON_THE_CPU}"
+                f"update the driver, or install a torch build for it ({OTHER_TORCH}), or {ON_THE_CPU}"
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()

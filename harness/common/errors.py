@@ -1,5 +1,5 @@
 """Exceptions whose messages the user sees, and the exit of this process with one line instead of a traceback. Also
-handles signals that ask the process to stop, and output that has lost its reader.
+handles signals that ask the process to stop, and output that nobody reads any more.
 
 Three parts of the program can end the process because of a fault: the main thread after an error (`one_line_errors`),
 the watchdog after it has found a faulty rank (distributed/watchdog.py), and the thread that waits for the end of the
@@ -41,7 +41,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """Failure of work that was under way (no space, gradients that are not finite, a lost peer). Exit status 1."""
+    """Failure of work that was under way (a full disk, gradients that are not finite, a lost rank). Exit status 1."""
 
     exit_status = 1
 
@@ -51,7 +51,7 @@ class PeerError(RunError):
     not."""
 
 
-# Reasons to stop a run that are no signals, numbered above all signals, with their exit statuses.
+# Reasons to stop a run other than signals. Their numbers are above those of all signals. STATUSES: their exit statuses.
 CEILING = 101  # max_hours or max_dollars of train.json is reached
 DIVERGED = 102  # the training loss has diverged
 STATUSES = {CEILING: 3, DIVERGED: 4}
@@ -68,7 +68,7 @@ def explained(before: str = "", after: str = "") -> Iterator[None]:
 
 @contextmanager
 def os_errors_as(kind: type[UserError | RunError], place: str, after: str = "") -> Iterator[None]:
-    """Turn an OSError of the body into an error of the class `kind`: `place`, the system's reason, and `after`."""
+    """Turn the body's OSError into a `kind` error. Its message is `place`, the system's reason, and `after`."""
     try:
         yield
     except OSError as error:
@@ -95,12 +95,12 @@ class Exit:
     is never reset."""
 
     has_own_reason: bool = False  # the main thread is ending the process and prints the reason itself
-    # The main thread ends the process soon because another rank is gone; the watchdog may find out which one, and why.
+    # The main thread is about to end the process because another rank is gone. The watchdog may find out which and why.
     has_lost_peer: bool = False
     is_explained: bool = False  # the reason why this machine's processes end has been printed, or is being printed
     stop_signal: int = 0  # number of the last signal that asked this process for an orderly end; 0 if there was none
-    # Called with the exit status after this process's last message, also after an error. Not called if the watchdog,
-    # the end of the launcher or a closed pipe ends the process.
+    # Called with the exit status after this process's last message, even if that is an error. Not called if the
+    # watchdog, the end of the launcher or a closed pipe ends the process.
     before_end: Callable[[int], None] = lambda status: None
 
 
@@ -113,31 +113,32 @@ def one_line_errors() -> Iterator[None]:
 
         end of the body           on standard error                                           exit status
         normal                    nothing                                                     0
-        UserError                 its message, on each machine once (see `_exit_because_of`)  2, or 128 + signal
+        UserError                 its message, once per machine (see `_exit_because_of`)      2, or 128 + signal
         RunError                  its message                                                 1
         PeerError                 its message, unless another rank's comes first              1, or 128 + signal
-        RunStopped                nothing, because the body has printed a message             its own
+        RunStopped                nothing, because the body or the launcher prints a message  its own
         BrokenPipeError           nothing                                                     128 + SIGPIPE
         OSError                   the file and the system's reason                            1
         KeyboardInterrupt         the signal's name and how to continue, once per machine      128 + signal
         any other, in a rank      the traceback, because it is a bug                          1
 
-    A standard stream that was closed before Python started, which Python has as None, is replaced by /dev/null.
+    If standard output or standard error was closed before Python started (sys.stdout is None), it is replaced by
+    /dev/null.
 
-    SystemExit, and without a launcher any other exception, is not caught. A rank of several exits here even after a
-    normal end of the body.
+    SystemExit is not caught. Exceptions of the last row are caught only in a process that a launcher started. If there
+    are several ranks, this process exits here even after a normal end of the body.
     """
     # A process without other ranks prints its error whatever LOCAL_RANK says, since no other rank would.
     is_first = launcher_number("LOCAL_WORLD_SIZE", 1) < 2 or launcher_number("LOCAL_RANK", 0) == 0
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before Python started
-            # The descriptor stays open when `survive_closed_output` replaces this stream by another one on it.
+            # The descriptor stays open when `survive_closed_output` puts another stream on it.
             null = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115
             setattr(sys, name, null)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # the file behind the stream was exchanged
-                stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
+            with suppress(OSError):  # the stream's descriptor now refers to another file
+                stream.reconfigure(errors="backslashreplace")  # else a character that it cannot encode ends the run
     try:
         yield
         EXIT.before_end(0)
@@ -165,17 +166,17 @@ def one_line_errors() -> Iterator[None]:
             raise
         say_last(traceback.format_exc().rstrip())
         EXIT.before_end(1)
-        os._exit(1)  # at once, because with other ranks running a normal exit could hang
+        os._exit(1)  # at once, because a normal exit could hang while other ranks are running
 
 
 def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     """Print the message of `end` and exit with its status. Prints nothing for RunStopped, or if another thread has
     printed why this process ends.
 
-    Another rank prints the reason for PeerError. A wrong file makes all ranks of a machine raise the same UserError,
-    which the first of them prints (`is_first`). In both cases this rank waits until its launcher ends it. If it is
-    still alive after SPEAKER_PATIENCE_SECONDS, it prints its own message. If a signal has already asked this rank to
-    stop, it does not wait and exits as for RunStopped.
+    If `end` is a PeerError, another rank prints the reason. A wrong file makes all ranks of a machine raise the same
+    UserError, which the machine's first rank prints (`is_first`). A rank that leaves the message to another rank waits
+    until its launcher ends it. If it is still alive after SPEAKER_PATIENCE_SECONDS, it prints its own message. If a
+    signal has already asked it to stop, it does not wait and exits as for RunStopped.
     """
     if isinstance(end, PeerError):
         EXIT.has_lost_peer = True
@@ -287,7 +288,7 @@ def interrupt_on_stopping_signals() -> None:
 
 
 def ignores_hangup() -> bool:
-    """True if this process ignores SIGHUP, because nohup started it so that it outlives its terminal."""
+    """True if this process ignores SIGHUP, as under nohup, so that it outlives its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

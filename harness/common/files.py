@@ -26,6 +26,7 @@ from harness.common.processes import ProcessName
 
 LONGEST_NAME = 200  # file systems allow 255 bytes, and the names of drafts are longer than the final ones
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+REMEDY = "; create the folder, make it writable, or free some space"
 
 
 def sha256(path: Path) -> str:
@@ -35,8 +36,8 @@ def sha256(path: Path) -> str:
 
 
 def version_of(status: os.stat_result) -> str:
-    """Return a file's size and modification time (ns) as text. If this text changes, the file has changed; the contents
-    need not be read."""
+    """Return a file's size and modification time (ns) as text. While this text stays the same, the file is taken to be
+    unchanged, so it need not be read."""
     return f"{status.st_size} bytes, {status.st_mtime_ns}"
 
 
@@ -54,14 +55,14 @@ def check_writable(folder: Path) -> None:
     if folder.is_symlink() and not folder.exists():
         target = os.readlink(folder)
         raise UserError(f"{folder}: a link to {target}, which does not exist; mount its disk, or move the link away")
-    with os_errors_as(UserError, f"{folder}: no file can be written there"), tempfile.TemporaryFile(dir=folder):
+    with os_errors_as(UserError, f"{folder}: no file can be written there", REMEDY), tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def refuse_special(path: Path) -> None:
-    """Raise UserError if `path` is a pipe, a device or a socket: a program could read it forever, or not at all."""
+    """Raise UserError if `path` is a pipe, a device or a socket, because reading it could wait or go on forever."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: not a regular file")
+        raise UserError(f"{path}: not a regular file; move it away, or give another path")
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -99,7 +100,7 @@ def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a hidden draft folder beside `final` for the body to fill; then flush it to disk and rename it to `final`.
 
-    If the body fails, the draft is removed. Drafts of `final` that killed processes of this host left are removed.
+    If the body fails, the draft is removed. Drafts of `final` left by killed processes of this host are removed, too.
     Raises OSError and leaves `final` unchanged if it exists and is not an empty folder.
     """
     final = final.absolute()
@@ -111,7 +112,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 def free_draft_path(final: Path) -> Path:
     """Return the path for this process's draft of the folder `final`, in the same parent folder. Removes drafts of
-    `final` that killed processes of this host left behind."""
+    `final` that were left by killed processes of this host."""
     own, prefix = ProcessName.own(), draft_prefix(final)
     for path in final.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)  # an earlier process may have had this process's pid
@@ -121,8 +122,8 @@ def free_draft_path(final: Path) -> Path:
 
 
 def draft_prefix(final: Path) -> str:
-    """Return the beginning of the name of every draft of the folder `final` by a process of this host; its pid follows.
-    Other hosts, which may share the file system, have another one."""
+    """Return the prefix of the names of this host's drafts of the folder `final`. The pid of the process that writes a
+    draft follows it. Other hosts, which may share the file system, have other prefixes."""
     return f".{final.name}.partial-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -139,9 +140,9 @@ def draft_folder(draft: Path) -> Iterator[Path]:
 
 
 def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
-    """Flush all files of the folder `draft` to disk, call `choose_name()`, rename the folder to the path that it
-    returns (in the same parent folder), and return this path. The folder is complete under its new name, even after a
-    power failure."""
+    """Flush all files of the folder `draft` to disk, rename the folder to the path that `choose_name()` then returns
+    (in the same parent folder), and return this path. The folder is complete under its new name, even after a power
+    failure."""
     for path in [*draft.rglob("*"), draft]:
         sync(path)
     final = draft.rename(choose_name())
@@ -193,12 +194,12 @@ def umask() -> int:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is one plain path component of at most LONGEST_NAME characters. Otherwise, as for `..`, a
-    slash or a hidden name, raises UserError, whose message begins with `what`."""
+    """Return `name` if it matches SAFE_NAME and has at most LONGEST_NAME characters. Otherwise, for example if it is
+    `..`, has a slash or begins with a dot, raises UserError with a message that begins with `what`."""
     if len(name) > LONGEST_NAME:
-        raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters")
+        raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters; shorten it")
     if not SAFE_NAME.fullmatch(name):
-        raise UserError(f"{what} {name!r}: must be a plain name: letters, digits and _ . + -, no slash, no leading dot")
+        raise UserError(f"{what} {name!r}: must be a plain name: ASCII letters, digits, _ . + -, no . + - at the start")
     return name
 
 

@@ -57,9 +57,9 @@ class HubWork:
         """Call `function`, which uses huggingface_hub, and return its result. Calls it again, up to `retries` times, if
         it fails and a retry can help. Raises UserError if the last call fails.
 
-        huggingface_hub's own retries miss some failures: a connection reset while a body arrives, and any failure of
-        the first request. All of `Exception` is caught, because huggingface_hub also raises errors of httpx, xet and
-        the operating system, which have no common base class.
+        huggingface_hub's own retries miss some failures: a connection reset while a response is read, and any failure
+        of the first request. Every Exception is caught, because huggingface_hub also raises errors of httpx, xet and
+        the operating system, which have no other common base class.
         """
         try:
             return function()
@@ -86,7 +86,7 @@ class HubWork:
                 return *self.explain_local(cause), False
             error, cause = cause, cause.__cause__
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
-        remedy = f"check the network and HF_ENDPOINT; {self.again}; or {self.by_hand}"
+        remedy = f"check the network and HF_ENDPOINT ({self.again}), or {self.by_hand}"
         return f"the connection to the Hugging Face Hub failed ({reason})", remedy, True
 
     def _explain_answer(self, error: hub_errors.HfHubHTTPError) -> tuple[str, str, bool]:
@@ -103,7 +103,7 @@ class HubWork:
         elif status in {401, 403}:
             problem = f"access refused by the Hugging Face Hub (status {status})"
             remedy = f"set HF_TOKEN to a token that may {self.verb} it"
-        return problem, f"{remedy}, or {self.by_hand}", status >= 500
+        return problem, f"{remedy}; or {self.by_hand}", status >= 500
 
     def explain_local(self, error: OSError) -> tuple[str, str]:
         """Return the problem and the remedy for a local file error. For a full disk, the remedy is to free space; for
@@ -142,8 +142,8 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Re
 
 
 def find_fault(path: Path, file: RepoSibling) -> str | None:
-    """Return a text that says how the hash of a downloaded file differs from the Hub's, or that there is no such file,
-    or None if the hashes are equal or the Hub gave none.
+    """Return a text that says how a downloaded file's hash differs from the Hub's, or that the file is missing. Returns
+    None if the hashes are equal, or if the Hub gave no hash.
 
     The hash is SHA-256 for an LFS file. For other files it is the SHA-1 of the git blob, which also covers the object's
     type and length (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects).
@@ -173,7 +173,7 @@ def upload(
 
     The visibility of an existing repository, private or public, is unchanged. Contents that the Hub already has are not
     sent again. A file in the repository that is not in `files` is deleted if `is_replaced(path)` is true; the
-    repository's history keeps it. Raises UserError if any call of the Hub fails.
+    repository's history keeps it. Raises UserError if a request to the Hub fails.
     """
     hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind

@@ -23,10 +23,10 @@ from harness.common.other_names import advice
 
 Config = TypeVar("Config", bound=BaseModel)
 SHOWN_FAULTS = 8  # the most faults of a file that an error lists
-LARGEST_DIGITS = 4000  # Python itself refuses to convert numbers with many more digits
+LARGEST_DIGITS = 4000  # Python itself refuses to convert numbers of more than 4300 digits
 
-# A number of tokens, steps or sequences. Larger numbers make no sense, and their products could exceed what a float can
-# hold and what Python prints.
+# A number of tokens, steps or sequences. Numbers of 2**63 and more make no sense, and their products could exceed what
+# a float can hold and what Python prints.
 Count = Annotated[int, Field(lt=2**63)]
 # A number in a file that this program writes. The sum of two such numbers is still a valid Count.
 RecordedCount = Annotated[int, Field(ge=0, lt=2**62)]
@@ -107,7 +107,7 @@ def _explain_unknown(key: str, kind: type[BaseModel]) -> str:
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
     """Return the text of one of pydantic's faults: its key, the reason and, unless it is a secret, the value."""
-    # Pydantic's location of a fault also contains the types that it tried for a union. These are no keys of the file.
+    # Pydantic's location of a fault also contains the types that it tried for a union. These are not keys of the file.
     parts = [str(part) for part in fault["loc"]]
     key = quoted(".".join(part for part in parts if part not in UNION_BRANCHES and "[" not in part))
     if fault["type"] == "extra_forbidden":
@@ -120,10 +120,10 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     message = fault["msg"][0].lower() + fault["msg"][1:].split(" after validation")[0]
     if fault["type"] == "model_type":  # pydantic's message would name our class
         message = "must be an object, { ... }"
-    none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
+    none = "; null switches it off" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
     field = kind.model_fields.get(parts[0]) if parts else None
     value = f", not {quoted(fault['input'])}" if field is None or field.repr else ""  # repr=False marks secrets
-    return f"key {key}: {message}{none}{value}"
+    return f"key {key}: {message}{value}{none}"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
+        raise UserError(f"{path}: must hold one JSON object, {{ ... }}, not {quoted(value)}")
     return value
 
 
@@ -139,7 +139,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
 
     Raises UserError naming the file, and also the line if the text is not valid JSON. A pipe or device is refused,
-    because reading it could wait or go on forever. Only a pipe in /dev, as of a shell's <(command), is accepted.
+    because reading it could wait or go on forever. Only a pipe in /dev, like a shell's <(command), is accepted.
     """
     try:
         if not (path.is_fifo() and path.absolute().is_relative_to("/dev")):

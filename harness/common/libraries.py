@@ -13,24 +13,24 @@ SETTINGS = {
     # report this loss themselves in one line.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # Idle OpenMP threads sleep. By default they spin while they wait for work, and a step takes twice as long if
-    # another process runs on the same core (docs/LOG.md).
+    # another process runs on the same core.
     "OMP_WAIT_POLICY": "passive",
     # On the CPU, torch allocates tensors of 2 MiB and more in pages of 2 MiB, if the system supports them. Each step
     # allocates its activations and gradients anew. With pages of 4 KiB, this allocation takes a tenth of the step's
-    # time (docs/LOG.md).
+    # time.
     "THP_MEM_ALLOC_ENABLE": "1",
-    # Triton may fuse a product and a sum into one operation, as it does by default. Triton 3.9 warns on each rank if
-    # the variable is missing, because version 3.10 changes the default, and with it the bits of a compiled run.
+    # Let Triton fuse a product and a sum into one operation, as it does by default. Triton 3.9 warns on each rank if
+    # the variable is missing, because version 3.10 changes the default, and with it the exact results of compiled runs.
     "TRITON_DEFAULT_FP_FUSION": "1",
 }
-MOST_COMPILERS = 32  # compile processes of each rank; torch's own default has the same maximum
+MOST_COMPILERS = 32  # most processes that compile kernels for a rank; torch's own default has the same maximum
 
 
 def configure_libraries() -> None:
     """Set the environment variables of SETTINGS and TORCHINDUCTOR_COMPILE_THREADS, unless the user has set them.
 
-    The number of processes that compile kernels for this rank is its share of the usable cores, but at most
-    MOST_COMPILERS, because the other ranks of this machine compile at the same time.
+    This rank compiles kernels in as many processes as its share of the usable cores, because the other ranks of this
+    machine compile at the same time, but in at most MOST_COMPILERS.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -46,12 +46,12 @@ class Owner:
         return self.process.is_neighbor_of(ProcessName.own())
 
 
-_held: dict[Path, int] = {}  # descriptors of the locks of this process, by the lock files
+_held: dict[Path, int] = {}  # lock file -> its descriptor, for each lock that this process holds
 
 
 @dataclass
 class RunLock:
-    """Lock on a folder that this process holds until it ends or calls `release`. `path` is the lock file in the
+    """Lock that this process holds on a folder until it ends or calls `release`. `path` is the lock file in the
     folder."""
 
     path: Path
@@ -64,8 +64,8 @@ class RunLock:
         process": "trained" for a run, "made" for a dataset.
 
         If the lock's owner has lost its launcher, the owner ends soon, so this function waits for it up to
-        LEAVING_SECONDS. Raises UserError that names the owner, if it is known, if another process holds the lock or, on
-        a file system without locks, may hold it. Raises RunError if the file cannot be written.
+        LEAVING_SECONDS. Raises UserError if another process holds the lock or, on a file system without locks, may hold
+        it. The message names the owner if it is known. Raises RunError if the file cannot be written.
         """
         with _writing(path):  # the file stays open: the system closes it, and frees the lock, when this process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -154,5 +154,5 @@ def is_held(path: Path) -> bool | None:
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
-    remedy = "; make it writable, free some space, or copy it elsewhere"
+    remedy = "; make the folder writable, free some space, or copy the folder elsewhere"
     return os_errors_as(RunError, f"{path}: the folder cannot be locked", remedy)

@@ -1,5 +1,5 @@
 """Memory of the device: limits for the microbatch search, peak usage, and recognition of out-of-memory errors. On a
-CPU, also the choice whether the C library keeps freed memory or returns it to the system."""
+CPU, also decides whether the C library keeps freed memory or returns it to the system."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from harness.common.errors import RunError, UserError
 from harness.common.messages import GIB
 
 # Writable memory that a microbatch search on the CPU keeps free. Threads and libraries cannot work with less. It also
-# covers what a long training on several ranks needs beyond the training of a few steps that the search measures:
-# growing heaps and communication buffers. (A training of four steps in one process differed from its measurement by
+# covers what a long run on several ranks needs beyond the few training steps that the search measures: growing heaps
+# and communication buffers. (The memory of a run of four steps in one process differed from the search's measurement by
 # less than 2 MiB.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
 # GPU memory that a microbatch search keeps free, for kernels that are loaded later and for fragmentation.
 CUDA_RESERVE_BYTES = 3 * 2**28
-# More memory than a process holds on its GPU once it has initialized CUDA.
+# More GPU memory than CUDA itself takes in a process, so whatever exceeds it belongs to other processes.
 OWN_CUDA_BYTES = 2**31
-# Message of cuDNN's attention if it can make no plan, either because memory is short or because it cannot compute this.
-# While this much of a GPU's memory is free, memory is not the reason.
+# Message of cuDNN's attention if it finds no execution plan, because memory is short or the operation is not supported.
 NO_CUDNN_PLAN = "No valid execution plans"
+# If this much of a GPU's memory is free, memory is not the reason for that message.
 PLAN_BYTES = CUDA_RESERVE_BYTES // 2
+CGROUP = Path("/sys/fs/cgroup")  # of the container that this process runs in; has these files with cgroup v2 only
 # Messages of libraries and the system for a failed allocation. torch's own allocator has an exception class for it.
 OUT_OF_MEMORY = re.compile(
     "|".join(
@@ -55,9 +56,9 @@ OUT_OF_MEMORY = re.compile(
 class MemoryLimit:
     """Limit on one rank's memory during a microbatch search."""
 
-    gib: float  # limit on the memory of the whole GPU, or on a CPU on the process's writable memory
+    gib: float  # limit on the whole GPU's memory; on a CPU, on the process's writable memory
     usable_bytes: float  # the part of the limit that `peak_of_limited_memory` may reach
-    note: str  # text on the rest of the limit, to follow the words "limit 40.00 GiB, of which"
+    note: str  # what a microbatch cannot use of the limit, to follow the words "limit 40.00 GiB, of which"
     asked_gib: float | None = None  # the user's limit; None for all available memory
 
 
@@ -84,7 +85,9 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
         limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
         usable = max(0.0, limit - reserve)
     else:
-        raise UserError("-f on a CPU needs Linux: no other system limits a process's writable memory (RLIMIT_DATA)")
+        raise UserError(
+            "-f on a CPU needs Linux: other systems cannot limit a process's memory; set microbatch_size in train.json"
+        )
     note = f"{used / GIB:.2f} GiB are {how} and {reserve / GIB:.2f} GiB left as a reserve"
     return MemoryLimit(limit / GIB, usable, note, limit_gib)
 
@@ -94,7 +97,7 @@ def limit_cpu_memory(limit: MemoryLimit) -> None:
     MemoryError if the process has more already, because the limit only refuses new memory and takes none away. Also
     calls `give_back_under_a_limit`."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux takes 0 for no limit
+    usable = max(int(limit.usable_bytes), resource.getpagesize())  # Linux treats a limit of 0 as no limit
     if usable < _status_bytes("VmData"):
         raise MemoryError
     resource.setrlimit(resource.RLIMIT_DATA, (usable, hard))
@@ -118,27 +121,28 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are still free on this machine, or in the container that this process runs in if
-    these are fewer (known only with cgroup v2). On macOS, return the bytes of all memory."""
+    """Return how many bytes of memory are still free on this machine or, if that is less, in this process's container
+    (known only with cgroup v2). On macOS, return the size of the machine's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # macOS reports its total memory, but not how much is free
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
     try:
-        maximum = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        left = int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # memory.max can be "max"
         return available
-    return available if maximum == "max" else min(available, int(maximum) - current)
+    # memory.current counts cached files, too, although the kernel drops them if memory gets short.
+    return min(available, left + sum(int(statistics.get(each, 0)) for each in ("active_file", "inactive_file")))
 
 
 def peak_of_limited_memory(device: torch.device) -> int:
     """Return the peak, in bytes, of the memory that a MemoryLimit limits: on CUDA the memory reserved by the allocator
     since its statistics were reset, on the CPU this process's writable memory since its start.
 
-    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. The function takes the
-    difference between virtual and writable memory for constant, and subtracts the present difference from VmPeak.
+    Linux records the peak of a process's virtual memory (VmPeak) but not of its writable memory. This function assumes
+    that the two always differ by the same amount, and subtracts the present difference from VmPeak.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
@@ -196,7 +200,7 @@ NEVER = -1
 DEFAULT_MAPPINGS = 65536
 OWN_MAPPING_BYTES = 2**17  # glibc's default; unless it is set, glibc raises it to the size of freed blocks
 # Memory kept free at the end of the heap for small blocks. oneDNN crashes with a segmentation fault if it cannot
-# allocate a small block, which happens when larger blocks have just taken the last page (docs/LOG.md).
+# allocate a small block, which happens when larger blocks have just taken the last page.
 CUSHION_BYTES = 2**22
 CUSHION_BLOCK = 2**15
 AMPLE = 2
@@ -224,7 +228,7 @@ def keep_if_ample(free_bytes: int) -> None:
     """Make the C library keep freed blocks from now on, if `free_bytes`, the free memory that this process may use, is
     at least AMPLE times the process's peak memory.
 
-    So much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
+    That much must be free because gaps between kept blocks can raise memory use by half, and because the optimizer's
     state may still have to be allocated. Does nothing if this process's writable memory is limited.
     """
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY

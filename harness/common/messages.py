@@ -129,8 +129,8 @@ def is_unicode(text: str) -> bool:
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a table, which must have at least one row. A row has one text for each heading. A column is as
-    wide as its longest cell or word of its heading, and the heading is wrapped to this width. Columns whose heading is
-    in `left` are aligned to the left, others to the right."""
+    wide as the longest of its cells and its heading's words, and the heading is wrapped to this width. Columns whose
+    heading is in `left` are aligned to the left, others to the right."""
     columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
         width = max(map(len, [*cells, *heading.split()]))

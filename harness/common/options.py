@@ -1,4 +1,4 @@
-"""Command classes, option types and checks of options that the commands share."""
+"""Command classes and option types that the commands share, and the options of ddp_train.py with their checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A `Command` that has subcommands."""
+    """A `Command` that has subcommands. A call without one is an error of one line."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"no_args_is_help": False})
 
 
 class FiniteNumber(click.FloatRange):
@@ -48,13 +51,13 @@ class FiniteNumber(click.FloatRange):
 RUNS_DIR = click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOINT] | MODEL_JSON WEIGHTS")
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
-SPEED = FiniteNumber(min=1e-3, max=1e12)  # tokens per second; a smaller one gives times that mean nothing
+SPEED = FiniteNumber(min=1e-3, max=1e12)  # tokens per second; at a lower speed, the times would mean nothing
 
 NOTEBOOK_JUDGE = "gpt-5.1"  # the default judge
 JUDGE_PROMPT = click.Choice(["together", "book", "notebook"])
 JUDGE_PROMPT_HELP = (
-    "together: one prompt about all models' answers. book, notebook: a prompt about one answer alone, from Raschka's "
-    "book or from Giles Thomas's lab notebook."
+    "together: one prompt about all models' answers. book, notebook: one prompt for each answer, in the words of "
+    "Sebastian Raschka's book or of Giles Thomas's lab notebook."
 )
 
 

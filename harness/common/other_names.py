@@ -1,6 +1,6 @@
-"""Common configuration keys of nanoGPT, Hugging Face transformers and earlier versions of this program that have
-another name here, or no counterpart. Error messages about unknown keys suggest the right name, or what to do
-instead."""
+"""Common configuration keys of nanoGPT, Hugging Face transformers and earlier versions of this program: those with
+another name here, and those without a counterpart. Error messages about unknown keys suggest the right name, or what to
+do instead."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COUNTERPARTS = {
         **dict.fromkeys(("bf16", "fp16", "dtype"), ("precision", '"bf16", "fp16" or "fp32"')),
         **dict.fromkeys(("eval_interval", "eval_steps"), ("validation_interval", STEPS)),
         "eval_iters": ("validation_batches", "in microbatches"),
-        **dict.fromkeys(("grad_clip", "max_grad_norm"), ("clipping_max_norm", "null: none")),
+        **dict.fromkeys(("grad_clip", "max_grad_norm"), ("clipping_max_norm", "null for no clipping")),
         "gradient_checkpointing": ("activation_checkpointing", ""),
         "init_from": ("initial_weights", "a safetensors file; no key is needed to continue a run"),
         **dict.fromkeys(("log_interval", "logging_steps"), ("report_interval", STEPS)),
         "lr": ("learning_rate", ""),
         **dict.fromkeys(("max_iters", "max_steps"), ("train_steps", STEPS)),
-        "min_lr": ("min_lr_ratio", "over learning_rate"),
+        "min_lr": ("min_lr_ratio", "min_lr divided by learning_rate"),
         "num_train_epochs": ("epochs", 'with "min_train_tokens": -1'),
         "save_steps": ("checkpoint_interval", STEPS),
         "seed": ("random_seed", ""),
@@ -44,12 +44,12 @@ COUNTERPARTS = {
         **dict.fromkeys(("n_layer", "num_hidden_layers"), ("n_layers", "")),
         "num_key_value_heads": ("n_kv_heads", ""),
         "num_local_experts": ("moe", "an object with num_experts and num_active_experts"),
-        "rope_theta": ("rope_base", 'beside "position": "rope"'),
+        "rope_theta": ("rope_base", 'together with "position": "rope"'),
         "tie_word_embeddings": ("tie_weights", ""),
     },
 }
 
-NO_TRACKER = "not a setting here: metrics.jsonl holds every number; remove this key"
+NO_TRACKER = "not a setting here: metrics.jsonl records all metrics; remove this key"
 WITHOUT_KEY = {
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name", "report_to"), NO_TRACKER),
     **dict.fromkeys(("backend", "device"), "not a setting here: always nccl on GPUs and gloo on CPUs; remove this key"),

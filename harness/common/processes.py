@@ -6,7 +6,7 @@ out-of-memory killer, or because its container closes), nobody ends the ranks, a
 restart them or stop them. They would keep training, while the machine costs money, or wait for hours at a rendezvous
 whose store ended with torchrun. So each rank watches its launcher itself, in a thread that the rank starts before
 anything else. (On Linux prctl's PR_SET_PDEATHSIG could send a signal, but not if the launcher has ended before that
-call. Other systems have nothing like it.)
+call. macOS has nothing like it.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDED_STATES = (["Z"], ["X"])  # zombie, dead
 PARENT = "DDP_TRAIN_PARENT"
 POLL_SECONDS = 0.5
 # Time that a rank has for its current step and a checkpoint after it has noticed the launcher's end. Including the time
-# to notice the end, all ranks have exited 15 s after torchrun.
+# to notice the end, all ranks have exited at most 15 s after torchrun.
 ENDING_SECONDS = 12.0
 
 _launcher = 0  # pid of the parent process that this process watches; 0 for none
@@ -92,8 +92,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this process, which multiprocessing has started, when its parent process ends. Without
-    it the process would wait forever, because the processes of a pool keep each other's pipes open."""
+    """Start a thread that ends this process, a child started by multiprocessing, when its parent ends. Otherwise the
+    child would wait forever, because the processes of a pool keep each other's pipes open."""
     import multiprocessing
 
     parent = multiprocessing.parent_process()

@@ -1,5 +1,5 @@
-"""Comparison of the arms of an experiment (runs that differ only in the seed) with one of them, the baseline: choice of
-the loss to compare, and verdicts as text."""
+"""Comparison of the arms of an experiment with one of them, the baseline: choice of the loss to compare, and verdicts
+as text. An arm is one run, or several runs that differ only in their seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from harness.common.errors import UserError
-from harness.common.messages import abbreviated
+from harness.common.messages import abbreviated, counted
 from harness.common.statistics import Inconclusive
 from harness.comparison.arms import Arms, find_arms
 from harness.comparison.quantities import (
@@ -28,7 +28,7 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts on all arms but the baseline's; the runs of an arm differ only in the seed. `verdicts` is empty if
+    """Verdicts on all arms except the baseline; the runs of an arm differ only in the seed. `verdicts` is empty if
     nothing can be compared. `title` says what is compared, or why nothing can be compared. `closing` describes training
     noise (the spread of the loss over seeds) and how many seeds of each arm it takes to detect a difference, or says
     that this noise is unknown; it is "" if nothing can be compared. `notes` has remarks such as which runs were left
@@ -103,7 +103,7 @@ def _compare(
     """Compare the arms by their losses on one text, `basis`. `own` is the name of the baseline's arm, and `loss` the
     name of the loss. `values[i]` has the losses of the run `records[i]` on all texts, or the reason why it has none.
 
-    A note names the checkpoint of a loss that is not of the best checkpoint. If a run of an arm has no loss on this
+    If a loss is not that of the best checkpoint, a note names its checkpoint. If a run of an arm has no loss on this
     text, a note says what its losses were measured on, or why it has none. If the losses of an arm's windows (sequences
     of context length) cannot be read, a note says so, and the verdicts are computed without them.
     """
@@ -139,8 +139,7 @@ def _compare(
                 reason = f"measured on {' and '.join(each.basis.words for each in of_run)}"
             left_out.setdefault(reason, []).append(record.name)
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
-    plural = "" if baseline.run_count == 1 else "s"
-    title = f"Against {own} ({baseline.run_count} run{plural}), by {loss} on {basis.words}:"
+    title = f"Against {own} ({counted(baseline.run_count, 'run')}), by {loss} on {basis.words}:"
     return BaselineComparison(
         title, verdicts, seeds_sentences(verdicts, [*built.values()], arms.chance), notes + arms.notes, loss
     )

@@ -22,7 +22,7 @@ from harness.runs.budget import as_tokens
 from harness.runs.train_config import Affects, TrainConfig, keys_affecting
 
 SEED = "random_seed"
-# What each seed of train.json decides; random_seed decides all that have no seed of their own.
+# What each seed of train.json decides; random_seed decides those whose own seed is not given.
 SEEDS = {"init_seed": "the initial weights", "data_seed": "the order of the data", "dropout_seed": "dropout"}
 SEED_ENDING = re.compile(r"[-_.]?(?:(?:random|init|data|dropout)[-_]?)?seed[-_=.]?\d+$")
 WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
@@ -64,7 +64,7 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
             continue
         settings = settings_of(record)
         if isinstance(settings, Inconclusive):
-            unknown.append(f"{record.name}: its replicates are unknown, because {settings.reason}")
+            unknown.append(f"{record.name}: an arm of its own; its replicates are unknown, because {settings.reason}")
         by_settings.setdefault((record.name,) if isinstance(settings, Inconclusive) else settings, []).append(record)
     first_runs: dict[str, list[RunRecord]] = {}  # of each arm, by settings without SURROUNDINGS and precision
     parts = [(key[0], part) for key, members in by_settings.items() for part in _by_precision(members)]
@@ -76,9 +76,9 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         arms.append(tuple(record.name for record in counted))
         varied |= {key for key in SEEDS if len({json.dumps(seeds_of(each)[key]) for each in counted}) > 1}
         if again := [record.name for record in members if record.name not in by_seed.values()]:
-            repeated.append(f"{abbreviated(again)}: same seed and settings as another run of the arm, counted once")
+            repeated.append(f"{abbreviated(again)}: not counted, because another run has the same seed and settings")
         first_runs.setdefault(shared, []).append(counted[0])
-    notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
+    notes = [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items()]
     notes += unknown + repeated
     for firsts in (firsts for firsts in first_runs.values() if len(firsts) > 1):
         facts = {**SURROUNDINGS, "precision": "precision", "attention": "attention"}
@@ -109,7 +109,7 @@ def seeds_of(record: RunRecord) -> dict[str, Any]:
 
 def _by_precision(members: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Split the runs by the precision that they were trained in. Runs that record no precision are a part of their own,
-    unless the other runs have all the same precision; then all runs are returned together."""
+    unless all other runs have the same precision; then all runs are returned together."""
     found: dict[str | None, list[RunRecord]] = {}
     for record in members:
         found.setdefault(record.recorded("precision"), []).append(record)
@@ -134,13 +134,13 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     """Return two JSON texts of a finished run. Runs that differ only in their seeds (replicates) have the same two
-    texts. The first has the dataset and the settings that affect the result, without seeds, and the changes of settings
-    while the run was trained. The second has torch's version, the device, the number of ranks, and the attention kernel
-    unless torch chose it.
+    texts. The first has the dataset and the settings that affect the result, without seeds, and the changes that were
+    made while the run was trained. The second has torch's version, the device, the number of ranks, and the attention
+    kernel unless torch chose it.
 
     Returns Inconclusive if the run's replicates cannot be recognized: because the dataset, torch's version, the device,
-    the number of ranks or a microbatch size that `global_batch_size` needs was not recorded, because `initial_weights`
-    is not a path, or because the run has used no seed.
+    the number of ranks or, for a run with `global_batch_size`, the microbatch size was not recorded, because
+    `initial_weights` is not a path, or because the run has used no seed.
     """
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: record.recorded(key) for key in SURROUNDINGS}}

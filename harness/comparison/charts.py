@@ -4,6 +4,7 @@ share one curve with a band."""
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,18 +21,18 @@ from harness.runs.metrics import TrainEvent, ValidationEvent, last_training
 
 LEAST_POINTS = 2
 # Length of the first part of the axis, as a fraction of the whole. Losses there begin near ln(vocabulary size), and
-# would squeeze the rest of the curves into the lower edge.
+# would squeeze the rest of the curves against the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
-CUT_RATIO = 2.0  # the first part is cut off if the whole range is more than this multiple of the rest's range
-LEAST_REACH = 0.1  # nats; references are in the range up to this far from the curves, or as far as the curves span
-MOST_MARKERS = 12  # along a curve
+CUT_RATIO = 2.0  # the first part is cut off if it makes the range of losses more than this many times as large
+LEAST_REACH = 0.1  # nats; a reference is shown if its distance from the curves is at most this or their height
+MOST_MARKERS = 12  # along a curve, without the last point's
 LARGEST_LOSS = 1e6  # nats per token; larger losses, of runs that have diverged, are not drawn
 # Three shades, which differ in lightness, and four line styles: twelve curves can be told apart, also in grayscale.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
-MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a line in the legend; the others are thin and gray
+MOST_NAMED = len(SHADES) * len(LINES)  # curves with a style and a name in the legend; the others are thin and gray
 FAINT = "#555555"
 GRAY = "#bbbbbb"
 LONGEST_LABEL = 40
@@ -81,9 +82,9 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     """Return one chart for each of the `axes` (keys of AXES). All charts show the validation losses of the runs, or the
     training losses if only these are enough for a curve. Losses that are not finite or not below LARGEST_LOSS do not
     count. A run is left out if its losses cannot be read, are fewer than LEAST_POINTS, or are not known to be measured
-    on the text that most runs share. It is left out of a single chart if it has no place on this axis. Finished runs
-    that differ only in the seed share a curve, which has the name of their arm in the comparison with the run
-    `baseline`. A chart may have no curves; its `problems` then have the reasons."""
+    on the text that most runs share. It is left out of a single chart if its losses have no place on the chart's axis.
+    Finished runs that differ only in the seed share a curve, which has the name of their arm in the comparison with the
+    run `baseline`. A chart may have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -111,8 +112,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
             continue
         reason = f"in no chart: no loss is known to be measured on {main.words if main else ''}"
         if is_on_main:
-            reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
-            reason += f" takes {LEAST_POINTS}"
+            reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, but a curve"
+            reason += f" needs {LEAST_POINTS}"
             if not record.directory.metrics.exists():
                 reason = "nothing to draw: there is no metrics.jsonl"
         elif record.state.word in ("never trained", "not trained here"):
@@ -141,8 +142,8 @@ def _curves_on(
     losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
     run_names: Mapping[str, Sequence[str]],
 ) -> tuple[list[Curve], dict[str, list[str]]]:
-    """Return the curves over `axis` of the runs `drawn`, and the names of those that have no place on this axis, by the
-    reason. `run_names` has the names of the runs of each curve, by the curve's label."""
+    """Return the curves over `axis` of the runs `drawn`, and the names of the runs whose losses have no place on this
+    axis, by the reason. `run_names` has the names of the runs of each curve, by the curve's label."""
     places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():
@@ -159,9 +160,12 @@ def _curves_on(
             if own:
                 places[name] = own
             else:  # lines of earlier versions have no seconds
-                left_out.setdefault(f"no {key} are recorded to draw its losses over {axis}", []).append(name)
+                left_out.setdefault(f"its losses cannot be drawn over {axis}: no {key} are recorded", []).append(name)
     runs = {label: [places[name] for name in names if name in places] for label, names in run_names.items()}
-    curves = [_mean_curve(label, those) for label, those in runs.items()]
+    curves = [_mean_curve(label, those) for label, those in runs.items() if those]
+    for curve in curves:
+        if not curve.x:
+            left_out.setdefault("its runs have no loss at the same step", []).append(curve.label)
     return [curve for curve in curves if curve.x], left_out
 
 
@@ -169,7 +173,7 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
     """Return the curve of the runs' mean loss over their mean place on the axis, at the steps at which all runs have a
     loss. Each of the `runs` maps a global step to a place on the axis and a loss. The curve is empty without such
     steps."""
-    steps = [step for step in runs[0] if all(step in run for run in runs)] if runs else []
+    steps = [step for step in runs[0] if all(step in run for run in runs)]
     x, y = ([sum(run[step][part] for run in runs) / len(runs) for step in steps] for part in (0, 1))
     if len(runs) < 2:
         return Curve(label, x, y)
@@ -195,12 +199,12 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """Return a note if the verdicts are by another loss than the chart shows. Returns "" if they are not, or if there
-    are no verdicts."""
+    """Return a note if the verdicts are based on a loss that the chart does not show. Returns "" if they are not, or if
+    there are no verdicts."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
-    return f"The verdicts are by {comparison.loss}; these curves are of the {drawn}."
+    return f"The verdicts are based on the {comparison.loss}; these curves show the {drawn}."
 
 
 def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
@@ -221,7 +225,7 @@ def svg(chart: Chart, references: Mapping[str, float]) -> str:
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, target: Path | io.StringIO) -> None:
     """Draw the chart, which has at least one curve, into `target`, in the format `kind` ("png" or "svg"). `references`
-    has losses by label. Each is a dotted line, or, if the loss is outside the shown range, only a line of the legend
+    has losses by label. Each is a dotted line or, if the loss is outside the shown range, only an entry of the legend,
     with an arrow. A curve of several runs has a band from their lowest loss to their highest. The legend names at most
     MOST_NAMED curves: those with the lowest last losses, and always the baseline's. The others are thin and gray.
     `note` is printed below the axes."""
@@ -241,7 +245,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (
             f" ({curve.run_count} runs)" if curve.run_count > 1 else ""
         )
-        every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
+        every, last = math.ceil(len(curve.x) / MOST_MARKERS), len(curve.x) - 1
         marked = sorted({*range(0, last, every), last})
         axes.plot(curve.x, curve.y, line, c=color, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
         if curve.low:

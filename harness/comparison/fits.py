@@ -31,8 +31,8 @@ def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
     over the global batch size; it takes at least three different batch sizes, and is inconclusive if another setting
     that affects the loss differs between the runs. The second fit is of device memory over microbatch size, both as
-    reported by others (reported.json): one point for each memory, with the smallest microbatch reported for it. It
-    takes at least two different microbatch sizes."""
+    reported by others (reported.json). It has one point for each memory size, with the smallest microbatch reported for
+    it, and takes at least two different microbatch sizes."""
     columns = {column.key: column.cells for column in table.columns}
     batches = columns.get("global_batch", ())
     if "reported_global_batch" in columns:
@@ -60,12 +60,12 @@ def fits(table: RunsTable) -> Iterator[str]:
         slope, fixed = np.polyfit(sizes, gib, 1)
         miss = np.abs(gib - slope * sizes - fixed).max()
         line = f"{slope:.3f} GiB a sequence {'+' if fixed >= 0 else '-'} {abs(fixed):.2f} GiB"
-        yield f"Memory over the microbatch: {line} ({len(smallest)} points, each within {miss:.2f} GiB of it)"
+        yield f"Memory over the microbatch: {line} ({len(smallest)} points, each within {miss:.2f} GiB of this line)"
 
 
 def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
-    """Fit a parabola to losses over ln(sequences per global batch) by least squares, and return a sentence with the
-    parabola and its lowest point, or saying that none is between these batch sizes."""
+    """Fit a parabola to losses over ln(sequences per global batch) by least squares. Return a sentence that gives the
+    parabola and its lowest point, or says that it has no lowest point between these batch sizes."""
     x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()
@@ -74,5 +74,5 @@ def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
         f"lowest near {math.exp(lowest):.0f} sequences" if is_inside else "no lowest point between these batch sizes"
     )
     terms = " ".join(f"{'−' if each < 0 else '+'} {abs(each):.4f}{power}" for each, power in ((b, " x"), (c, "")))
-    within = f"{len(points)} points, each within {miss:.3f} of it"
+    within = f"{len(points)} points, each within {miss:.3f} nats of this curve"
     return f"Loss over the global batch: {a:.4f} x² {terms}, x = ln(sequences); {where} ({within})"

@@ -47,10 +47,10 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """Yield lines of at most 80 characters: a table of one run's time and cost on each machine, and the reasons why
-    machines are not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
-    speeds come before rows with reported speeds; within both, the cheapest machine comes first. If it is not known what
-    the run trains on (see `_read_work`), the lines only give the reason.
+    """Yield lines of at most 80 characters: a table of one run's time and cost on each machine, and the reasons why a
+    machine is not in the table. The speeds are those in the folders of `run` and of `others`. Rows with measured
+    speeds come before rows with reported speeds; in each group, the cheapest machine comes first. If it is not known
+    how much the run trains on (see `_read_work`), the lines give nothing but the reason.
 
     Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
     """
@@ -66,8 +66,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
     model, train, sequences, tokens = work
     yield from paragraph(
         f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Hours and "
-        "dollars are of training alone: validation, checkpoints and set-up come on top. ddp_train.py -f finds out "
-        "whether a microbatch fits."
+        "dollars are of training alone, without validation, checkpoints and set-up. ddp_train.py -f finds the largest "
+        "microbatch size that fits."
     )
     found: list[tuple[str, float, Machine, KnownSpeed]] = []  # basis, dollars, machine, speed
     reasons: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
             continue
         reason = "no speed of this run's model and kernels is known there; ddp_train.py --plan estimates one"
         if sequences % machine.gpus:
-            reason = f"the run's global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
+            reason = f"the run's global batch of {sequences:,} sequences cannot be divided among {machine.gpus} GPUs"
         reasons.setdefault(reason, []).append(machine.machine)
     found.sort(key=lambda each: each[:2])
     if found:
@@ -109,7 +109,8 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
         yield from paragraph(f"{', '.join(without)}: {Inconclusive(reason)}")
     for basis, _, machine, speed in found:
         if speed.run != name:
-            yield from paragraph(f"{machine.machine}: {basis} for {speed.run}, microbatch {speed.microbatch_size}")
+            said = f"speed {basis} for {speed.run}, microbatch {speed.microbatch_size}"
+            yield from paragraph(f"{machine.machine}: {said}")
     if len({basis for basis, *_ in found}) > 1:
         yield from paragraph("Compare only machines with the same basis: a reported speed is that of another program.")
     for source in dict.fromkeys(f"{machine.date}: {machine.source}" for _, _, machine, _ in found):
@@ -122,7 +123,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
     train.json, if the number of tokens is unknown, if a global batch is not a whole number of microbatches, or if the
     training is shorter than one global batch. Raises UserError if a file of the run is wrong."""
     if not run.train_json.exists():
-        return Inconclusive("it was not trained here, and has no train.json, which says how much it trains on")
+        return Inconclusive("it has no train.json, which would say how much it trains on")
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)

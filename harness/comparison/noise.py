@@ -89,7 +89,7 @@ def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
 
 def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
     """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
-    freedom are by Satterthwaite (1946, Biometrics Bulletin 2: 110). If the parts are the variances of the mean losses
+    freedom are Satterthwaite's (1946, Biometrics Bulletin 2: 110). If the parts are the variances of the mean losses
     of two configurations, this is Welch's t test (1947, Biometrika 34: 28)."""
     variance = sum(part.value for part in parts)
     if variance == 0:

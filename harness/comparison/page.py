@@ -50,7 +50,7 @@ def render(
         is_number=is_number,
         below=[*below_lines(table, alike)],
         remarks=[
-            *(f"{column.title}: on {column.about}" for column in columns if column.about),
+            *(f"{column.title}: measured on {column.about}" for column in columns if column.about),
             *(problem for record in table.records for problem in record.problems),
             *fits(table),
             *charts[0].problems,
@@ -73,8 +73,8 @@ def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
 
 
 def _provenance(record: RunRecord) -> list[str]:
-    """Return lines with a run's folder, state, machine, version of torch, precision and dataset, without those that are
-    not known, then a line for each result with its date."""
+    """Return a line for each of these facts that is known: a run's folder, state, machine, version of torch, precision
+    and dataset. Then comes a line for each result, with its date."""
     named = {
         "folder": record.directory.path,
         "state": f"{record.state.word} {record.state.detail}".strip(),

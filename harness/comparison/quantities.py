@@ -1,5 +1,5 @@
 """Quantities that a comparison shows of each run, such as losses, speed and cost. Every number has a basis: the text or
-task that was measured, a text being identified by a hash of its content instead of its name. Numbers that can always be
+task that it was measured on. A text is identified by a hash of its content, not by its name. Numbers that can always be
 compared, such as seconds, have one basis in common (ANY_BASIS). Numbers of different runs can be compared only if their
 bases are equal. Every missing number has a reason."""
 
@@ -28,7 +28,7 @@ MEASURED_BY: dict[type[Result], str] = {
     InstructionResult: "no score by judge_ift.py",
     BenchmarkResult: "no such score by evaluate_benchmarks.py",
 }
-MEASURED_TOO = "; measured, too: "  # in remarks, before the names of the other measured checkpoints
+MEASURED_TOO = "; also measured: "  # in remarks, before the names of the other measured checkpoints
 UNKNOWN = "not recorded"
 # The reason for a missing number, by the key of the quantity. Quantities without an entry have UNKNOWN.
 MISSING = {
@@ -190,7 +190,7 @@ def validation_basis(record: RunRecord) -> Basis | None:
 
 
 def _slice(windows: int, context: int, start: int, split: str, dataset: object, digest: str) -> str:
-    return f"{windows:,} x {context} tokens from {start:,} of the {split} split of {dataset} ({digest[:8]})"
+    return f"{windows:,} x {context} tokens from token {start:,} of the {split} split of {dataset} ({digest[:8]})"
 
 
 def _latest(in_summary: str, in_progress: str, record: RunRecord) -> Number:
@@ -216,8 +216,8 @@ def _best_loss(record: RunRecord) -> Number:
 
 def final_validation_losses(record: RunRecord) -> Values:
     """Return the run's last validation loss, as a list of one measurement, or the reason why there is none. If a
-    finished run's last validation loss was not finite, the measurement is NaN, so that a verdict on the run counts it
-    instead of leaving it out as missing."""
+    finished run's last validation loss was not finite, the measurement is NaN, so that a verdict takes the run into
+    account instead of leaving it out as one without a loss."""
     summary, basis = record.summary, validation_basis(record)
     values = summary.model_dump(include={"final_validation_loss"}, exclude_unset=True) if summary else {}
     is_validated = record.train.get("validation_interval") is not None
@@ -239,14 +239,6 @@ def _epochs(record: RunRecord) -> Number:
     one of their train splits. Returns None if it is not known."""
     found = tokens_by_source(record.model, record.train, record.dataset, record.tokens_seen or 0)
     return max((seen / once for seen, once in found.values() if seen), default=None)
-
-
-def _parameters(record: RunRecord) -> Number:
-    return record.shape.parameters if record.shape else None
-
-
-def _active_parameters(record: RunRecord) -> Number:
-    return record.shape.active_parameters if record.shape else None
 
 
 # Results of the measuring commands, and benchmarks evaluated while training
@@ -361,8 +353,8 @@ def _finite_test_losses(record: RunRecord) -> Values:
 
 
 def _trained_on(record: RunRecord) -> Values:
-    """Return, for each test loss, the percentage of its split's 13-grams that the run's training data contain, where it
-    is known, or the reason why there is none."""
+    """Return, for each test loss, the percentage of the 13-grams of its split that also occur in the run's training
+    data, if that is known, or the reason why there is no percentage."""
 
     def read(result: LossResult) -> tuple[float | None, str] | None:
         found = result.trained_on
@@ -401,7 +393,7 @@ def judging_basis(result: InstructionResult) -> Basis:
     if len(result.judged_with) > 1:
         names = ", ".join(result.judged_with)
         return Basis(("judging", *identity, result.judging), f"{words}, judged together: {names}")
-    return Basis(("judging", *identity), f"{words}, each alone")
+    return Basis(("judging", *identity), f"{words}, each model judged alone")
 
 
 def _scores(record: RunRecord) -> Values:
@@ -489,8 +481,14 @@ VALIDATION_LOSS = Quantity(
 )
 TRAINED_ON = Quantity("test_text_trained_on", "test text in the training data", "%", ".1f", _trained_on)
 TRAINED = (
-    Quantity("parameters", "parameters", "", COUNT, _parameters),
-    Quantity("active_parameters", "active parameters", "", COUNT, _active_parameters),
+    Quantity("parameters", "parameters", "", COUNT, lambda run: run.shape.parameters if run.shape else None),
+    Quantity(
+        "active_parameters",
+        "active parameters",
+        "",
+        COUNT,
+        lambda run: run.shape.active_parameters if run.shape else None,
+    ),
     Quantity("global_batch", "global batch", "sequences", ",.0f", lambda run: run.global_batch, "global_batch_size"),
     Quantity("tokens", "tokens", "", COUNT, lambda run: run.tokens_seen, "tokens_seen"),
     Quantity("flops", "training FLOPs", "", ".2e", lambda run: _flops(run, run.tokens_seen), _reported_flops),

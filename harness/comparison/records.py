@@ -4,6 +4,7 @@ read. Does not load torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -101,7 +102,7 @@ class RunRecord:
         elif is_reference:
             shape = attempt(lambda: load_model_config(run.model_json)) if run.model_json.exists() else None
             model, train = shape.model_dump(mode="json") if shape else {}, {}
-            attempt(lambda: read_reported(run))  # if it cannot be read, this row is damaged
+            attempt(lambda: read_reported(run))  # if it cannot be read, the run's state is "damaged"
         else:
             shape = attempt(lambda: load_model_config(run.model_json))
             settings = attempt(lambda: load_train_config(run.train_json))
@@ -247,8 +248,8 @@ def _read_summary(run: RunDirectory) -> RunSummary | None:
 
 def _asks_for_more(run: RunDirectory, summary: RunSummary) -> bool:
     """Return True if model.json differs in shape from the model that `summary` records, or if train.json has another
-    kind of budget, a larger budget or, for the whole split, another number of epochs. Returns False if model.json or
-    train.json cannot be read."""
+    kind of budget, a larger budget or, if the budget is the whole split, another number of epochs. Returns False if
+    model.json or train.json cannot be read."""
     with suppress(UserError, OSError):
         model, train = load_model_config(run.model_json), load_train_config(run.train_json)
         wanted = train.model_dump(include={*BUDGETS})
@@ -266,17 +267,17 @@ def _unfinished_state(
     run: RunDirectory, progress: RunProgress | None, meta: CheckpointMeta | None, *, is_outdated: bool
 ) -> State:
     """Return the state of a run without a summary, or with an outdated one (`is_outdated`). A summary is outdated if
-    model.json or train.json asks for another model shape or training budget than the summary records."""
+    model.json or train.json asks for a model shape or training budget other than the summary's."""
     held = is_held(run.lock_file)
     if not held and (end := _last_end(run)):
         return end
     word: StateWord = "going on" if held else "diverged" if meta and meta.has_diverged else "stopped"
     if is_outdated:
-        return State(word, "model.json or train.json asks for another shape or budget than summary.json records")
+        return State(word, "model.json or train.json asks for a different shape or budget than summary.json records")
     if progress is None and meta is None:
         return State(word, "no report yet") if held else State("never trained")
-    silent = progress.silent_seconds if progress else 0.0
-    said = f"last line {rough_duration(silent)} ago" if progress else ""
+    silent = progress.silent_seconds if progress else math.inf
+    said = f"last line in metrics.jsonl {rough_duration(silent)} ago" if progress else "no line in metrics.jsonl"
     if held is None:  # the lock's owner is on another machine, where its process cannot be seen
         return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
     return State(word, said)

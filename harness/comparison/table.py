@@ -100,9 +100,9 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Short title, or the title and unit if HEADINGS has none; with the column's number if the quantity has
-        several columns, and "reported" if reported figures stand beside measured ones. If all figures are reported,
-        only the cells are marked."""
+        """Short heading from HEADINGS, or else the title and the unit. It has the column's number if the quantity has
+        several columns, and the word "reported" if reported figures stand beside measured ones. If all figures are
+        reported, only the cells are marked."""
         if self.quantity not in HEADINGS:
             unit = "" if self.unit == NATS else self.unit
             return " ".join(word[:LONGEST_WORD] for word in printable(f"{self.title} {unit}").split())
@@ -140,7 +140,7 @@ class RunsTable:
         """Return the table sorted by the column `key`, the best or lowest value first and empty cells last. The key
         "name" sorts by the runs' names. If `key` is None, sorts by all columns of LOSSES, those with at least two
         values before the others. A later column decides only between runs whose values in the earlier ones are equal
-        or missing. If the table has no column of LOSSES, sorts by the names. Raises UserError if no column has
+        or all missing. If the table has no column of LOSSES, sorts by the names. Raises UserError if no column has
         the given key. The message names the nearest key, or all keys if none is near."""
         named = {column.key: column for column in self.columns}
         by = [named[each] for each in (LOSSES if key is None else [key]) if each in named]
@@ -263,9 +263,9 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 
 
 def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_reported: bool = False) -> list[Column]:
-    """Return a column for each basis (text or task that was measured) in `found`, which has, for each basis, the
-    numbers by the runs' rows. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the row's
-    cell in each column where this cell is empty."""
+    """Return a column for each basis (text or task that was measured) in `found`, a dict from a basis to a dict from a
+    run's row to its measurement. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the
+    row's cell in each column where this cell is empty."""
     columns = []
     for number, (basis, measured) in enumerate(found.items(), 1):
         cells = []
@@ -288,8 +288,8 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 def table_lines(table: RunsTable) -> Iterator[str]:
     """Yield the table in lines of at most 80 characters (more for long names that `cut_names` keeps): one block of the
     most important columns, the settings that differ, the texts of `below_lines`, the names of the columns not shown,
-    what the numbers were measured on, the reasons for empty cells, and the runs' problems."""
-    remarks: dict[str, int] = {}  # the numbers of the remarks in the cells
+    what the numbers were measured on, the remarks on cells (such as why one is empty), and the runs' problems."""
+    remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
     texts = [_texts(column, remarks) for column in shown]
@@ -315,7 +315,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     others = [column.title for column in table.columns if column not in (*shown, *settings, *alike)]
     if others:
         below.append(f"More columns in --json and --html: {', '.join(others)}.")
-    below += [f"{column.title}: on {column.about}" for column in shown if column.about]
+    below += [f"{column.title}: measured on {column.about}" for column in shown if column.about]
     yield from (line for text in below for line in paragraph(text))
     for remark, number in remarks.items():
         yield from paragraph(f"[{number}] {remark}", indent=4)
@@ -337,7 +337,7 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
     for record in table.records:
         if record.changes:
             changes = abbreviated(record.changes, separator="; ")
-            said = "its settings changed while it was trained, so it is no replicate of a run without these changes"
+            said = "its settings changed during training, so it is not a replicate of a run without these changes"
             yield f"{record.name}: {said}: {changes}"
     if table.absent:
         yield f"No run has: {', '.join(table.absent)}."
@@ -345,8 +345,8 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 def _fitting(table: RunsTable, room: int) -> list[Column]:
     """Return the columns that fit into `room` characters, MOST_COLUMNS - 1 at most, chosen in this order: the state,
-    the column that the table is sorted by, the columns of HEADINGS, then scores and benchmarks. Settings and columns
-    with the same value in all runs are left out."""
+    the column that the table is sorted by, the columns of HEADINGS, then scores and benchmarks. Settings are left out,
+    and so are columns with the same value in all runs."""
     order = [*HEADINGS]
     omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 

@@ -1,5 +1,5 @@
-"""Verdicts on arms (runs that differ only in the seed) against the baseline: better, worse or inconclusive, with the
-reason. Training noise comes from the seed, text noise from the choice of the text that was measured (noise.py)."""
+"""Verdicts on arms against the baseline: better, worse or inconclusive, with the reason. An arm is one run, or several
+runs that differ only in the seed. Training noise comes from the seed, text noise from the choice of text (noise.py)."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Arm:
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Part of the variance of a run's loss over seeds that comes from the choice of the text, in nats²: other text
-        would change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the
+        """Variance of a run's loss over seeds, in nats², as far as the choice of the text causes it: other text would
+        change the losses of the arm's runs by different amounts. None if the arm has a single run, or if the
         losses of windows are missing, differ in number, are too few or are not finite."""
         if self.windows is None or self.run_count < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
@@ -86,7 +86,7 @@ class Difference:
     # known, or is estimated as 0: replicates that are equal to the last digit do not prove that training has no noise.
     total: LossEstimate | Inconclusive
     is_pooled: bool = False  # the spread over seeds is estimated from all arms together
-    is_limited_by_text: bool = False  # text noise that more runs would not reduce could alone explain the difference
+    is_limited_by_text: bool = False  # the text noise that more runs cannot reduce may by itself explain the difference
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference | Inconclusive) -> Verdict:
     """Return the inconclusive verdict on an arm whose difference from the baseline cannot be tested. Its sentence gives
-    the reason. It also gives the difference if that is known, and says whether the difference is within text noise if
-    that is known."""
+    the reason. It also gives the difference, if that is known, and says whether it is within text noise, if text noise
+    is known."""
     head, run_counts = f"{arm.name} against {baseline.name}", (arm.run_count, baseline.run_count)
     if isinstance(difference, Inconclusive):
         return Verdict(arm.name, baseline.name, run_counts, "inconclusive", f"{head}: {difference}")
@@ -214,16 +214,16 @@ def _tested(
     whose interval at the same level contains 0, too, or both kinds together if neither does alone. `tests` is the
     number of tested arms; the sentence mentions it if there are several."""
     low, high = interval = total.interval(alpha)
-    level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
+    level = 100 - float(f"{100 * alpha:.2g}")  # two digits of 100 * alpha: 100 - 1.7 = 98.3, 100 - 0.42 = 99.58
     digits, is_unclear = _digits(interval), total.may_be_zero(alpha)
     facts = f"{arm.run_count} and {baseline.run_count} runs"
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.run_count == 1)
-        facts += f", pooled spread, assuming that seeds spread {single} as much as the others"
+        facts += f", spread over seeds pooled from all arms, assuming that it is the same for {single}"
     if not is_unclear and not isinstance(difference.text, LossEstimate):
-        facts += ", this text only"
+        facts += ", for this text only"
     if tests > 1:
-        facts += f", Holm for {tests} arms"
+        facts += f", Holm's correction for {tests} arms"
     word: Word = "inconclusive" if is_unclear else "better" if difference.value < 0 else "worse"
     if is_unclear:
         kinds = {"training noise": difference.training, "text noise": difference.text}
@@ -244,7 +244,7 @@ def _tested(
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Sequence[str] = ()) -> str:
     """Return sentences on training noise (the spread of the loss over seeds), and on the number of seeds that it takes
     to detect a difference of 0.01 nats. `arms` are all compared arms, including the baseline; the runs of an arm differ
-    only in their seeds. `chance` names what differs with these (see `Arms`). If no arm has two runs, or if seeds do not
+    only in their seeds. `chance` names what these seeds change (see `Arms`). If no arm has two runs, or if seeds do not
     change the loss, returns one sentence that says so.
 
     Up to two more sentences are about inconclusive verdicts that have an interval. One gives the number of seeds to
@@ -252,8 +252,8 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
     difference. The other names the arms where text noise (from the choice of the text) can explain the difference,
     because more seeds would not reduce text noise.
 
-    Holm's correction is applied neither to these numbers of seeds nor to the choice of the arms: each stands for a test
-    of one arm alone against the baseline. The numbers leave out text noise.
+    Holm's correction is applied neither to these numbers of seeds nor to the choice of the arms: each number is for a
+    test of one arm alone against the baseline. The numbers leave out text noise.
     """
     spread = pooled_variance([arm.losses for arm in arms if not arm.flaw])
     if spread is None:
@@ -273,9 +273,9 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
         of = f" (of {', '.join(others)}{' and ' if others else ''}{last})"
     degrees = f"{spread.df:.0f} {'degree' if spread.df == 1 else 'degrees'} of freedom"
     text = (
-        f"Seeds alone{of} spread the loss by {math.sqrt(spread.value):.4f} nats ({degrees}). Detecting a difference of "
-        f"{DIFFERENCE_TO_DETECT} nats in 80 % of cases takes {likely} seeds of each arm ({low} to {high}, because this "
-        "spread is itself uncertain)."
+        f"Seeds{of} alone spread the loss with a standard deviation of {math.sqrt(spread.value):.4f} nats ({degrees}). "
+        f"Detecting a difference of {DIFFERENCE_TO_DETECT} nats in 80 % of cases takes {likely} seeds of each arm "
+        f"({low} to {high}, because this spread is itself uncertain)."
     )
     seeds, limited = [], []
     for verdict in verdicts:
@@ -289,11 +289,11 @@ def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm], chance: Se
             likely, low, high = numbers(size)
             seeds.append(f"{likely} for {verdict.arm} ({size:.{_digits(verdict.interval)}f} nats; {low} to {high})")
     if seeds:
-        text += f" Seeds of each arm to detect a difference as large as the one seen: {', '.join(seeds)}."
+        text += f" Seeds of each arm needed to detect a difference as large as the one seen: {', '.join(seeds)}."
     if limited:
         text += (
-            f" More seeds alone may not settle {abbreviated(limited)}: text noise alone could explain the difference, "
-            "too. Only more text reduces text noise (test_loss.py --batches)."
+            f" More seeds may not settle the verdict on {abbreviated(limited)}: text noise alone could explain the "
+            "difference, too. Only more text reduces text noise (test_loss.py --batches)."
         )
     return text
 

@@ -24,7 +24,7 @@ from harness.common.messages import REASON_CHARACTERS, nearest, quoted
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_HUB_NAME = 96  # the Hub's limit; a download's folder adds a prefix and a suffix, and file systems allow 255
+LONGEST_HUB_NAME = 96  # characters (the Hub's limit); file systems allow 255, enough for a draft folder's name, too
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -76,7 +76,7 @@ class TokenFile:
             remedy = "move its folder away, and make or download the dataset again"
             raise UserError(f"{path}: not a readable token file: {reason}; {remedy}") from None
         except OSError as error:
-            raise UserError(f"{path}: not a readable token file: {error}") from None
+            raise UserError(f"{path}: not a readable token file: {error}; check that you may read it") from None
         shape, dtype = self._tokens.get_shape(), self._tokens.get_dtype()
         if len(shape) != 1 or dtype not in TOKEN_DTYPES:
             found = f"`tokens` has shape {list(shape)} and dtype {dtype}"
@@ -95,9 +95,9 @@ class TokenFile:
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
     def read_ahead(self, starts: np.ndarray, count: int) -> None:
-        """Ask the operating system to load `count` tokens from each position in `starts` on, without waiting. It loads
-        many at once, while a `read` of tokens that are not in memory waits for the disk each time. Does nothing if the
-        system has no such call or refuses it."""
+        """Ask the operating system to load the `count` tokens that begin at each position in `starts`, and do not wait.
+        It loads many such ranges at the same time, whereas each `read` of tokens that are not in memory waits for the
+        disk. Does nothing if the system has no such call or refuses it."""
         size = np.dtype(self.dtype).itemsize
         offset = self._bytes - len(self) * size  # the tokens are the end of the file
         # macOS has no such call, and some network file systems refuse it.
@@ -116,9 +116,9 @@ class TokenFile:
         """Return, in hexadecimal, the SHA-256 of the dtype, the length, and FINGERPRINT_SAMPLES samples at equal
         distances, each of FINGERPRINT_SAMPLE_TOKENS tokens.
 
-        It shows, in practice, whether a file has another tokenization, shuffle or selection of documents. Changes
-        between the samples that keep the length do not change the fingerprint. Computing it takes milliseconds for 20
-        GiB.
+        In practice, files that differ in tokenization, shuffle or selection of documents have different fingerprints.
+        Changes between the samples that keep the length do not change the fingerprint. Computing it takes milliseconds
+        for 20 GiB.
         """
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
@@ -150,12 +150,13 @@ class Dataset:
         lists.
         """
         if not folder.is_dir():
-            raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
+            problem = "is a file, not a folder" if folder.exists() else "no such folder"
+            raise UserError(f"{folder}: {problem}; give the folder of a dataset")
         meta_path = folder / "meta.json"
         if not meta_path.exists() and (folder / "tokenizer.json").exists():  # the tokens would be taken for GPT-2's
             raise UserError(
-                f"{folder}: incomplete: there is a tokenizer.json, but no meta.json; put it back, or write one with "
-                '{"tokenizer": "tokenizer.json"}'
+                f"{folder}: incomplete: there is a tokenizer.json, but no meta.json; put meta.json back, or write one "
+                'that contains {"tokenizer": "tokenizer.json"}'
             )
         raw = read_json_object(meta_path) if meta_path.exists() else {}
         meta = parse_config(DatasetMeta, raw, meta_path)
@@ -224,8 +225,8 @@ def check_dataset_name(name: str, given_as: str = "dataset") -> tuple[str, str]:
 
 def dataset_folder(datasets_dir: Path, name: str, given_as: str = "dataset") -> Path:
     """Return the path DATASETS_DIR/owner/name, which need not exist. Raises UserError if `name` is not a valid
-    owner/name (its message begins with `given_as`), if one of the three folders is a file, or if a link leads out of
-    DATASETS_DIR."""
+    owner/name (the message then begins with `given_as`), if one of the path's three folders is a file, or if a link
+    leads out of DATASETS_DIR."""
     try:
         owner, short = check_dataset_name(name, given_as)
     except UserError as error:
@@ -270,11 +271,11 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Raise UserError if the split holds a token id for which the model has no embedding, because training would fail.
 
     The message names the file, the token id, and the vocab_size that the whole dataset needs. The first call scans the
-    whole file, unless the file's dtype has no id beyond the vocabulary. The result is saved in DATASETS_DIR/.scans,
-    never in the dataset's folder, which may be the user's own.
+    whole file, unless the file's dtype cannot hold an id beyond the vocabulary. The result is saved in
+    DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
-    if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype has no larger token id, so the scan is not needed
+    if vocab_size > np.iinfo(tokens.dtype).max:  # the dtype cannot hold a larger token id, so no scan is needed
         return
     largest = _remembered_largest(dataset, tokens)
     if largest < vocab_size:
@@ -317,14 +318,13 @@ def remembered(
     parse: Callable[[dict[str, Any]], Any],
 ) -> Any:
     """Return `parse(result)`, where `result` is the dict that `scan()` returns. The result is saved in
-    DATASETS_DIR/.scans, under the names of the dataset and `name`, if that folder can be written.
+    DATASETS_DIR/.scans, in a file named after the dataset and `name`, if that folder can be written to.
 
-    `scan` is not called if a result was saved with the same `files` (a JSON value that identifies the scanned files).
-    It is called nevertheless if the saved result is damaged, so that `parse` raises ValueError, LookupError or
-    TypeError for it.
+    If a result was saved with the same `files` (a JSON value that identifies the scanned files), `scan` is not called,
+    unless the saved result is damaged (`parse` then raises ValueError, LookupError or TypeError).
     """
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{name}.json"
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a foreign file
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or a damaged file
         known = json.loads(memory.read_text())
         if known["file"] == files:
             return parse(known)

@@ -30,12 +30,12 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
                 from harness.data.hub import download_dataset
 
                 print(f"Downloading {name} to {folder} ...", flush=True)
-                download_dataset(name, folder)
+                download_dataset(name, folder, splits)
         except UserError as error:  # the Hub's own message does not say that the name may be mistyped
             raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
         finally:
             with suppress(OSError):
-                folder.parent.rmdir()  # removes the owner's folder only if it is empty, as no dataset was written to it
+                folder.parent.rmdir()  # removes the owner's folder if no dataset was written to it, else fails
         is_present(datasets_dir, name, splits)  # raises UserError if the fetched dataset lacks a split
     Dataset.open(datasets_dir, name)  # raises UserError if the folder is incomplete
 
@@ -44,7 +44,8 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it, or if the dataset's
     folder is incomplete. Downloads nothing.
 
-    If the dataset would be downloaded from the Hub, and `ask_hub` is true, ask the Hub for the dataset's list of files.
+    If the dataset would be downloaded from the Hub, and `ask_hub` is true, ask the Hub for the dataset's list of files,
+    which must have those of `splits`.
     If `ask_hub` is false, make no network call, and assume that the Hub has the dataset.
     """
     if is_present(datasets_dir, name, splits):
@@ -52,11 +53,10 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     if name.startswith("builtin/"):
         _builder(name)
     elif ask_hub:
-        from harness.common.hub import list_files
-        from harness.data.hub import download_work
+        from harness.data.hub import download_work, list_dataset_files
 
         try:
-            list_files(download_work(name, dataset_folder(datasets_dir, name)))
+            list_dataset_files(download_work(name, dataset_folder(datasets_dir, name)), splits)
         except UserError as error:
             raise UserError(f"{error}{did_you_mean(datasets_dir, name)}") from None
 
@@ -66,5 +66,7 @@ def _builder(name: str) -> Callable[[Path], None]:
     from harness.data.preparation.builtin import BUILTIN_DATASETS
 
     if name not in BUILTIN_DATASETS:
-        raise UserError(f'dataset "{name}": there is none of this name; choose from {", ".join(BUILTIN_DATASETS)}')
+        raise UserError(
+            f'dataset "{name}": no builtin dataset has this name; choose from {", ".join(BUILTIN_DATASETS)}'
+        )
     return BUILTIN_DATASETS[name]

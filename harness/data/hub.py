@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import huggingface_hub
 from filelock import FileLock, Timeout
+from huggingface_hub.hf_api import RepoSibling
 
 from harness.common.errors import UserError, signals_to
 from harness.common.files import rename_whole
@@ -34,7 +35,7 @@ def download_work(name: str, folder: Path) -> HubWork:
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 
 
-def download_dataset(name: str, folder: Path) -> None:
+def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
     Until all files are verified, they are kept in a hidden folder beside `folder`, from which the next call resumes. If
@@ -42,26 +43,39 @@ def download_dataset(name: str, folder: Path) -> None:
 
     The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply, as always in huggingface_hub. In
     the main thread, SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
-    cannot be downloaded or written.
+    cannot be downloaded or written, if the repository lacks one of `splits`, or if a dataset of this name is being
+    prepared.
     """
     work = download_work(name, folder)
     partial = folder.parent / f".{folder.name}.partial"
     try:
         with _leaving_at_once(name), _alone_in(partial):
             if not (folder.is_dir() and any(folder.iterdir())):
-                _fetch(work, partial)
+                _fetch(work, partial, splits)
             else:  # another process has downloaded the dataset in the meantime
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise work.failed(*work.explain_local(error)) from None
 
 
-def _fetch(work: HubWork, partial: Path) -> None:
+def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[RepoSibling]]:
+    """Return the repository's commit and its files. Raises UserError if they cannot be listed, or if the repository
+    lacks one of `splits`, as a repository of text does."""
+    revision, files = list_files(work)
+    there = {file.rfilename for file in files}
+    missing = [name for each in splits if (name := f"{each}.safetensors") not in there]
+    if missing:
+        remedy = "if it has text, make a dataset of it with prepare_datasets.py"
+        raise work.failed(f"has no {' and no '.join(missing)} on the Hugging Face Hub", remedy)
+    return revision, files
+
+
+def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
     """Delete the files in `partial` that this download cannot use, download the files that `partial` lacks, verify all
     files, and rename `partial` to `work.folder`. Raises UserError if the list of files cannot be read, if the disk has
     too little space, or if a file cannot be downloaded."""
     hide_bars_from_files()
-    revision, files = list_files(work)
+    revision, files = list_dataset_files(work, splits)
     wanted = {partial / file.rfilename: file.size or 0 for file in files}
     # Delete the files of an interrupted download that this download cannot use. huggingface_hub writes each file under
     # a new temporary name until it is complete, and never reuses a temporary file. Links are deleted, too: no download
@@ -86,9 +100,13 @@ def _fetch(work: HubWork, partial: Path) -> None:
 def _alone_in(partial: Path) -> Iterator[None]:
     """Create and lock `partial`, the folder of an unfinished download, for the `with` body, so that only one process of
     this machine at a time downloads the dataset. Waits for a process that has the lock. On a file system without locks,
-    takes no lock. After the body, deletes `partial` if it is empty. Raises UserError if `partial` is a link."""
+    takes no lock. After the body, deletes `partial` if it is empty. Raises UserError if `partial` is a link, or if it
+    has the work of prepare_datasets.py on a dataset of this name."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
+    if (partial / ".lock").exists():
+        remedy = "finish it by the same command, or move this folder away"
+        raise UserError(f"{partial}: unfinished work of prepare_datasets.py, which a download would delete; {remedy}")
     partial.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(partial.with_suffix(".lock"))
     try:
@@ -110,7 +128,7 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 def _leaving_at_once(name: str) -> AbstractContextManager[None]:
     """Let SIGINT and SIGTERM end the process immediately during the `with` body, if this is the main thread and they
-    are not ignored. Otherwise huggingface_hub would first finish its current files, which can be gigabytes.
+    are not ignored. By itself, huggingface_hub would first finish its current files, which can be gigabytes.
 
     A download can be ended at any moment, because the dataset's final folder does not exist until it is complete.
     """

@@ -1,7 +1,8 @@
-"""Microbatches of a split for each rank. A window has the tokens of one sequence. The windows of a split, in their
-order (order.py), form a sequence of microbatches. One formula (`TokenLoader._indexes`) gives the microbatches that a
-rank reads at a step. The data loader keeps no state between steps, so a run can resume at any step. If the global batch
-size changes during a run, the size at a step depends only on the number of tokens before that step (`BatchSchedule`).
+"""Microbatches of a split for each rank. A window has the tokens of one sequence. The windows of a split, taken in the
+order of order.py, fill microbatches, which are numbered from 0. One formula (`TokenLoader._indexes`) gives the
+microbatches that a rank reads at a step. The data loader keeps no state between steps, so a run can resume at any step.
+If the global batch size changes during a run, the size at a step depends only on the number of tokens before that step
+(`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -182,8 +183,8 @@ class TokenLoader:
 
     def microbatch(self, index: int, *, windows: int | None = None) -> Microbatch:
         """Return microbatch number `index`. Microbatch 0 begins with `first_window`. The file must have all of the
-        microbatch's tokens. `windows` is the number of windows of all microbatches together, if it is limited. The last
-        microbatch is then filled up with copies of its last window, which do not count."""
+        microbatch's tokens. `windows` is the number of windows in all microbatches together; None: no limit. If the
+        last window is not the last one of its microbatch, copies of it, which do not count, fill up the microbatch."""
         length, starts, counted = self.layout.context_length, self.starts(index), None
         if windows is not None and windows < (index + 1) * len(starts):
             counted = windows - index * len(starts)
@@ -194,8 +195,9 @@ class TokenLoader:
         return Microbatch(np.stack([self.tokens.read(int(start), length + 1) for start in starts]), counted)
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
-        """Return the microbatches that `rank` reads in step `steps_from_start`, counted from `first_window`. Windows
-        that are not read from front to back are read ahead by one step, since a disk would take a seek for each."""
+        """Return the microbatches that `rank` reads in step `steps_from_start`, counted from `first_window`. If the
+        order is not front to back, the windows of the next step are read ahead, because a disk would need a seek for
+        each of them."""
         if not self.order.is_front_to_back:
             for index in self._indexes(steps_from_start + 1, rank):
                 self.tokens.read_ahead(self.starts(index), self.layout.context_length + 1)

@@ -1,6 +1,6 @@
-"""Hashes of the 13-grams of a text: sequences of 13 consecutive tokens, by which two texts are found to have parts in
-common. Brown et al. ("Language Models are Few-Shot Learners", arXiv:2005.14165, appendix C) use 13 words, since two
-texts often share shorter sequences by chance.
+"""Hashes of a text's 13-grams, that is, of its sequences of 13 consecutive tokens. They show which parts two texts have
+in common; shorter sequences are often shared by chance. Brown et al. ("Language Models are Few-Shot Learners",
+arXiv:2005.14165, appendix C) use sequences of 13 words.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from harness.data.dataset import TokenFile
 from harness.data.order import hash64
 
 NGRAM = 13  # tokens
-COPIED_SHARE = 0.5  # a document is a copy if more of its 13-grams stand in the other text
-MOST_NGRAMS = 2**23  # about as many are looked for at most; of a longer text, those with the smallest hashes
+COPIED_SHARE = 0.5  # a document is a copy if more than this share of its 13-grams occurs in the other text
+MOST_NGRAMS = 2**23  # about the most 13-grams that are looked for; of a longer text, those with the smallest hashes
 MOST_LOOKUP_BITS = 26
 READ_TOKENS = 2**20
-BLOCK_TOKENS = 2**16  # that are hashed at once, so that they stay in the processor's cache
+BLOCK_TOKENS = 2**16  # hashed at once; few enough to stay in the processor's cache
 
 
 def _powers(factor: int) -> np.ndarray:
@@ -41,9 +41,9 @@ POWERS, INVERSE_POWERS = _powers(FACTOR), _powers(pow(FACTOR, -1, 2**64))  # mod
 def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
     """Return a 64-bit hash of each 13-gram: (tokens - 12,) uint64, or none for fewer than 13 tokens.
 
-    The hash is `hash64` of the value of a polynomial, modulo 2**64, whose coefficients are the 13 tokens, plus 1 each.
-    The value is computed from the difference of two prefix sums (Karp and Rabin, "Efficient randomized pattern-matching
-    algorithms", 1987).
+    The hash is `hash64` of a polynomial's value at 1 / FACTOR, modulo 2**64. The polynomial's coefficients are the 13
+    token ids, each plus 1. The value is computed from the difference of two prefix sums (Karp and Rabin, "Efficient
+    randomized pattern-matching algorithms", 1987).
     """
     hashes = np.empty(max(0, len(tokens) - NGRAM + 1), np.uint64)
     for at in range(0, len(hashes), BLOCK_TOKENS):
@@ -77,7 +77,7 @@ class NgramIndex:
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which of `hashes` are in this index, as indices into `hashes`, and their positions in `self.hashes`:
         two arrays of (found,) int64."""
-        low_bits = (hashes & self._low_bits).view(np.int64)  # `take` is several times as fast with these
+        low_bits = (hashes & self._low_bits).view(np.int64)  # `take` is several times as fast as with uint64
         likely = np.flatnonzero(self._may_be_here.take(low_bits))
         places = np.searchsorted(self.hashes, hashes[likely])
         places[places == len(self.hashes)] = 0
@@ -98,8 +98,9 @@ def documents_of(file: TokenFile, eot_token: int) -> Iterator[np.ndarray]:
 
 
 class Overlap(BaseModel):
-    """Numbers of compared documents and 13-grams of a held-out split (`find_overlap`), and how many of them stand in
-    the training text, too. A document does if more than COPIED_SHARE of its compared 13-grams do."""
+    """Numbers of compared documents and 13-grams of a held-out split (`find_overlap`), and how many of them also occur
+    in the training text. A document is counted as copied if more than COPIED_SHARE of its compared 13-grams occur
+    there."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -110,7 +111,7 @@ class Overlap(BaseModel):
 
     @property
     def share(self) -> float:
-        """The share of the 13-grams that stand in the training text; NaN if there are none."""
+        """Share of the compared 13-grams that occur in the training text; NaN if none were compared."""
         return self.copied_ngrams / self.ngrams if self.ngrams else math.nan
 
     def __str__(self) -> str:
@@ -119,7 +120,7 @@ class Overlap(BaseModel):
 
 
 def find_overlap(held_out: TokenFile, training: Sequence[TokenFile], eot_token: int) -> Overlap:
-    """Read the whole training text once, and return how much of a held-out split stands in it. Both have the same
+    """Read the whole training text once, and return how much of a held-out split occurs in it. Both must have the same
     tokenizer. Of a split with more than MOST_NGRAMS tokens, a sample of about MOST_NGRAMS 13-grams is compared.
     Documents without a compared 13-gram, such as those of fewer than 13 tokens, are not counted. For a long training
     text, a bar shows the progress on a terminal."""
@@ -158,7 +159,7 @@ def _ngrams_by_document(file: TokenFile, eot_token: int, below: np.uint64) -> tu
     for start in range(0, len(file), READ_TOKENS):
         tokens = file.read(start, READ_TOKENS + NGRAM - 1)
         own, is_end = ngram_hashes(tokens), tokens == eot_token
-        numbers = ended + is_end.cumsum(dtype=np.int32)  # documents that have ended with a token or before it
+        numbers = ended + is_end.cumsum(dtype=np.int32)  # per token: documents that end with it or before it
         firsts, lasts = numbers[: len(own)], numbers[NGRAM - 1 :]
         is_chosen = (firsts == lasts) & ~is_end[: len(own)] & (own < below)
         hashes.append(own[is_chosen])

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 
 ROUNDS = 8  # of the Feistel network; four make it a pseudo-random permutation (Luby and Rackoff, 1988)
-PERIOD = 1000  # windows in the longest repeating pattern of a mixture, about; shares are rounded to 1 / PERIOD
+PERIOD = 1000  # about the most windows in a mixture's repeating pattern; shares are rounded to multiples of 1 / PERIOD
 
 
 class WindowOrder:
     """Order of the windows of one split, or of several that are mixed by their `weights`.
 
-    A pass over a split reads each of its windows once. With a `seed`, each pass reads them in another random order,
-    which the seed determines; without, from front to back. The windows of several splits alternate in a fixed pattern,
-    in which each split has its share, and each split begins its next pass independently of the others. A window's
-    position is the index of its first token among the tokens of all splits, laid end to end.
+    A pass over a split reads each of its windows once. Without a `seed`, each pass reads them from front to back. With
+    one, each pass reads them in another random order, which the seed determines. The windows of several splits
+    alternate in a fixed pattern, in which each split has its share, and each split begins its next pass independently
+    of the others. A window's position is the index of its first token among the tokens of all splits, laid end to end.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class WindowOrder:
         seed: int | None = None,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        """Define the order. `splits` are the numbers of tokens of the splits. The tokens before `first_token` of each
-        split are not read. Of the others, only whole windows that a token follows (their last target) are read."""
+        """Define the order. `splits` has the number of tokens of each split. In each split, the tokens before position
+        `first_token` are not read. The others are divided into windows. A window is read only if it is whole and a
+        token, its last target, follows it."""
         self.context_length = context_length
         self.first_token = first_token
         self.seed = seed

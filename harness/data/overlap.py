@@ -1,4 +1,4 @@
-"""Leave out documents that stand in a held-out split, so that no model is tested on text that it was trained on.
+"""Leave out documents that occur in a held-out split, so that no model is tested on text that it was trained on.
 
 A document is left out if its normalized text is that of a held-out document, or if more than half of its 13-grams are
 in the held-out split. Only a sample of the 13-grams is compared if the held-out splits are long. A long document is
@@ -26,8 +26,9 @@ class HeldOutHashes:
     """Text of held-out splits, as hashes: of each document, and of 13-grams of tokens."""
 
     def __init__(self, splits: Sequence[tuple[Dataset, str]], tokenizer: Tokenizer) -> None:
-        """Read the splits, and hash their documents and their 13-grams of tokens of `tokenizer`. Raises UserError if a
-        split or its tokenizer cannot be read, or if a token id is not in its vocabulary."""
+        """Read the splits, and hash their documents and the 13-grams of their text as `tokenizer` encodes it. Raises
+        UserError if a split or the tokenizer of its dataset cannot be read, or if a token id is not in that tokenizer's
+        vocabulary."""
         self.eot_token = tokenizer.eot_token
         self.below = sampled_below(sum(len(dataset.split(split)) for dataset, split in splits))
         self.texts: set[bytes] = set()
@@ -41,13 +42,13 @@ class HeldOutHashes:
                 own = tokens if is_same else tokenizer.encode_to_numpy(text)
                 own_hashes = ngram_hashes(own)
                 hashes.append(own_hashes[own_hashes < self.below])
-        self.texts.discard(digest(""))  # otherwise one document without words would leave out all such documents
+        self.texts.discard(digest(""))  # otherwise, a held-out text without words would exclude all such texts
         self.ngrams = NgramIndex(np.concatenate(hashes))
 
     def without(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Yield the batches without the documents that also occur in the held-out text. A document that continues in
-        later batches is judged by its part in the first of them, one or two million characters."""
-        is_left_out: bool | None = None  # of the document that the batch before has begun
+        """Yield the batches without the documents that also occur in the held-out text. A document that extends over
+        several batches is judged by its part in the first one, which has one or two million characters."""
+        is_left_out: bool | None = None  # for a document that continues from the batch before; None: there is none
         for encoded in batches:
             numbers = np.cumsum(encoded.ends) - encoded.ends  # number of each piece's document within the batch
             if not len(numbers):
@@ -65,7 +66,7 @@ class HeldOutHashes:
             yield replace(encoded, tokens=tokens, sizes=sizes[keep], ends=encoded.ends[keep], left_out=begun)
 
     def _judge(self, encoded: Encoded, numbers: np.ndarray) -> np.ndarray:
-        """Return for each document of a batch whether it stands in the held-out text: (documents,) bool."""
+        """Return for each document of a batch, as (documents,) bool, True if it occurs in the held-out text."""
         count = int(numbers[-1]) + 1
         texts: list[list[str]] = [[] for _ in range(count)]
         for piece, number in zip(encoded.batch.pieces, numbers.tolist(), strict=True):
@@ -75,7 +76,7 @@ class HeldOutHashes:
         documents = np.repeat(numbers, encoded.sizes[:, 0])
         owners = documents[: len(hashes)]
         is_chosen = (owners == documents[NGRAM - 1 :]) & (hashes < self.below)
-        is_chosen &= encoded.tokens[NGRAM - 1 :] != self.eot_token  # which documents of the splits do not include
+        is_chosen &= encoded.tokens[NGRAM - 1 :] != self.eot_token  # held-out documents were hashed without this token
         hashes, owners = hashes[is_chosen], owners[is_chosen]
         there, of = (np.bincount(each, minlength=count) for each in (owners[self.ngrams.find(hashes)[0]], owners))
         known: np.ndarray = is_known | (there > COPIED_SHARE * of)
@@ -88,8 +89,8 @@ def digest(text: str) -> bytes:
 
 
 class HeldOutSplits:
-    """Splits of datasets whose documents prepare_datasets.py leaves out. `described` has their names and fingerprints,
-    as meta.json records them."""
+    """Splits with the documents that prepare_datasets.py leaves out (--exclude). `described` has their names and
+    fingerprints, as meta.json records them."""
 
     def __init__(self, names: Sequence[str], datasets_dir: Path) -> None:
         """Open the splits. Each of `names` is DATASET:SPLIT, where DATASET is a folder, or the name of a dataset in
@@ -109,5 +110,5 @@ class HeldOutSplits:
             self.splits.append((dataset, split))
 
     def without_held_out(self, batches: Iterable[Encoded], tokenizer: Tokenizer) -> Iterator[Encoded]:
-        """Yield the batches, encoded by `tokenizer`, without the documents that stand in the splits."""
+        """Yield the batches, encoded by `tokenizer`, without the documents that occur in the splits."""
         yield from HeldOutHashes(self.splits, tokenizer).without(batches)

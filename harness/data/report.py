@@ -35,8 +35,8 @@ class SplitFacts:
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
     """Count a split's tokens, documents and bytes of text, and find its largest token id and the length of its longest
     document. Documents are counted by their end-of-text tokens, and a document's length includes that token. Tokens
-    after the last one are no document, but their number may be the greatest length. Reads the whole file. If a token id
-    is beyond the vocabulary, the count of bytes is incomplete."""
+    after the last end-of-text are not counted as a document, but count for the length of the longest one. Reads the
+    whole file. If a token id is beyond the vocabulary, the count of bytes is incomplete."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -106,7 +106,9 @@ def verify(dataset: Dataset) -> list[str]:
                     faults.append(f"{number:,} {what}, but meta.json says {expected:,}")
         wrong += [f"{tokens.path.name}: {fault}" for fault in faults]
         if not faults:
-            compared = "as meta.json says" if meant else "but meta.json has no counts of them"
+            compared = (
+                "as meta.json says" if meant and meant.tokens is not None else "but meta.json has no counts of them"
+            )
             right.append(f"{split}: {len(tokens):,} tokens, {compared}")
     if wrong:
         raise RunError(f"{dataset.folder}: {'; '.join(wrong)}; make or download the dataset again")
@@ -127,7 +129,7 @@ def describe(dataset: Dataset) -> Iterator[str]:
         if facts.largest >= tokenizer.vocab_size:
             problem = f"token id {facts.largest} is not in the tokenizer's vocabulary; --verify lists all faults"
             raise UserError(f"{tokens.path}: {problem}")
-        per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
+        per_token = f", {facts.bytes / facts.tokens:.2f} per token" if facts.tokens else ""
         yield ""
         length = f"{counted(facts.bytes, 'byte')} of text{per_token}"
         yield f"{split}: {counted(facts.tokens, 'token')} ({tokens.dtype}), {length}"

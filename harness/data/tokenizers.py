@@ -147,8 +147,8 @@ def load_encoding(name_or_file: str | Path) -> Tokenizer:
 
 
 def load_gpt2_offline() -> Tokenizer | None:
-    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. Meanwhile, no
-    other thread can download a vocabulary, because tiktoken's function for downloads is replaced."""
+    """Return GPT-2's tokenizer, or None if its vocabulary is not on this machine. Downloads nothing. While this runs,
+    no other thread can download a vocabulary, because tiktoken's function for downloads is replaced."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:
@@ -202,8 +202,8 @@ def read_encoding(name_or_file: str | Path) -> Any:
         # Quote only `strerror`: errors of requests are OSErrors, too, and their messages are very long.
         reason = getattr(error, "strerror", None)
         if isinstance(name_or_file, Path):
-            damage = f"not a tiktoken encoding in the format of this tool: {str(error)[:100]}"
-            raise UserError(f"{name_or_file}: {reason or damage}") from None
+            damage = f"not an encoding of tiktoken as prepare_datasets.py writes it: {str(error)[:100]}"
+            raise UserError(f"{name_or_file}: {reason or damage}; put back the original file") from None
         folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"
         what = "GPT-2's vocabulary" if name_or_file == "gpt2" else f"the vocabulary of {name_or_file}"
@@ -228,10 +228,11 @@ def load_bpe(path: Path) -> Tokenizer:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except Exception as error:  # the library raises nothing more precise
-        raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a readable tokenizer file: {reason}; give an undamaged tokenizer.json") from None
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True  # encodes their names as ordinary text, despite the option's name
+    backend.encode_special_tokens = True  # despite this name, encodes special tokens' names as ordinary text
     name = next((name for name in ENDS_OF_TEXT if backend.token_to_id(name) is not None), None)
     if name is None:
         raise UserError(f"{path}: has no {' or '.join(ENDS_OF_TEXT)} token; use a tokenizer that has one of them")
@@ -250,7 +251,7 @@ def load_bpe(path: Path) -> Tokenizer:
         try:
             token_bytes[token] = text.encode() if token in added else bytes([byte_of[character] for character in text])
         except KeyError:
-            raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}") from None
+            raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}; use one that is") from None
     special = {token for token, each in added.items() if each.special}
     return Tokenizer(token_bytes, vocabulary[name], special, encode, path)
 
@@ -289,7 +290,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise UserError(
-            f"the text is too small for a vocabulary of {vocab_size} tokens: give more text, or --train-tokenizer "
-            f"{reached} at most"
+            f"the text is too small for a vocabulary of {vocab_size} tokens: give more text, or a "
+            f"--train-tokenizer of at most {reached}"
         )
     path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")

@@ -28,8 +28,8 @@ class JoinedTokens:
         return self.ends[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens from position `start` on, or fewer at the end of the file that has the token at
-        `start`. `start` must be less than the number of all tokens."""
+        """Return `count` tokens from position `start` on, or fewer if the file that holds position `start` ends before.
+        `start` must be less than the total number of tokens."""
         index = bisect_right(self.ends, start)
         return self.files[index].read(start - (self.ends[index - 1] if index else 0), count)
 
@@ -56,7 +56,7 @@ class TrainingData:
             contents = [each.tokenizer for each in (parts[0], other)]
             if len({each.read_bytes() if isinstance(each, Path) else each for each in contents}) > 1:
                 raise UserError(
-                    f"{other.folder}: made with another tokenizer than {parts[0].name}, so that they cannot be mixed; "
+                    f"{other.folder}: made with another tokenizer than {parts[0].name}, so the two cannot be mixed; "
                     f"prepare it again with --tokenizer {contents[0]}"
                 )
         return cls(parts, tuple(weights.values()))

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 
 from harness.common.processes import ProcessName
 
-IDLE = 2**53  # number of parts done for a rank that has finished its work at a place
+IDLE = 2**53  # stands for the number of parts done once a rank has finished its work at a place
 # A rank that the other ranks have passed must send this many more heartbeats without progress before it counts as
-# stuck. It may have made progress together with the others: its last received heartbeat can be older than this
-# progress, and the next one can have been written before the progress and sent after it.
+# stuck. It may have made progress together with the others: its last received heartbeat may be older than this
+# progress, and the next one may have been written before the progress and sent after it.
 HEARTBEATS_TO_CONFIRM = 2
 
 
@@ -57,8 +57,8 @@ class Heartbeats:
 
     def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
         """Record the heartbeats that the store holds, one of each rank, received at the time `now`. A heartbeat with
-        the same number as the rank's last one is not new and is ignored. If the least progress has changed, or the
-        ranks that have it, no rank counts as stuck before it has sent HEARTBEATS_TO_CONFIRM more heartbeats."""
+        the same number as the rank's last one is not new and is ignored. If the least progress or the set of ranks that
+        have it has changed, no rank counts as stuck before it has sent HEARTBEATS_TO_CONFIRM more heartbeats."""
         self.contact = now
         before = self.last_of_all()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
@@ -145,15 +145,15 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     stalled = [last[rank].heartbeat.stalled for rank in behind]
     if None in stalled or any(last[rank].to_confirm for rank in behind):
         return None
-    # The seconds count from the time when the last of the ranks behind arrived at this place. Until then, the other
-    # ranks rightly waited for it.
+    # The seconds count from the time when the last of these ranks arrived at this place. Until then, the others rightly
+    # waited for it.
     seconds = min(each or 0.0 for each in stalled)
     if seconds <= stuck:
         return None
     place = last[behind[0]].heartbeat.place
     if len(behind) == len(last):
         return Fault(f"no rank got beyond {place} for {seconds:.0f} s: a device or the network does not answer", [])
-    return Fault(f"{_names(heartbeats, behind)} stuck for {seconds:.0f} s in {place}", behind)
+    return Fault(f"{_names(heartbeats, behind)} made no progress for {seconds:.0f} s in {place}", behind)
 
 
 def _names(heartbeats: Heartbeats, ranks: Sequence[int]) -> str:

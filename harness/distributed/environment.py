@@ -111,8 +111,8 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
         for rank in ranks:
             rank.send_signal(number)
 
-    # Signals are blocked until this process has ranks to forward them to, and in each rank until it can end with one
-    # line.
+    # Signals are blocked until this process has ranks to forward them to, and in each rank until it can end with a
+    # one-line message.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING_SIGNALS)
     handle_stopping_signals(pass_on)
     with socket.create_server(("127.0.0.1", 0)) as store:
@@ -145,9 +145,9 @@ def run_ranks(count: int, when_started: Callable[[int], None]) -> NoReturn:
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
     """Wait for all ranks to end, and return the first rank whose exit status is not 0, or None if there is none. An
-    orderly stop counts: its status is 128 plus the signal.
+    orderly stop counts, too: its status is 128 plus the signal.
 
-    Once there is one, the other ranks get SIGTERM, and SIGKILL ENDING_SECONDS later. If `asked`, the signals that
+    Once there is such a rank, the others get SIGTERM, and SIGKILL ENDING_SECONDS later. If `asked`, the signals that
     were forwarded to the ranks, is not empty, all ranks are ending already. Both signals then come STOPPING_SECONDS
     later.
     """

@@ -32,8 +32,9 @@ from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.02
 CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
-# Added to the timeout of collectives, so that the watchdog reports a fault first. Its message says more, and it knows
-# which work may take long. The timeout itself is for collectives that the watchdog does not guard.
+# The timeout of collectives is this much longer than the watchdog's, so that the watchdog reports a fault first. Its
+# message says more, and it knows which work may take long. The longer timeout is for collectives that the watchdog does
+# not guard.
 BACKSTOP_SECONDS = 3600.0
 WAITING_SECONDS = 15.0  # after this time, a rank prints that it waits for other ranks
 # Texts of errors that mean that the process at the other end has closed its connection or cannot be reached.
@@ -72,7 +73,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     # With variables left over from another job, this rank would wait silently for hours. So it prints what it waits
     # for.
     text = (
-        f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "
+        f"rank {here.rank} of {here.world_size} waits for the other {here.world_size - 1} at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
         "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
     )
@@ -95,8 +96,8 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
             device_id=device if device.type == "cuda" else None,
         )
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return control, PrefixStore(restart_id, TCPStore(address, port, is_master=False, wait_for_workers=False))
 
 
 def _open_store(timeout: timedelta) -> Any:

@@ -2,8 +2,8 @@
 reached a ceiling of time or cost.
 
 `StopRequest` holds the signal that one rank has received. The ranks exchange their reasons to stop between two steps,
-and `RunStopped` is then raised on all of them at the same place. `SharedWork` divides an evaluation among the ranks, so
-that such a request can interrupt it on all of them.
+and `RunStopped` is then raised on all of them at the same place. `SharedWork` divides an evaluation among the ranks in
+such a way that a request to stop can interrupt it on all of them.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ class SharedWork:
         the pieces, so that their sum does not depend on how the ranks divided the work. Collective.
 
         `work` is given an iterator over the numbers of this rank's pieces and returns their results, or an exception,
-        which is then raised on every rank. The iterator raises Interrupted, which `work` must not catch. While `work`
-        runs, the watchdog reports a fault if this rank makes no progress for too long. Raises RunStopped on every rank
-        if a request to stop has interrupted any rank.
+        which is then raised on every rank. The iterator can raise Interrupted, which `work` must not catch. While
+        `work` runs, the watchdog reports a fault if this rank makes no progress for too long. Raises RunStopped on
+        every rank if a request to stop has interrupted any rank.
         """
         watchdog, rank = self.world.watchdog, self.world.rank
         ranks = self.world.size if self.shared else 1

@@ -7,7 +7,7 @@ while the main thread waits.
 A rank is silent if its heartbeats do not arrive, and gone if its process has ended. Both are reported at any time. A
 rank can be stuck only inside `Watchdog.guard`, because elsewhere a single rank may work for long (a download, a save).
 
-Progress is counted in milestones, points of its work at which the main thread calls `Watchdog.guard` or
+Progress is counted in milestones: points in the main thread's work at which it calls `Watchdog.guard` or
 `Watchdog.beat`. On the CPU a milestone is reached at this call. On CUDA the main thread only enqueues work, and
 continues to do so when the device hangs. So it records a CUDA event behind the enqueued work, and the milestone is
 reached once the device has reached the event.
@@ -41,7 +41,7 @@ POLLS_IN_TIMEOUT = 5
 # waits this long, so that these messages come first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
-TIMED_STEPS = 64  # number of steps, the newest, of which `Watchdog.own_seconds` takes the median
+TIMED_STEPS = 64  # `Watchdog.own_seconds` takes the median of at most this many steps, the newest
 
 
 # Places of a global step where a rank can be stuck, in order, and their names in messages. "machine" is that of
@@ -106,7 +106,7 @@ class Progress:
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> Any:
         """Record that the main thread passes a Milestone with these fields now. Returns its time, by `time.monotonic`,
-        or the mark that `record` made. The difference of two of them is in seconds."""
+        or the mark that `record` made. The difference between two such values is in seconds."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
         is_done = self._record() if self._record else None
         with self._lock:
@@ -192,7 +192,7 @@ class Watchdog:
         self._parts = 0  # parts done at `_place`
         self._is_guarded = False
         self._last_beat: Any = None  # time of the last `beat` inside the present `guard`
-        self._step_times: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # of each step's begin and last `beat`
+        self._step_times: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # of each step's start and last `beat`
         self._ended = threading.Event()
         self._leaving = False
         self._send: Callable[[Heartbeat], None] = lambda heartbeat: None
@@ -332,7 +332,7 @@ def collective_timeout_seconds() -> float:
         seconds = 0.0
     if not 0 < seconds <= LONGEST_TIMEOUT_SECONDS:
         raise UserError(
-            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds, above 0 and up to {LONGEST_TIMEOUT_SECONDS:g}; "
-            f"unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
+            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds above 0 and up to {LONGEST_TIMEOUT_SECONDS:g}; "
+            f"unset it for the default, {DEFAULT_TIMEOUT_SECONDS:g}"
         )
     return seconds

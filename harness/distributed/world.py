@@ -41,12 +41,12 @@ class World:
     device: torch.device
     watchdog: Watchdog = field(default_factory=Watchdog)
     control: Any = None  # process group on the CPU, for all but the work on the device; None for a single process
-    taken: str | None = None  # remark on GPU memory of other processes, from before NCCL allocated its own buffers
+    taken: str | None = None  # remark on other processes' GPU memory, made before NCCL allocated its buffers
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
         """Join the world that the launcher's environment variables describe and choose this process's device. Unless
-        OMP_NUM_THREADS is set, torch gets this rank's share of the machine's cores as threads.
+        OMP_NUM_THREADS is set, torch gets as many threads as this rank's share of the machine's cores.
 
         `is_stopping` returns True if this rank has a reason to stop. Heartbeats send its value to the other ranks.
         Raises UserError if there is no device for this process, or if a variable is missing or wrong, and RunError or
@@ -122,9 +122,10 @@ class World:
                     numbers[0].item()  # waits for the device
 
     def all_reduce_seconds(self, size: int, least: float) -> float:
-        """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. It is
-        the mean of as many as take about `least` seconds (at most 2,001), because ranks leave a barrier up to a
-        millisecond apart, in which NCCL exchanges hundreds of megabytes. Needs at least two ranks. Collective."""
+        """Return the seconds, on the slowest rank, of one all-reduce of a tensor of `size` bytes on the device. The
+        result is the mean over enough of them to take about `least` seconds in all (at most 2,001), because ranks leave
+        a barrier up to a millisecond apart, and NCCL exchanges hundreds of megabytes in that time. Needs at least two
+        ranks. Collective."""
         numbers = torch.zeros(size // 4, device=self.device)
 
         def seconds_of(count: int) -> float:

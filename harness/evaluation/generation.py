@@ -19,7 +19,7 @@ from harness.data.tokenizers import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
 
 CHARACTER_BYTES = 4  # of the longest character in UTF-8
-COLDEST = 1e-4  # at a lower temperature, practically only the likeliest token would be drawn; 0 cannot be divided by
+COLDEST = 1e-4  # below it, practically only the likeliest token would be drawn, and dividing by 0 is impossible
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[in
         raise UserError("the prompt is empty; give at least one character")
     if max(tokens) >= vocab_size:
         raise UserError(
-            f"the prompt has token {max(tokens)}, beyond the model's vocabulary of {vocab_size}: the tokenizer is "
-            "another model's; put this model's own beside its weights, and its file name into meta.json"
+            f"the prompt has token id {max(tokens)}, beyond the model's vocabulary of {vocab_size}: the tokenizer is "
+            "another model's; put this model's tokenizer file beside its weights, and the file's name into meta.json"
         )
     return tokens
 
@@ -95,7 +95,7 @@ def continue_prompts(
 def sample_tokens(
     model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
-    """Yield tokens that continue `prompt`, one by one and without end, also after an end-of-text token. They are the
+    """Yield tokens that continue `prompt`, one by one and without end, even after an end-of-text token. They are the
     tokens that `continue_prompts` draws for its first prompt. Token ids of `vocab_size` or more are never chosen (None:
     all token ids of the model can be chosen). Raises RunError if a logit is not finite."""
     rows = GrowingRows(model, [prompt], sampling, vocab_size)
@@ -181,9 +181,9 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
     """Return the prompts that the options --prompts (`file`) or --prompt give, or the default prompt if neither is
-    given. The file has one prompt in each line, as JSON if its name ends in .jsonl; blank lines are skipped. Raises
-    UserError if both options are given, if the file cannot be read or has no prompts, or, with the line's number, if a
-    line of a .jsonl file is not a prompt."""
+    given. The file has one prompt in each line, as a JSON string if its name ends in .jsonl; blank lines are skipped.
+    Raises UserError if both options are given, if the file cannot be read or has no prompts, or if a line of a .jsonl
+    file is not a prompt (the message gives the line's number)."""
     if file is None:
         return [default if prompt is None else prompt]
     if prompt is not None:
@@ -200,7 +200,7 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
             continue
         value = line.removesuffix("\r")
         if file.suffix == ".jsonl":
-            wanted = 'each line is a text in quotes: "like this"'
+            wanted = 'each line must be a JSON string: "like this"'
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -73,13 +73,9 @@ class Scorer:
     batch_size: int
     each_batch: EachBatch = one_by_one
 
-    def sharing(self, each_batch: EachBatch) -> Scorer:
-        """Return a copy of this scorer whose batches are processed by `each_batch`, for example on several ranks."""
-        return replace(self, each_batch=each_batch)
-
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
         """Return the likelihood of each pair (context, continuation) of token ids. A context must have at least one
-        token. An empty continuation has log-likelihood 0. Collective if `each_batch` is.
+        token. An empty continuation has log-likelihood 0. If `each_batch` is a collective operation, so is this.
 
         The division into batches does not depend on the number of ranks, so that the results are the same to the last
         bit for any number of ranks. Windows with equal inputs, such as answer choices of one token, share one row of a

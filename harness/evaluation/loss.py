@@ -49,8 +49,8 @@ BY_MEAN = (
 
 
 def microbatch_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
-    """Return the loss of each microbatch, in order: the mean cross-entropy in nats per token of the windows that count,
-    without dropout. The model's mode (training or evaluation) is restored afterwards."""
+    """Return the loss of each microbatch, in order: the mean cross-entropy, in nats per token, of its first `counted`
+    windows (None: all), without dropout. The model's mode (training or evaluation) is restored afterwards."""
     device, losses = next(model.parameters()).device, []
     with evaluating(model), precision.autocast():
         for each in microbatches:
@@ -142,8 +142,7 @@ class HeldOutText:
         Giles Thomas's lab notebook, the project that this one grew from.
 
         Also raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not
-        in the model's vocabulary, or if it was made with another tokenizer than the one that the meta.json beside the
-        weights names.
+        in the model's vocabulary, or if the dataset's tokenizer is not the one in the meta.json beside the weights.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
         name = dataset or model.dataset or (NOTEBOOK_DATASET if tokenizer == "gpt2" else None)
@@ -156,12 +155,12 @@ class HeldOutText:
         check_token_ids(opened, split, model.config.vocab_size)
         if "tokenizer" in model.meta and not _is_same_tokenizer(tokenizer, opened.tokenizer):
             raise UserError(
-                f"{name}: made with another tokenizer than that of {weights}, so its token ids stand for other "
-                "tokens in this model; give a dataset made with the model's tokenizer"
+                f"{name}: not made with the tokenizer of {weights}, so its token ids stand for other tokens in this "
+                "model; give a dataset made with the model's tokenizer"
             )
-        is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
-        start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
         layout = BatchLayout(1, 1, batch_size, length)
+        is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN + layout.microbatch_tokens
+        start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
         available = (len(tokens) - start - 1) // layout.microbatch_tokens
         if batches is None:
             batches = min(available, NOTEBOOK_BATCHES) if is_from_notebook else available
@@ -170,8 +169,8 @@ class HeldOutText:
             wanted = start + least * layout.microbatch_tokens + 1
             raise UserError(
                 f"{tokens.path}: too short: wanted {wanted:,} tokens ({_number_of_batches(least)} of "
-                f"{batch_size} sequences of {length:,} tokens from {start:,}), but there are "
-                f"{len(tokens):,}; see --start-token, --batches, --batch-size"
+                f"{batch_size} sequences of {length:,} tokens from token {start:,}), but there are "
+                f"{len(tokens):,}; lower --start-token, --batches or --batch-size"
             )
         order = WindowOrder([len(tokens)], length, first_token=start)
         return cls(model, datasets_dir, opened, split, TokenLoader(tokens, order, layout), batches)
@@ -239,7 +238,7 @@ class HeldOutText:
         lengths, total = tokenizer.token_byte_lengths(), 0
         for index in range(self.batches):
             targets = self.loader.microbatch(index).targets
-            if int(targets.max()) >= len(lengths):  # made with another tokenizer than the dataset records
+            if int(targets.max()) >= len(lengths):  # not made with the tokenizer that the dataset records
                 return None
             total += int(lengths[targets].sum())
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None

@@ -19,7 +19,7 @@ GPT2_EOT_TOKEN = 50256  # known without GPT-2's vocabulary, which may not be on 
 
 
 def training_overlap(model: TrainedModel, held_out: Dataset, split: str, datasets_dir: Path) -> Overlap | Inconclusive:
-    """Return how much of a split stands in the train splits that a model was trained on, or the reason why this is not
+    """Return how much of a split is also in the train splits that a model was trained on, or the reason why this is not
     known. The first call reads these splits; the result is saved in DATASETS_DIR/.scans. Raises UserError if the
     held-out split or its tokenizer cannot be read."""
     try:
@@ -29,7 +29,7 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
     if _dict(model.meta, "train").get("initial_weights") is not None:
         return Inconclusive("the model began with initial_weights, and what those were trained on is not recorded")
     if not training:
-        return Inconclusive("the model does not say which dataset it was trained on")
+        return Inconclusive("it is not recorded which dataset the model was trained on")
     files = [file.fingerprint() for file in (held_out.split(split), *training)]
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:NAME_CHARACTERS]
     tokenizer = held_out.tokenizer
@@ -43,8 +43,8 @@ def training_overlap(model: TrainedModel, held_out: Dataset, split: str, dataset
 
 
 def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
-    """Return the train splits of the model's datasets. Raises UserError if one of them is missing, damaged, or another
-    one than the model was trained on, or if the train.json that names the datasets is not valid."""
+    """Return the train splits of the model's datasets. Raises UserError if one of them is missing, damaged, or not the
+    one that the model was trained on, or if the train.json that names the datasets is not valid."""
     recorded = _dict(model.meta, "dataset")
     found = []
     for name in model.datasets:
@@ -52,7 +52,7 @@ def _train_splits(model: TrainedModel, datasets_dir: Path) -> list[TokenFile]:
         source = _dict(_dict(recorded, "sources"), name) or recorded
         digest = _dict(source, "train").get("sha256")
         if digest not in (None, file.fingerprint()):
-            raise UserError(f"{file.path}: another train split than the model was trained on")
+            raise UserError(f"{file.path}: not the train split that the model was trained on")
         found.append(file)
     return found
 

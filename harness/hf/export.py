@@ -117,7 +117,7 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     ours, theirs = load_tokenizer(name_or_file), load_tokenizer(path)
     found = [(each.vocab_size, each.eot_token, each.encode(SPLITTING_PROBE)) for each in (ours, theirs)]
     if found[0] != found[1]:
-        raise UserError(f"{name_or_file}: a tokenizer.json made from this tokenizer would split text differently")
+        raise UserError(f"{name_or_file}: cannot be exported: as a tokenizer.json, it would encode text differently")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,

@@ -1,4 +1,4 @@
-"""Model class of transformers that wraps the model of gpt.py.
+"""Class with the interface of transformers' models that wraps the model of gpt.py.
 
 If no native class of transformers computes a model, the model is exported with a copy of this file. The copy is run by
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.

@@ -78,7 +78,7 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
 
     def is_of_model(path: str) -> bool:
-        """Return True if a file with this path, left from an earlier upload, would be read as one of the new model."""
+        """Return True if a file with this path, left from an earlier upload, would pass for a file of the new model."""
         weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
         is_read = "/" not in path and (path.endswith(weights) or path in COMPANIONS)
         return is_read or path.startswith(f"{TRAINING}/") or path == CHART
@@ -139,16 +139,16 @@ def _front_matter(facts: ModelFacts, model_type: str) -> ModelCardData:
 
 def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
     """Yield for each loss its name, its value, and a description of the tokens on which it was measured. The value is
-    in nats per token unless the name says otherwise, or None if it was not recorded. The training loss in a checkpoint
-    is a mean over the steps before the checkpoint."""
+    None if it was not recorded; otherwise, it is in nats per token, unless the name says otherwise. The training loss
+    in a checkpoint is a mean over the steps before the checkpoint."""
     trained_on = validated_on = NOT_RECORDED
     if facts.files.dataset:
         keys = ("start_train_token", "start_val_token", "validation_sequences", "validation_batches", "microbatch_size")
         start, first, sequences, batches, rows = (_count(facts.train.get(key)) for key in keys)
         seen = _count(facts.files.meta.get("tokens_seen"))
-        where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
+        where = f" of the training on tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
         if facts.train.get("shuffle") or facts.train.get("epochs"):
-            where = f" of {seen:,} tokens" if seen else ""
+            where = f" of the training on {seen:,} tokens" if seen else ""
         trained_on = f"{_code(facts.files.dataset)}, train split, the last steps{where}"
         where = ""
         if batches and rows:

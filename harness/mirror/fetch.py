@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def step_of(name: str) -> int:
-    """Return the global step in a checkpoint's name, or -1 if it is no such name."""
+    """Return the global step in a checkpoint's name, or -1 if `name` is not such a name."""
     match = CHECKPOINT_NAME.fullmatch(name)
     return int(match.group(1)) if match else -1
 
@@ -91,14 +91,15 @@ def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointM
 
 
 def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
-    """Fetch the newest whole checkpoint in the mirror, with its metrics and results and the best checkpoint, if it is
-    of a later step than the one in the run's folder. Return its name, or None if no such checkpoint was fetched.
+    """If the newest whole checkpoint in the mirror is of a later step than the one in the run's folder, fetch it, with
+    its metrics and results and the best checkpoint. Return its name, or None if no checkpoint was fetched.
 
     `check` raises UserError if the checkpoint is not one of this run; it is called before anything is fetched. A
-    damaged checkpoint (a file is missing or does not have its hash in meta.json, or meta.json cannot be read) is left
-    out with a warning, and an older one is taken. A download that was interrupted resumes. A local metrics.jsonl with
-    other lines is moved to a folder below `aside/`. Raises RunError if the mirror cannot be read. Raises UserError as
-    `check` and `choose_start` do, and if all checkpoints there are damaged and there is none here.
+    damaged checkpoint (a file is missing or does not have the hash that meta.json gives, or meta.json cannot be read)
+    is skipped with a warning, and an older one is taken. A download that was interrupted resumes. A local metrics.jsonl
+    that is not the beginning of the mirror's is moved to a folder below `aside/`. Raises RunError if the mirror cannot
+    be read. Raises UserError as `check` and `choose_start` do, and if all checkpoints there are damaged and there is
+    none here.
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
     for name in names_in(files):
@@ -127,7 +128,7 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
 def _bring_checkpoint(
     run: RunDirectory, mirror: Mirror, files: dict[str, int], name: str, meta: CheckpointMeta
 ) -> bool:
-    """Fetch a checkpoint and all that belongs to it, and point the links `latest` and `best`. Return False if it is
+    """Fetch a checkpoint and all that belongs to it, and set the links `latest` and `best`. Return False if it is
     damaged.
 
     The checkpoint gets its name after all other files have been fetched. If the process is killed before that, the next
@@ -217,14 +218,14 @@ def _download(mirror: Mirror, remote: str, path: Path, size: int, bar: tqdm) -> 
 
 
 def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> None:
-    """Replace metrics.jsonl by the mirror's. If the local file has other lines, it is first moved to a folder below
-    `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises RunError if the mirror
-    cannot be read."""
+    """Replace metrics.jsonl by the mirror's. If the local file is not the beginning of that file, it is first moved to
+    a folder below `aside/`. Prints a warning if the mirror's file ends before the checkpoint of `meta`. Raises RunError
+    if the mirror cannot be read."""
     content = retried(mirror, lambda: mirror.read(run.metrics.name)) or b""
     if len(content) < meta.metrics_bytes:
         tell(
             f"warning: mirror {mirror.name}: {run.metrics.name} has {len(content):,} bytes, fewer than the "
-            f"{meta.metrics_bytes:,} of the checkpoint: lines are missing"
+            f"{meta.metrics_bytes:,} that the checkpoint records: lines are missing"
         )
     here = run.metrics.read_bytes() if run.metrics.exists() else b""
     if not content.startswith(here):
@@ -258,8 +259,8 @@ def retried(mirror: Mirror, work: Callable[[], Result]) -> Result:
         except Exception as error:
             if attempt == FETCHING_TRIES - 1:
                 raise RunError(
-                    f"mirror {mirror.name}: cannot be read: {reason_of(error)}; the same command resumes, and "
-                    "ddp_train.py --mirror none trains without it"
+                    f"mirror {mirror.name}: cannot be read or written: {reason_of(error)}; the same command resumes, "
+                    "and ddp_train.py --mirror none trains without it"
                 ) from None
             if attempt == 0:
                 tell(f"mirror {mirror.name}: {reason_of(error)}; trying again")

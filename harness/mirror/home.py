@@ -1,4 +1,4 @@
-"""A mirror seen from home, by mirror.py: what is there, bringing a run, following it, sending one."""
+"""The commands of mirror.py: list the runs in a mirror, fetch one, follow one that trains elsewhere, or send one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
     if OWNER not in files:
         return ""
     host, silent = retried(mirror, partial(owner_of, mirror))
-    return "" if host is None else f", trained on {host}, last heard of {rough_duration(max(0.0, silent))} ago"
+    return "" if host is None else f", trained on {host}, last heard from {rough_duration(max(0.0, silent))} ago"
 
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
@@ -83,7 +83,7 @@ def _files_of(mirror: Mirror) -> dict[str, int]:
     RunError if the mirror cannot be read."""
     files: dict[str, int] = retried(mirror, mirror.files)
     if "train.json" not in files:
-        raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists them")
+        raise UserError(f"mirror {mirror.name}: no such run; `uv run mirror.py list {mirror.url}` lists the runs there")
     return files
 
 

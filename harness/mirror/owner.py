@@ -1,5 +1,5 @@
-"""The lease on a run's folder in a mirror: `owner.json` names the machine that trains the run and is written anew while
-that machine lives, so that a second machine does not train the same run by mistake.
+"""The lease on a run's folder in a mirror: `owner.json` names the machine that trains the run. That machine writes it
+anew every REFRESH_SECONDS, so that a second machine does not train the same run by mistake.
 
 A store without locks cannot promise more: two machines that start within the same few seconds may both find the folder
 free. Then the one whose owner.json was written first stops sending as soon as it sees the other's.
@@ -14,30 +14,32 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.common.messages import quoted
-from harness.mirror.store import Mirror, reason_of
+from harness.mirror.fetch import retried
+from harness.mirror.store import Mirror
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import rough_duration
 
 OWNER = "owner.json"
 KEPT = ".mirror.json"
 CLOCK = ".clock"  # written to learn the time of the store's clock
-LEASE_SECONDS = 300.0  # from an owner that has not been heard of for longer, another machine may take the run
+LEASE_SECONDS = 300.0  # if an owner has been silent for longer, another machine may take the run
 REFRESH_SECONDS = 30.0  # between two writes of owner.json
 WAITING_SECONDS = 5.0  # between two looks at another machine's owner.json
 
 
 class LeaseLost(Exception):  # noqa: N818 - not an error of this machine
-    """Another machine has taken the run. The message names it."""
+    """Exception raised once another machine has taken the run. Its message is that machine's name."""
 
 
 class Lease:
-    """This machine's claim on a run in a mirror. A thread renews it until `release`. A run directory keeps its identity
-    over restarts, so that a killed run does not wait for its own lease."""
+    """This machine's claim on a run in a mirror. A thread renews it until `release`. The lease's id is kept in the
+    run's folder, so that a killed run that is started again does not wait for its own lease."""
 
     def __init__(self, mirror: Mirror, run: RunDirectory) -> None:
         # Not the mirror that uploads use: not every library can be used by several threads.
@@ -49,31 +51,27 @@ class Lease:
         self._lost: str | None = None
 
     def take(self, *, wait: bool, take_over: bool) -> None:
-        """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard of within
-        LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at once.
-        Without either of them, raises a UserError that names the other machine. Also raises UserError if owner.json
-        cannot be read, and the errors of the store if it cannot be written."""
+        """Write owner.json and keep it fresh from now on. If another machine is the owner and has been heard from
+        within LEASE_SECONDS, `wait` waits until it releases the run or falls silent, and `take_over` takes the run at
+        once. Without either of them, raises a UserError that names the other machine. Raises RunError if owner.json
+        cannot be read or written, even when tried again."""
         told = False
         while not take_over:
-            try:
-                other, silent = owner_of(self._mirror, own=self._id)
-            except Exception as error:
-                message = f"mirror {self._mirror.name}: {OWNER} cannot be read: {reason_of(error)}; try again"
-                raise UserError(message) from None
+            other, silent = retried(self._mirror, partial(owner_of, self._mirror, own=self._id))
             if other is None or silent > LEASE_SECONDS:
                 break
-            heard = f"last heard of {rough_duration(max(0.0, silent))} ago"
+            heard = f"last heard from {rough_duration(max(0.0, silent))} ago"
             if not wait:
                 raise UserError(
                     f"mirror {self._mirror.name}: {other} trains this run, {heard}: stop it there; --take-over takes "
-                    "the run now, and ddp_train.py --wait waits until it has ended or was silent for "
+                    "the run now, and ddp_train.py --wait waits until it has ended or been silent for "
                     f"{rough_duration(LEASE_SECONDS)}"
                 )
             if not told:
                 print(f"waiting for {other}, which trains this run, {heard}", flush=True)
                 told = True
             time.sleep(min(WAITING_SECONDS, LEASE_SECONDS / 4))
-        self._write()
+        retried(self._mirror, self._write)
         threading.Thread(target=self._refresh, daemon=True, name="mirror-lease").start()
 
     def check(self) -> None:
@@ -139,7 +137,7 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
 
 def own_id(run: RunDirectory) -> str:
     """Return the random id, 16 hex digits, that owner.json has while this machine trains the run. It is stored in the
-    run's folder with the host's name, and a copy of that folder on another host makes a new one."""
+    run's folder with the host's name, so that a copy of that folder on another host gets a new id."""
     known = remembered(run)
     if isinstance(known.get("id"), str):
         return known["id"]

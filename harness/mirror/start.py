@@ -32,7 +32,7 @@ def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
 
 
 def refuse_own_folder(url: str, run: RunDirectory) -> None:
-    """Raise UserError if the mirror's folder of a run is the run's own folder or lies in it."""
+    """Raise UserError if the folder of a run in the mirror is the run's own folder or lies in it."""
     folder = Path(url.removeprefix("file://")) / run.path.name
     if url.startswith("file://") and folder.resolve().is_relative_to(run.path.resolve()):
         raise UserError(f"mirror {url}: is the folder of the run itself, which is lost with the machine; give another")
@@ -40,10 +40,11 @@ def refuse_own_folder(url: str, run: RunDirectory) -> None:
 
 def look(experiment: Experiment, options: TrainOptions, checkpoint: str | None) -> InMirror | None:
     """Return what training would find in the run's mirror, or None if the run has no mirror. `checkpoint` is the
-    command's CHECKPOINT; with it or --restart, training continues from no checkpoint in the mirror.
+    command's CHECKPOINT; with it or --restart, training does not continue from a checkpoint in the mirror.
 
-    Without --plan, a probe is written and deleted. Raises UserError as `mirror_url` and `open_mirror` do, if the mirror
-    holds another experiment, or if the datasets cannot be opened. Raises RunError if reading the mirror fails later.
+    Without --plan, a file is written there as a trial and deleted. Raises UserError as `mirror_url` and `open_mirror`
+    do, if the mirror holds another experiment, or if the datasets cannot be opened. Raises RunError if reading the
+    mirror fails later.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -66,8 +67,8 @@ def connect(
     the lease, --wait waits for it, and --take-over takes it.
 
     Raises UserError as `mirror_url`, `open_mirror` and `Lease.take` do, if the mirror holds another experiment, or if
-    all checkpoints there are damaged and the run has none here. Raises RunError if the mirror cannot be read, or if
-    fetching fails, and the errors of the store if owner.json cannot be written.
+    all checkpoints there are damaged and the run has none here. Raises RunError if the mirror cannot be read or
+    written.
     """
     url = mirror_url(experiment, options)
     if url is None:
@@ -78,7 +79,7 @@ def connect(
     lease = Lease(mirror, run)
     lease.take(wait=options.wait, take_over=options.take_over)
     if brings and (name := bring(run, mirror, check_of(mirror, experiment, provenance))):
-        print(f"{run.path.name}: {name} is from the mirror", flush=True)
+        print(f"{run.path.name}: {name} was fetched from the mirror", flush=True)
     return mirror, lease
 
 

@@ -1,8 +1,8 @@
 """A run's folder in a mirror: a bucket, a server or another disk, which fsspec reads and writes. Opening it checks its
 URL, and errors are reduced to one line without credentials.
 
-Every file in a mirror appears whole or not at all: object stores work so, and on `file` and `sftp` a file gets its name
-by a rename. Imports fsspec only where it is used, since that takes a while.
+Every file in a mirror appears whole or not at all: object stores ensure that, and on `file` and `sftp` a file gets its
+name by a rename. Imports fsspec only where it is used, since that takes a while.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from harness.common.errors import UserError, printable
 from harness.common.messages import REASON_CHARACTERS, quoted
 
-# The extra in pyproject.toml with the library of a scheme; rent.sh has them, too.
+# By scheme: the extra in pyproject.toml that installs its library. rent.sh has this list, too.
 EXTRAS = {"s3": "s3", "gs": "gcs", "sftp": "sftp"}
 CREDENTIALS = {
     "hf": "HF_TOKEN or `hf auth login`; `hf buckets create` makes a bucket",
@@ -33,7 +33,7 @@ FOLDERS = {"file", "sftp"}  # the schemes whose folders must be made, and whose 
 DRAFT_ENDING = ".partial"
 PROBE = ".probe"  # written to see that files can be written
 PIECE = 2**25  # bytes that a download asks for at once, and the most that an interrupted one loses
-NETWORK_SECONDS = 60.0  # silence after which a connection has failed
+NETWORK_SECONDS = 60.0  # of silence, after which a connection counts as failed
 SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY")  # in the names of environment variables
 USER_IN_URL = re.compile(r"(://)(\S*:\S*@|[^/\s]*@)")  # a password can have "/" and "@" in it
 OPENING_TRIES = 3
@@ -75,8 +75,8 @@ class Mirror:
         except ImportError:
             extra = EXTRAS.get(self.scheme, self.scheme)
             raise UserError(
-                f"mirror {self.name}: its library is not installed: give `uv run --extra {extra} ...`, or once "
-                f"`uv sync --extra {extra}`"
+                f"mirror {self.name}: its library is not installed: use `uv run --extra {extra} ...`, or run "
+                f"`uv sync --extra {extra}` once"
             ) from None
         self._options, self._opened = options, None
 
@@ -226,7 +226,7 @@ def check_url(url: str) -> str:
         raise UserError(f'mirror (train.json\'s key "mirror", or --mirror) {shown}: unknown scheme; there are {there}')
     user = rest.partition("/")[0].rpartition("@")[0]
     if "?" in rest or ":" in rest.rpartition("@")[0] or (user and scheme != "sftp"):
-        raise UserError(f"mirror {shown}: no credentials in a URL, and no query (?); instead: {CREDENTIALS[scheme]}")
+        raise UserError(f"mirror {shown}: must have no credentials or query (?) in it; instead: {CREDENTIALS[scheme]}")
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf" and (parts[:1] != ["buckets"] or len(parts) < 3):
         raise UserError(f"mirror {shown}: must be hf://buckets/OWNER/NAME, with or without a folder after it")
@@ -278,7 +278,7 @@ def open_mirror(url: str, run_name: str, *, writes: bool = True) -> Mirror:
         except Exception as error:
             lasting = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | ValueError)
             if lasting or not left or "redential" in f"{type(error).__name__} {error}":
-                verb = "written" if writes else "read"
+                verb = "written to" if writes else "read"
                 raise UserError(
                     f"mirror {mirror.name}: cannot be {verb} ({reason_of(error)}): check the address and "
                     f"{CREDENTIALS[mirror.scheme]}; ddp_train.py --mirror none trains without it"

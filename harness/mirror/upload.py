@@ -1,4 +1,4 @@
-"""Sending what a run writes to its mirror, in a thread that training never waits for.
+"""Upload of a run's files to its mirror, in a thread that training never waits for.
 
 The thread sends the newest state: the newest checkpoint, then the best one, then the small files. A checkpoint's
 meta.json is sent last, after metrics.jsonl, to which it refers. A checkpoint that a newer one has overtaken before its
@@ -30,7 +30,7 @@ from harness.runs.metrics import rough_duration
 
 ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
-END_PATIENCE_SECONDS = 900.0  # the wait at the end of a run is given up if no byte was sent for so long
+END_PATIENCE_SECONDS = 900.0  # the wait at the end of a run is given up if no byte was sent for this long
 LEAST_SPEED = 2e6  # bytes per second; that wait is longer by the time that the file in flight takes at this speed
 FILES = ("model.json", "train.json", "summary.json", "training-run-chart.png")  # sent besides metrics and results
 
@@ -54,7 +54,7 @@ class Uploads:
         self._whole: set[str] = set()  # checkpoints that are known to be whole in the mirror
         self._versions: dict[str, tuple[int, int]] = {}  # size and time of the files that this process has sent
         self._sent_bytes = 0  # of everything, for the bar
-        self._in_flight = 0  # size of the file that is being sent; not every library says how far it is
+        self._in_flight = 0  # size of the file that is being sent; not every library reports its progress
         self._is_first = True
         self._failing_since: float | None = None
         self._sent_since_failure = 0
@@ -68,7 +68,7 @@ class Uploads:
         return self._mirror
 
     def start(self) -> None:
-        """Begin to send. The run's links and metrics must already be those that it continues from."""
+        """Begin to send. The run's links and metrics must already be those of the checkpoint that it continues from."""
         if self._mirror is not None:
             self._thread.start()
 
@@ -104,7 +104,7 @@ class Uploads:
         self.name_missing()
 
     def name_missing(self) -> None:
-        """Name on standard error what is not in the mirror, if the thread has not sent everything."""
+        """Print on standard error what is missing from the mirror, if the thread has not sent everything."""
         missing = [] if self._mirror is None else self.missing()
         if missing and not (self._ended.is_set() and not self.lost):
             names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
@@ -112,15 +112,28 @@ class Uploads:
             self._say(f"not in the mirror: {names}; `uv run mirror.py push {where}` sends the rest")
 
     def missing(self) -> list[str]:
-        """Return the names of the newest and the best checkpoint, as far as they are not in the mirror, and of the
-        small files that this process has not sent, or that have changed since."""
+        """Return the names of the newest and the best checkpoint, if they are not in the mirror, and of the small files
+        that this process has not sent, or that have changed since."""
         changed = [name for name, path in self._small_files() if self._versions.get(name) != version(path)]
         return [*(path.name for path in self._wanted() if path.name not in self._whole), *changed]
 
     def push(self) -> None:
-        """Send everything now, in the calling thread, once. Raises LeaseLost if another machine has taken the run, and
-        the errors of the store."""
-        self._pass()
+        """Send everything that has changed, once, and delete what `keep_checkpoints` does not keep. The first call also
+        calls `_set_aside`. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
+        if self.lease is not None:
+            self.lease.check()
+        there = self.mirror.files()
+        if self._is_first:
+            self._set_aside(there)
+            for name in ("model.json", "train.json"):
+                self._send_small(name, self.run.path / name)
+            self._is_first = False
+        self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
+        while todo := [path for path in self._wanted() if path.name not in self._whole]:
+            self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
+        for name, path in self._small_files():
+            self._send_small(name, path)
+        self._prune(self.mirror.files())
 
     # In the thread ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +143,7 @@ class Uploads:
             self._woken.clear()
             is_last = self._closing  # read before the pass: what was written before `finish` is in this pass
             try:
-                self._pass()
+                self.push()
             except LeaseLost as lost:
                 self.lost = True
                 self._say(
@@ -154,24 +167,6 @@ class Uploads:
                 break
             self._woken.wait(REFRESH_SECONDS)
         self._ended.set()
-
-    def _pass(self) -> None:
-        """Send everything that has changed, and delete what `keep_checkpoints` does not keep. The first pass also calls
-        `_set_aside`. Raises LeaseLost if another machine has taken the run, and the errors of the store."""
-        if self.lease is not None:
-            self.lease.check()
-        there = self.mirror.files()
-        if self._is_first:
-            self._set_aside(there)
-            for name in ("model.json", "train.json"):
-                self._send_small(name, self.run.path / name)
-            self._is_first = False
-        self._whole = {path.name for path in self._wanted() if self._is_whole(path, there)}
-        while todo := [path for path in self._wanted() if path.name not in self._whole]:
-            self._send_checkpoint(todo[0], there)  # then look again: a newer one may have been saved
-        for name, path in self._small_files():
-            self._send_small(name, path)
-        self._prune(self.mirror.files())
 
     def _wanted(self) -> list[Path]:
         """Return the paths of the checkpoints that the mirror must have: the one that the link `latest` points to
@@ -246,7 +241,7 @@ class Uploads:
                 self._versions[name] = found
 
     def _small_files(self) -> Iterator[tuple[str, Path]]:
-        """Yield name in the mirror and path of each small file that there is."""
+        """Yield the name in the mirror and the local path of each small file that exists."""
         paths = [self.run.metrics, *(self.run.path / name for name in FILES)]
         yield from ((path.name, path) for path in paths if path.is_file())
         # Without the secret, no other machine reads compiled code.
@@ -289,8 +284,8 @@ class Uploads:
         if self._failing_since is None:
             self._failing_since, self._sent_since_failure = time.monotonic(), 0
             self._say(
-                f"warning: mirror {self.mirror.name}: {reason_of(error)}; it is tried again and again, at first after "
-                f"{pause:g} s and at last every {LONGEST_PAUSE_SECONDS:.0f} s; training goes on"
+                f"warning: mirror {self.mirror.name}: {reason_of(error)}; sending is tried again, at first after "
+                f"{pause:g} s and later every {LONGEST_PAUSE_SECONDS:.0f} s; training goes on"
             )
 
     def _tell_recovery(self) -> None:
@@ -307,12 +302,13 @@ class Uploads:
     def _bar(self) -> tqdm | None:
         """Return a progress bar for the bytes of the checkpoints still to be sent. If standard error is no terminal,
         print a line instead and return None."""
-        waiting = [path for path in self._wanted() if path.name not in self._whole]
-        left = sum(file.stat().st_size for path in waiting for file in path.iterdir())
+        files = [file for path in self._wanted() if path.name not in self._whole for file in path.iterdir()]
+        sent = (self._versions.get(f"checkpoints/{file.parent.name}/{file.name}") == version(file) for file in files)
+        left = sum(file.stat().st_size for file, is_sent in zip(files, sent, strict=True) if not is_sent)
         if not sys.stderr.isatty():
-            self._say(f"waiting for the mirror: {left / GIB:.2f} GiB to send to {self.mirror.name}; Ctrl-C leaves")
+            self._say(f"waiting for the mirror: {left / GIB:.2f} GiB to send to {self.mirror.name}; Ctrl-C stops it")
             return None
-        return tqdm(total=left, unit="B", unit_scale=True, desc="sending to the mirror (Ctrl-C leaves)")
+        return tqdm(total=left, unit="B", unit_scale=True, desc="sending to the mirror (Ctrl-C stops it)")
 
 
 def version(path: Path) -> tuple[int, int]:

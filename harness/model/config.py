@@ -340,8 +340,8 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     width, heads, kv_heads = config.emb_dim, config.n_heads, config.n_kv_heads
     if config.head_dim is None and width % heads:
         below = width // heads * heads
-        nearest = " and ".join(str(multiple) for multiple in (below, below + heads) if multiple)
-        yield f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); the nearest: {nearest}; or give head_dim'
+        nearest = " or ".join(str(multiple) for multiple in (below, below + heads) if multiple)
+        yield f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); use {nearest}, or give head_dim'
     if kv_heads is not None and heads % kv_heads:
         divisors = ", ".join(str(each) for each in range(1, min(heads, LARGEST_LISTED) + 1) if heads % each == 0)
         yield f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use one of {divisors}'

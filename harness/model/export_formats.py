@@ -1,4 +1,4 @@
-"""Formats of other programs that can represent a model, determined from its model.json. Does not import torch.
+"""Determine from a model.json which formats of other programs can represent the model. Does not import torch.
 
 Three formats are those of model classes in the library transformers, named by their `model_type`. The fourth,
 "notebook", is the format of the training program of Giles Thomas's lab notebook
@@ -15,7 +15,7 @@ from harness.common.messages import quoted
 from harness.model.config import ModelConfig
 
 NOTEBOOK = "notebook"
-# Options of model.json of which at least one format supports other values than the default.
+# Options of model.json for which at least one format supports values other than the default.
 COMPUTED = {
     *("tie_weights", "position", "norm", "mlp", "qk_norm", "n_kv_heads", "rope_base", "norm_gain", "linear_bias"),
     *("head_dim", "mlp_dim", "initialisation", "moe"),
@@ -50,7 +50,7 @@ def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
         ]
         if name == NOTEBOOK and not isinstance(shape.drop_rate, (int, float)):
             missing[name].append('"drop_rate": one number')
-        # GPT-2 splits emb_dim into heads. Llama in transformers requires a multiple of n_heads, whatever head_dim is.
+        # GPT-2 splits emb_dim into heads. Llama in transformers needs it to be a multiple of n_heads, too.
         if name != "qwen3" and shape.emb_dim % shape.n_heads:
             missing[name].append(f'"emb_dim": a multiple of {shape.n_heads}')
     return dict(sorted(missing.items(), key=lambda item: len(item[1])))

@@ -1,5 +1,5 @@
-"""Choice of the kernels that compute a model: compiled or not, the attention kernel, and with
-"deterministic": true in train.json only kernels that compute the same bits every time."""
+"""Choice of the kernels that compute a model: compiled kernels or torch's own, and which kernel computes attention. If
+train.json has "deterministic": true, only kernels that compute the same bits every time are chosen."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 NO_DETERMINISTIC_FORM = "does not have a deterministic implementation"  # part of torch's error message
 
 CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention may round a drop rate to multiples of 1/16; 9.19 did not (docs/LOG.md)
-# Values of train.json's `attention`, with torch's names and its tests of a GPU and a shape
+# Values of train.json's `attention`, with torch's names of the kernels and its functions that test whether a kernel can
+# compute a call on this GPU
 ATTENTION = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
     "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention),
     "efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention),
 }
-# FlashAttention of other packages than torch, in order of preference, and the major compute capabilities it is made for
+# FlashAttention from packages other than torch, in order of preference, with the major compute capabilities of the GPUs
+# that each is made for
 NEWER_FLASH = {"FA3": (9,), "FA4": (9, 10)}
 ATTENTION_FAILED = re.compile(r".*(No available kernel|cuDNN Frontend error|FlashAttention|\bFA[34]\b).*")
 NOT_COMPILED = "the model is not compiled, trains more slowly and takes more memory (-f finds what still fits)"
@@ -119,7 +121,7 @@ def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: 
         )
     others = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     _chosen_attention.enter_context(sdpa_kernel([backend, *others], set_priority=True))
-    # Compiled code has the kernel in it, but the key of torch's compile cache has not.
+    # Compiled code has the kernel in it, but the key of torch's compile cache does not name the kernel.
     tag = f"{torch.compiler.config.cache_key_tag} attention={attention_in_use(setting, device)}"
     _chosen_attention.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
 
@@ -154,7 +156,7 @@ def _newer_flash(call: SDPAParams, device: torch.device) -> str | None:
 
 def attention_in_use(setting: str, device: torch.device) -> str | None:
     """Return the attention kernel that `use_attention` has chosen with this `setting`: "FA3", "FA4", or the setting
-    itself. Returns None if torch chooses or on a CPU."""
+    itself. Returns None if torch chooses the kernel, and on a CPU."""
     if device.type != "cuda" or setting != "auto":
         return None if device.type != "cuda" else setting
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
@@ -204,7 +206,7 @@ def waiting_experts(device: torch.device) -> str | None:
         return None
     return (
         f"experts run slowly on {torch.cuda.get_device_name(device)}: their matrix products wait for the GPU six times "
-        "a layer and microbatch; from Hopper (H100) on they do not"
+        "per layer and microbatch; on Hopper (H100) and newer GPUs they do not"
     )
 
 

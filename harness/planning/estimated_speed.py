@@ -2,8 +2,8 @@
 
 The time of a step is the sum of several terms, each of which is an amount of work divided by the device's speed at that
 work. This is a roofline model (Williams et al. 2009) whose terms add up. docs/performance.md has the results. An
-estimate is off by up to about UNCERTAINTY, because it only assumes how much of the data sheet's peak speed a program
-reaches.
+estimate can be wrong by about UNCERTAINTY, because the share of the data sheet's peak speed that a program reaches is
+an assumption.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def find_device(name: str) -> GpuSpec | None:
 def estimated_speed(
     model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> float | str:
-    """Return the estimated tokens per second, over all GPUs of one machine together, of compiled training in 16-bit
-    precision, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have their
-    defaults.
+    """Return the estimated speed of compiled training in 16-bit precision, in tokens per second of all GPUs of one
+    machine together, or the reason why there is no estimate. `train` is train.json's content; keys that it lacks have
+    their defaults.
 
     There is no estimate for experts, for a key of KERNEL_KEYS (except bucket_mb, which is ignored) whose value is
     neither the default nor in COVERED, or for more than LARGEST_MACHINE ranks. There is also none if the CPU needs
@@ -138,7 +138,7 @@ def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mappi
     moved: float = tokens * (width * (layers * LAYER_BYTES + OTHER_BYTES) + LOGIT_BYTES * model.vocab_size)
     moved += (steps * MICROBATCH_BYTES + NORM_BYTES) * parameters
     moved += (ADAMW_BYTES * parameters + (MUON_BYTES - ADAMW_BYTES) * sum(map(math.prod, matrices))) / sharers
-    # Gradients of the embeddings are computed last, so that their exchange takes extra time. All others are exchanged
+    # Gradients of the embeddings are computed last, so their exchange takes extra time. All others are exchanged
     # during the backward pass. A sharded optimizer also exchanges the updated weights.
     head = 0 if model.tie_weights else width * model.vocab_size
     late = 2 * (layout.world_size - 1) / layout.world_size * (parameters - layers * model.block_weights - head)

@@ -28,7 +28,7 @@ from harness.runs.train_config import BUDGETS, Affects, TrainConfig, keys_affect
 
 @dataclass(frozen=True)
 class Position:
-    """The global steps that a run has still to do. Steps are numbered from 0."""
+    """The global steps that a run still has to do. Steps are numbered from 0."""
 
     first_step: int
     total_steps: int  # of the whole run
@@ -39,8 +39,8 @@ class Position:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Return True if work with this `interval` is due after the global `step`: if it is a multiple of `interval`,
-        as 0 is, or the last step. Returns False if `interval` is None."""
+        """Return True if work with this `interval` is due after the global step `step`: if the step is a multiple of
+        `interval`, such as 0, or the last step. Returns False if `interval` is None."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     def due_after(self, step: int, config: TrainConfig, interrupted_evaluation: str | None = None) -> set[str]:
@@ -118,9 +118,9 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [change for change in changes if change]
 
 
-# Keys whose change when a run is resumed does not change its losses. Some decide only when a checkpoint is saved, and
-# which one is the best; initial_weights are read only at the start; the keys of the global batch are compared by the
-# accumulation steps that they give.
+# Keys that may change when a run is resumed without an effect on its losses. Some decide nothing but when a checkpoint
+# is saved and which one is the best; initial_weights is read at the start alone; instead of the keys of the global
+# batch, the accumulation steps that they give are compared.
 IRRELEVANT_TO_LOSSES = {
     *("validation_interval", "validation_sequences", "validation_batches", "start_val_token"),
     *("checkpoint_interval", "initial_weights", "global_batch_size", "gradient_accumulation_steps"),
@@ -136,7 +136,7 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
     scale = train["scale_with_batch"] or {}
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
     if not depends_on_length and not scale.get("reference_train_tokens"):
-        ignored |= {*BUDGETS}  # the steps of a longer run are those of a shorter one
+        ignored |= {*BUDGETS}  # the first steps of a longer run are those of a shorter one
     then = {**meta.train, **here, **{key: value for key in here if (value := getattr(meta, key)) is not None}}
     now = {**{key: value for key, value in train.items() if key not in ignored}, **here}
     return [f"{change} after global step {meta.global_step}" for change in changed_settings(then, now)]
@@ -297,8 +297,8 @@ class Experiment:
     def available_tokens(self, split_tokens: Sequence[int]) -> int:
         """Return the number of tokens that training may read: the windows of all passes over the train splits that
         train.json's `epochs` allows, and one token more for the last target. For "repeat" it is sys.maxsize. For a
-        single split without `epochs`, it is the number of all its tokens from `start_train_token` on. If a split is
-        shorter than one sequence, it is this number of the shortest split, which may be negative."""
+        single split without `epochs`, it is the number of all its tokens from `start_train_token` on. If a split has
+        less than one sequence from there on, it is that number for the shortest split, and may be negative."""
         order, epochs = self.window_order(split_tokens), self.config.epochs
         if min(order.windows) < 1 or (epochs is None and len(split_tokens) == 1):
             return min(split_tokens) - self.config.start_train_token

@@ -1,8 +1,8 @@
 """Estimated memory of a training step on a GPU. Does not import torch.
 
-The estimate adds up the tensors that exist when the loss is computed, where a compiled step in bf16 has its peak (with
-activation checkpointing, perhaps in a block's backward pass). Those that the backward pass of a block needs are listed
-in `block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
+The estimate adds up the tensors that exist while the loss is computed, which is when a compiled step in bf16 has its
+peak. With activation checkpointing, the peak may be in a block's backward pass instead. The tensors that the backward
+pass of a block needs are listed in `block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from harness.model.config import ModelConfig
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 
-# Bytes per element: of weights, gradients and, by default, the residual stream; of everything else in bf16.
+# Bytes per element. FP32: weights, gradients and, by default, the residual stream. BF16: everything else.
 FP32, BF16 = 4, 2
 CHUNK_BYTES = 2**29  # of the loss's largest chunk of logits, in bf16 (CHUNK_LOGITS in harness/model/cross_entropy.py)
 
@@ -28,11 +28,11 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
     are_kept = ranks > 1 or layout.accumulation_steps > 1
     state = optimizer_state_bytes(config, model) // (ranks if config.shard_optimizer else 1)
     fixed = FP32 * model.parameters * (2 if are_kept else 1) + state
-    fixed += 3 * model.n_layers * model.block_weights  # measured: a copy of the weights in bf16, and a part more
+    fixed += 3 * model.n_layers * model.block_weights  # measured: 3 bytes for each weight, 2 of them for a copy in bf16
     loss = CHUNK_BYTES + 2 * BF16 * model.vocab_size * model.emb_dim  # with the head's weight, and its gradient
     residual = (BF16 if config.residual_precision == "bf16" else FP32) * model.emb_dim
     outside, block = outside_bytes(model, residual), block_bytes(model, residual)
-    if config.activation_checkpointing:  # a block is computed again when the loss is done
+    if config.activation_checkpointing:  # each block is recomputed after the loss
         return fixed + tokens * (outside + residual * model.n_layers) + max(loss, tokens * block)
     mixed = 2 * BF16 * model.kv_width * min(2 * (model.value_embeddings or 0), model.n_layers)
     return fixed + tokens * (outside + mixed + block * model.n_layers) + loss

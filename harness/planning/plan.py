@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def stages(self) -> list[tuple[int, BatchLayout]]:
-        """The different global batches from the first remaining step on, also those of a ramp that would come after the
+        """The different global batches from the first remaining step on, even those of a ramp that would come after the
         run's end. Each item is the number of the run's tokens before the first remaining step with this batch, and the
         batch's layout. Only a batch ramp gives more than one item."""
         seen = self.position.tokens_seen if self.position else 0
@@ -127,15 +127,16 @@ class Plan:
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
     def added_checkpoints(self) -> int:
-        """Return how many checkpoints more than now will be on the disk, at most. Those that training moves to `aside/`
-        are never pruned, so they make no room for new ones."""
+        """Return the largest number of checkpoints that will be on the disk in addition to those that are there now.
+        Checkpoints that training moves to `aside/` are never pruned, so they make no room for new ones."""
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
         there = sum(at < self.position.first_step for at in steps)
         if self.config.keep_checkpoints is None:
             return self.checkpoints()
-        # `prune` keeps, besides these, `best`, `latest` and the one that a process continued from (a new run may be
-        # stopped and continued, too); one more is being written. The first save comes before anything is pruned.
+        # Besides the newest `keep_checkpoints`, `prune` keeps `best`, `latest` and the one that a process continued
+        # from (a new run may be stopped and continued, too); one more is being written. The first save comes before
+        # anything is pruned.
         return min(self.checkpoints(), max(1, self.config.keep_checkpoints + 4 - there))
 
     def disk_bytes(self) -> int:
@@ -151,7 +152,7 @@ class Plan:
             return None
         count, added, keep = self.checkpoints(), self.added_checkpoints(), self.config.keep_checkpoints
         needed, available = distinct_sizes(self.disk_bytes(), free)
-        room = f" (room for {added:,} more at a time)" if added < count else ""
+        room = f" (at most {added:,} more on the disk at a time)" if added < count else ""
         remedies = ["set keep_checkpoints in train.json"] if keep is None else []
         remedies += ["lower keep_checkpoints in train.json"] if keep is not None and keep > 1 else []
         remedies += ["raise checkpoint_interval"] if added == count > 1 else []
@@ -195,8 +196,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     is None.
 
     If the dataset is on this machine, the run is checked against it and against the checkpoint (see
-    `check_continuable`), and all its token ids are checked. Raises UserError if a check fails, and for settings with
-    which training cannot run.
+    `check_continuable`), and all token ids of the dataset are checked. Raises UserError if a check fails, and for
+    settings with which training cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -240,9 +241,9 @@ def checked_plan(
     """Return the plan of training on `ranks` ranks. Training resumes from `checkpoint` (None: from the latest one, if
     there is any), or starts anew if `restart` is true. If `mirrored` has a checkpoint, training resumes from that one.
 
-    Raises UserError for settings, data and checkpoints that training would refuse. Not checked are, among others, the
-    free disk space, the names of benchmarks, the checkpoint's hashes, whether the device supports the settings, and
-    whether max_hours or max_dollars is reached.
+    Raises UserError for settings, data and checkpoints that training would refuse. Among the things that are not
+    checked are the free disk space, the names of benchmarks, the checkpoint's hashes, whether the device supports the
+    settings, and whether max_hours or max_dollars is reached.
     """
     meta = mirrored.meta if mirrored else None
     if meta is None and not restart:
@@ -382,8 +383,9 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     rows.append(("checkpoints", f"{plan.checkpoints():,} ({disk})"))
     needed = None if speed.tokens_per_second is None else sum(plan.seconds(speed).values())
     for key, left in config.ceilings(plan.seconds_before, plan.dollars_before).items():
-        said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else f"{key} is reached"
-        early = needed is not None and left < needed
+        reached = f"{key} is reached; raise it to continue training"
+        said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else reached
+        early = needed is not None and 0 < left < needed
         rows.append(("ceiling", f"{said}{'; the run would stop there, before its end' if early else ''}"))
     return [*rows, *_time_rows(plan, speed)]
 
@@ -464,7 +466,7 @@ def print_plan(
     ranks = assumed or ranks
     plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart, mirrored=mirrored)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
-    # The disk of this machine does not matter on an assumed machine.
+    # If another machine is assumed, the disk of this one does not matter.
     shortage = None if assumed else plan.disk_shortage(experiment.run)
     notes = [note for note in (plan.dataset_remark, shortage) if note]
     print(describe_plan(plan, speed, machine=said, memory_gib=memory, mirrored=mirrored, notes=notes), flush=True)

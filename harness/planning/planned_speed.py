@@ -100,8 +100,8 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
     """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
     check_machine.py. Only runs with the same model, the same batch and the same settings that affect the time of a step
     are used, and only those on `device` if it is given. The result has a reason instead of a number if there is no such
-    run, or if none measured for long enough. A summary that is not valid, or that does not record over how many steps
-    its speed was measured (of an earlier version), is skipped.
+    run, or if none measured for long enough. A summary is skipped if it is not valid, or if it does not record over how
+    many steps its speed was measured, as those of earlier versions do not.
 
     Speeds that were measured for long enough come first; among these, speeds of this run; among these, speeds of
     training rather than of check_machine.py; among these, the one that was measured for the longest time.
@@ -123,7 +123,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
                 rank = (measured.is_believable, path.parent == folder, is_of_training, measured.seconds)
                 found.append((rank, path, summary, measured))
     if not found:
-        return PlannedSpeed(None, f"no earlier run of this shape, batch and kernels has a speed; {OR_A_DEVICE}")
+        return PlannedSpeed(None, f"no earlier run measured the speed of this model, batch and settings; {OR_A_DEVICE}")
     _, path, summary, measured = max(found, key=lambda each: each[0])
     over = f"{measured.global_steps:,} steps, {measured.tokens:,} tokens, {measured.seconds:,.1f} s"
     if measured.is_believable:

@@ -91,7 +91,7 @@ def build_schedule(config: TrainConfig, total_steps: int, largest_batch_tokens: 
 
 @dataclass(frozen=True)
 class ScaledSettings:
-    """The keys of train.json that scaling rules changed, with their new values, and a text that shows each
+    """The keys of train.json that scaling rules changed, with their new values, and a text for each that shows the
     calculation."""
 
     values: dict[str, float]

@@ -101,9 +101,9 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """Return `train`, a recorded train.json, with its budget replaced by `min_train_tokens`: the number of tokens that
-    `recorded`, the record of this budget, gives. In this form, two budgets with equally many tokens are equal, whatever
-    their keys. If `recorded` is None, return `train` unchanged."""
+    """Return `train`, a recorded train.json, with its budget replaced by the key `min_train_tokens`, whose value is the
+    number of tokens in `recorded`, the record of this budget. In this form, budgets of equally many tokens are equal,
+    even if their keys differed. If `recorded` is None, return `train` unchanged."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}

@@ -25,7 +25,7 @@ matplotlib.use("Agg")  # works on machines without a display
 
 TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
 # The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses of
-# the first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
+# the first steps, near ln(vocabulary), would squeeze the rest of the curve into the bottom of the chart.
 WARM_PART = 0.02
 HEADROOM = 1.08
 LABELS_IN_A_ROW = 4
@@ -66,14 +66,15 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
     """Return the points (global step, accuracy) of each benchmark task, by the label of the task's line in the chart.
-    Tasks without one of ACCURACIES and scores without a value are left out."""
+    Tasks that have none of ACCURACIES, and scores without a value, are left out."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:
             found.setdefault((event.task, event.metric), []).append((event.global_step, event.value))
     lines = {}
     for task in dict.fromkeys(task for task, _ in found):
-        # The name of an answer filter may follow the metric's, after a comma. Of several filters, the first is drawn.
+        # A metric may be named "exact_match,strict-match": lm-eval's name, a comma, and the filter that was applied to
+        # the answers. Of several filters, the first is drawn.
         metrics = {metric.partition(",")[0]: metric for name, metric in reversed(found) if name == task}
         shown = next((metrics[metric] for metric in ACCURACIES if metric in metrics), None)
         if shown is not None:

@@ -51,16 +51,16 @@ class Progress(BaseModel):
 
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: Count = 0
-    # Mean loss of the last report. Before a checkpoint that is due by train.json's interval, `close_loss_period`
-    # replaces it by the mean over all reports since the previous such checkpoint.
+    # Mean loss of the last report. Before a planned checkpoint (see `CheckpointMeta`), `close_loss_period` replaces it
+    # with the mean over all reports since the previous planned checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
-    best_loss: Loss | None = None  # lowest val_loss of a checkpoint due by train.json; null without validation
+    best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
     best_step: Count | None = None  # its global step; without validation, that of the last checkpoint
     skipped_steps: Count = 0  # steps without an update, because a gradient was not finite
     loss_sum: Loss | None = 0.0  # sum over the microbatches since the last `close_loss_period`; null if not finite
     loss_count: Count = 0  # number of these microbatches
-    foreign_tokens: Count = 0  # part of tokens_seen that another program trained; their seconds are not recorded
+    foreign_tokens: Count = 0  # part of tokens_seen that another program trained on; no seconds are recorded for it
     # Where the measurement of the speed began: at the start of training, or where it last resumed with another batch,
     # with other kernels or on another machine.
     measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
@@ -91,15 +91,15 @@ class TrainState(Progress):
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
-        """Restart the measurement of the training speed at the last completed step. `training_seconds` is the time that
-        the run has trained so far."""
+        """Restart the measurement of the training speed at the last completed step. `training_seconds` is how long the
+        run has trained so far."""
         self.measured_from_step, self.measured_from_tokens = self.global_step, self.tokens_seen
         self.measured_from_seconds = training_seconds
 
     def measured(self, training_seconds: float) -> Measured:
         """Return the steps, tokens and seconds of training since the measurement of the speed began (see
-        `measure_from_here`). `training_seconds` is the time that the run has trained so far, including the time before
-        the measurement."""
+        `measure_from_here`). `training_seconds` is how long the run has trained so far, including the time before the
+        measurement began."""
         return Measured(
             global_steps=self.global_step - self.measured_from_step,
             tokens=self.tokens_seen - self.measured_from_tokens,
@@ -115,20 +115,20 @@ class TrainState(Progress):
         self.skipped_steps += skipped_steps
 
     def follow_level(self, *, patience: int, interval: int) -> None:
-        """Update `has_diverged` after a report was added. `patience` is a number of reports, `interval` the number of
-        global steps between two reports.
+        """Update `has_diverged` after a report has been added. `patience` is a number of reports, `interval` the number
+        of global steps between two reports.
 
-        The level is the exponential moving mean of the loss, in which a new report has the weight 2 / `patience` (the
-        first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
+        The level is the exponential moving average of the loss, in which a new report has the weight 2 / `patience`
+        (the first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than
         DIVERGED_BY above its lowest value for at least `patience` reports, and the last validation loss, if there is
-        one, is more than DIVERGED_BY / 2 above the lowest. In the moving mean a loss is at most the lowest level plus
-        twice DIVERGED_BY, and a loss that is not finite counts as that. So a spike, however high, is forgotten after a
-        few more reports.
+        one, is more than DIVERGED_BY / 2 above the lowest validation loss. Before a loss enters the average, it is
+        capped at the lowest level plus twice DIVERGED_BY; a loss that is not finite counts as this cap. So a spike,
+        however high, is forgotten after a few more reports.
 
-        Detected is a loss that had fallen and then rises, suddenly or slowly, to the loss of guessing, to a plateau or
-        to NaN. Not detected is a loss that never fell, or a rise of less than DIVERGED_BY. Without validation there are
-        false alarms if the text becomes much harder for long, or if the loss is noisy because a report covers only some
-        hundred tokens.
+        A loss that has fallen is detected if it then rises, suddenly or slowly, to the loss of random guessing, to a
+        plateau or to NaN. A loss that never fell, and a rise of less than DIVERGED_BY, are not detected. Without
+        validation there are false alarms if the text stays much harder for a long time, or if the loss is noisy because
+        a report covers only a few hundred tokens.
         """
         validated = [each for each in (self.val_loss, self.lowest_val_loss, self.best_loss) if each is not None]
         lowest_val_loss = min(filter(math.isfinite, validated), default=None)
@@ -159,7 +159,7 @@ class TrainState(Progress):
 
     def close_loss_period(self) -> None:
         """Set `train_loss` to the mean loss over the reports since the previous call, or None if there were none.
-        Called before each checkpoint that is due by train.json's interval."""
+        Called before each planned checkpoint (see `CheckpointMeta`)."""
         self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
         self.loss_sum, self.loss_count = 0.0, 0
 
@@ -199,8 +199,8 @@ def validation_text(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]
 ) -> ValidationText | None:
     """Return the part of the validation split on which a run measures its validation loss, or None if it is not
-    recorded or the run does not validate. The arguments are the contents of a meta.json's or summary.json's keys
-    "model", "train" and "dataset".
+    recorded or the run does not validate. The arguments are the values of the keys "model", "train" and "dataset" of a
+    meta.json or summary.json.
 
     The validation losses of two runs are comparable if the returned values are equal. The dataset's name and the size
     of a microbatch are not part of the value.
@@ -234,7 +234,7 @@ def tokens_by_source(
             weights=[source["weight"] for source in sources.values()],
         )
         seen = order.read(tokens_seen // order.context_length)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):  # of an earlier version, or edited
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):  # an old or edited record
         return {}
     length = order.context_length
     return {
@@ -247,9 +247,9 @@ def tokens_by_source(
 def epochs_of(
     model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any], tokens_seen: int
 ) -> dict[str, float]:
-    """Return the number of passes over each dataset, by the dataset's name, as summaries and metrics record it. Empty
-    for a run on one dataset without train.json's key `epochs`, or if `tokens_by_source` is. The arguments are those of
-    `tokens_by_source`."""
+    """Return the number of passes over each dataset, by the dataset's name, as summaries and metrics record it. The
+    dict is empty if the run has one dataset and no key `epochs` in train.json, or if the result of `tokens_by_source`
+    is empty. The arguments are those of `tokens_by_source`."""
     if train.get("epochs") is None and "sources" not in dataset:
         return {}
     found = tokens_by_source(model, train, dataset, tokens_seen)
@@ -257,8 +257,8 @@ def epochs_of(
 
 
 class ProgramAndSettings(BaseModel):
-    """The program and the resolved settings that trained a run, as meta.json and summary.json record them. A field that
-    a file of an earlier version lacks has its default."""
+    """The program that trained a run, and the settings that it resolved, as meta.json and summary.json record them. A
+    field that a file of an earlier version lacks has its default."""
 
     model_config = ConfigDict(strict=True)
 
@@ -285,12 +285,12 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
     planned: bool = False  # True: saved at an interval of train.json or after the last step; False: at an early stop
-    # At most one of these is true; the code calls it `interrupted_evaluation`.
+    # At most one of these two is true; `interrupted_evaluation` says which.
     validation_due: bool = False  # the run was stopped before this step's validation was done
     benchmarks_due: bool = False
     # Where and how the checkpoint was trained
     seconds: dict[str, Seconds] = {}  # by phase (see metrics.PHASES)
-    dollars: dict[str, Dollars] = {}  # by phase, each second at the price of its time; empty without a price
+    dollars: dict[str, Dollars] = {}  # by phase, each second at the price that was then set; empty without a price
     metrics_bytes: Count = 0  # size of metrics.jsonl when the checkpoint was saved
     world_size: WorldSize | None = None
     microbatch_size: Count | None = None
@@ -321,21 +321,20 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     def costs(self) -> dict[str, float]:
         """Dollars by phase, as recorded or, in a checkpoint of an earlier version, at the price of its train.json.
         Empty without a price."""
-        price = self.train.get("price_per_hour")  # unchecked, as all of `train`
+        price = self.train.get("price_per_hour")  # not validated, like the rest of `train`
         is_price = isinstance(price, int | float) and price > 0
         return self.dollars or cost_by_phase(self.seconds, price if is_price else None) or {}
 
     @property
     def interrupted_evaluation(self) -> str | None:
-        """Evaluation of the last step that was interrupted: "validation", "benchmarks" or None. A resumed run must
-        repeat that evaluation and do the work that follows it."""
+        """The evaluation that was interrupted after the last completed step: "validation", "benchmarks" or None. A
+        resumed run must repeat that evaluation and do the work that follows it."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
     def is_from_notebook(self) -> bool:
-        """True if the checkpoint was written by Giles Thomas's lab notebook, another training program. The notebook's
-        meta.json has none of the keys that only this program writes. Even a damaged checkpoint of this program has some
-        of these keys."""
+        """True if the training program of Giles Thomas's lab notebook wrote the checkpoint. That program's meta.json
+        has none of OWN_KEYS, and even a damaged checkpoint of this program has some of them."""
         return not OWN_KEYS & self.model_fields_set
 
     def was_as_fast(self, world_size: int, device: str, train: Mapping[str, Any]) -> bool:
@@ -389,8 +388,8 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """Return a copy of `meta` that also has the keys missing from checkpoints of Giles Thomas's lab notebook, another
-    training program. If this program wrote the checkpoint, `meta` is returned unchanged.
+    """Return a copy of `meta` that also has the keys that the training program of Giles Thomas's lab notebook does not
+    write. If this program wrote the checkpoint, `meta` is returned unchanged.
 
     The checkpoint `path` is assumed to belong to the run in whose folder it is. `provenance` is that run's origin
     (model, train.json and dataset), or None if it is not known yet; then the keys of the origin are not added. The

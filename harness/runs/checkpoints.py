@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME, check_name, check_writable, draft_folder, move, rename_whole, sha256, sync
-from harness.common.messages import GIB, nearest
+from harness.common.messages import GIB, abbreviated, nearest
 from harness.model.tensor_names import META, WEIGHTS
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
 from harness.runs.directory import CHECKPOINT_NAME, NAME_OF_SECOND, RunDirectory, unused_name
@@ -39,7 +39,7 @@ SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
 class NoCheckpointError(UserError):
-    """Error that a run has no checkpoint, or none of the wanted name."""
+    """Error raised if a run has no checkpoint, or none of the wanted name."""
 
 
 def find_checkpoint(folder: Path, name: str) -> Path:
@@ -54,7 +54,7 @@ def find_checkpoint(folder: Path, name: str) -> Path:
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
         names = [known.name for _, known in list_checkpoints(folder)]
         meant = nearest(name, [*links, *names])
-        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join([*links, *names[-3:]]) or 'none'}"
+        hint = f"did you mean {meant}?" if meant else f"there are: {abbreviated([*links, *reversed(names)]) or 'none'}"
         raise NoCheckpointError(f"{path}: no such checkpoint; {hint}")
     target = path.resolve()
     if target.parent != folder.resolve():
@@ -207,8 +207,8 @@ def point(folder: Path, link: str, target: Path) -> None:
 
 def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> tuple[Path, CheckpointMeta] | None:
     """Verify the checkpoint to resume from (see `choose_start`), and return its path and its meta.json, or None if
-    there is nothing to resume from. Half-written files that killed processes left are removed, so only one process of
-    the run may call this. With `verify` false, only read meta.json, and change no file.
+    there is nothing to resume from. This also removes half-written files of killed processes, so only one process of
+    the run may call it. With `verify` false, only read meta.json, and change no file.
 
     Raises UserError as `choose_start` does, and if the checkpoint is damaged; the message names the newest complete
     checkpoint of the run, if there is one. Also raises UserError if a finished run has no checkpoint left. A checkpoint
@@ -234,14 +234,14 @@ def open_start(run: RunDirectory, name: str | None, *, verify: bool = True) -> t
         reason = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else error
         raise UserError(f"{reason}; {offer}, or use --restart") from None
     if start is None or meta is None:
-        if run.summary.is_file():  # nobody pays for a second training by accident
+        if run.summary.is_file():  # so that nobody pays for a second training by accident
             if folder.is_symlink():
                 check_writable(folder)  # its disk may not be mounted
-            remedy = "put it back, or train the run again by ddp_train.py --restart"
+            remedy = "put one back, or train the run again with ddp_train.py --restart"
             raise UserError(f"{run.summary}: the run has finished, but it has no checkpoint; {remedy}")
         return None
     if name is None and meta.is_from_notebook:
-        raise UserError(f"{start}: {FOREIGN}, or use --restart")
+        raise UserError(f"{start}: {FOREIGN}; to train from scratch instead, use --restart")
     return start, meta
 
 
@@ -258,10 +258,10 @@ def newest_whole(folder: Path) -> Path | None:
 def verify_checkpoint(path: Path) -> None:
     """Compare every file of a checkpoint with its hash in meta.json.
 
-    Raises UserError as `read_meta` does, and naming the first file that is missing, is damaged, has no hash, or is a
-    link that leads out of the checkpoint. Also raises UserError if the training program of Giles Thomas's lab notebook
-    (upstream.py) wrote the checkpoint, because that program's meta.json has no hashes. Raises OSError if a file cannot
-    be read."""
+    Raises UserError as `read_meta` does. Also raises UserError if a file is missing, is damaged, has no hash, or is a
+    link that leads out of the checkpoint; the message names the first such file. Also raises UserError if the training
+    program of Giles Thomas's lab notebook (upstream.py) wrote the checkpoint, because that program's meta.json has no
+    hashes. Raises OSError if a file cannot be read."""
     meta, verified = read_meta(path), path.resolve()
     if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
@@ -304,13 +304,12 @@ def _load_state(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        # weights_only admits nothing but tensors and plain containers, because a checkpoint may come from somebody
-        # else.
-        with warnings.catch_warnings(action="ignore"):  # torch's warning advises to trust the file
+        # Since a checkpoint may come from somebody else, load nothing but tensors and plain containers (weights_only).
+        with warnings.catch_warnings(action="ignore"):  # torch's warning suggests trusting the file
             return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise UserError(f"{path}: missing; give the name of another checkpoint, or --restart") from None
-    except Exception:  # other kinds of files raise many types of errors, whose messages advise to trust the file
+    except Exception:  # other files raise many types of errors, whose messages suggest trusting the file
         raise UserError(
             f"{path}: not a readable state file: nothing but tensors and plain values may be in it; give the name of "
             "another checkpoint, or --restart"
@@ -319,8 +318,8 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
     """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
-    `latest` to `start`, and `best` to the best checkpoint that `start` records. If this one is gone, remove the link
-    `best`. Return True if any checkpoint was moved.
+    `latest` to `start`, and `best` to the best checkpoint that `start` records. If the best checkpoint is gone, remove
+    the link `best`. Return True if any checkpoint was moved.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
     to move. They are moved into the new folder's subfolder checkpoints/. Raises UserError as `read_meta` does, RunError

@@ -40,7 +40,7 @@ def is_run(path: Path) -> bool:
 
 
 def _plain_name(runs_dir: Path, text: str) -> str:
-    """Return the name of a run, given as `text`: its name, or the path of its folder in `runs_dir`. The run need not
+    """Return the name of a run. `text` is that name, or the path of the run's folder in `runs_dir`. The run need not
     exist. Raises UserError if `text` is not a valid name, or if the path is not directly inside `runs_dir`. In the
     second case the message suggests the run that was probably meant, if there is one."""
     text = text.rstrip(os.sep)
@@ -156,7 +156,7 @@ class RunDirectory:
 
     def set_results_aside(self) -> Path | None:
         """Move checkpoints, metrics, summary, chart and `results/` to a new folder below `aside/`. Return that folder,
-        or None if there was nothing to move. Results of microbatch searches (-f) alone are not moved.
+        or None if there was nothing to move. If there are only results of microbatch searches (-f), nothing is moved.
 
         If the moves are interrupted, their order ensures that the run can still resume or start again, and that
         `results/` never holds measurements of weights that are gone. Raises RunError if a move fails, and OSError if
@@ -194,7 +194,7 @@ class RunDirectory:
         `make_aside` returns. `make_aside` must return the same folder each time. It is not called if there is nothing
         to move. Raises RunError if a move fails, and OSError if a folder cannot be read or created."""
         for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
-            checkpoint = CHECKPOINT_NAME.search(path.name)  # which the name of a measurement's file contains
+            checkpoint = CHECKPOINT_NAME.search(path.name)  # a measurement's file name contains this
             if checkpoint and int(checkpoint.group(1)) > last_step:
                 folder = make_aside() / self.results.name
                 folder.mkdir(exist_ok=True)

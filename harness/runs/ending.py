@@ -1,8 +1,9 @@
-"""The keys `on_end` and `notify` of train.json: the command `on_end` runs after training has ended and the last upload
-to the mirror is over, and the URL `notify` gets messages about the start and the end of training.
+"""The keys `on_end` and `notify` of train.json. `on_end` is a command that runs after training has ended and the last
+upload to the mirror is over. `notify` is a URL that gets messages about the start and the end of training.
 
-A process of its own does both, so that they also happen if training is killed. This process waits at its standard
-input. Training's process writes its exit status there. If training is killed, the input ends without a status.
+A separate process, the watcher, runs the command and sends the messages, so that both happen even if training is
+killed. The watcher waits on its standard input, to which the training process writes its exit status. If training is
+killed, the input ends without a status.
 """
 
 from __future__ import annotations
@@ -61,20 +62,20 @@ def check_on_end(run: RunDirectory, config: TrainConfig) -> None:
 
 
 def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | None) -> None:
-    """Start the process that sends messages to train.json's `notify` and runs train.json's command `on_end`. The
-    command runs once this process has printed its last message and the last upload to the mirror at the URL `mirror`
-    (None: no mirror) has ended. `rank0` is the pid of rank 0, which is this process or a child of it. If rank 0 does
-    not take the run's lock, no message is sent and the command does not run. Does nothing if train.json has neither
-    key.
+    """Start the watcher, a process that sends messages to train.json's `notify` and runs train.json's command `on_end`.
+    The command runs once the calling process has printed its last message and the last upload to the mirror at the URL
+    `mirror` (None: no mirror) has ended. `rank0` is the pid of rank 0, which is the calling process or a child of it.
+    If rank 0 does not take the run's lock, no message is sent and the command does not run. Does nothing if train.json
+    has neither key.
 
-    Before it exits, this process waits until the command has ended. If torchrun has started this process, it does not
-    wait: torchrun may start its ranks again, and the command runs once torchrun has ended.
+    Before it exits, the calling process waits until the command has ended. If torchrun started the calling process, it
+    does not wait: torchrun may start its ranks again, and the command runs once torchrun has ended.
     """
     if config.on_end is None and config.notify is None:
         return
     launcher = launcher_name() if started_by_torchrun() else ""
     job: dict[str, Any] = {"run": str(run.path.absolute()), "rank0": rank0, "launcher": launcher, "mirror": mirror}
-    job |= {"on_end": config.on_end, "notify": config.notify}  # by a pipe, because everybody sees a command line
+    job |= {"on_end": config.on_end, "notify": config.notify}  # piped, because all users can see command lines
     watcher = subprocess.Popen([sys.executable, "-c", WATCHER], stdin=subprocess.PIPE, start_new_session=True)
     assert watcher.stdin is not None
     pipe = watcher.stdin
@@ -82,7 +83,7 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     pipe.flush()
 
     def end(status: int) -> None:
-        release(run.lock_file)  # for the last upload
+        release(run.lock_file)  # so that the last upload can take the lock
         with suppress(OSError):  # the watcher was killed
             pipe.write(str(status).encode())
             pipe.close()
@@ -133,7 +134,7 @@ def main() -> None:
     if job["mirror"] and (fault := send_rest(run, job["mirror"])):
         warn(f"before on_end, not everything was sent to the mirror: {fault}; mirror.py push sends the rest")
     if fault := run_on_end(job["on_end"], run, state):
-        warn(f"on_end {fault}; if it ends the rental, do that by hand")
+        warn(f"on_end {fault}; if it was meant to end the rental of this machine, end the rental by hand")
 
 
 def warn(text: str) -> None:
@@ -178,12 +179,12 @@ def notify(url: str | None, run: RunDirectory, event: str, state: str) -> None:
     thread.start()
     thread.join(NOTIFY_SECONDS)
     for fault in faults:
-        warn(f"notify: {event} was not received: {fault}; check the URL in train.json")
+        warn(f'notify: the message "{event}" was not received: {fault}; check the URL in train.json')
 
 
 def send_rest(run: RunDirectory, url: str) -> str | None:
-    """Send to the mirror at `url` everything that training's process, which may have been killed, has not sent. Return
-    what went wrong, or None. A failed upload is tried again until UPLOAD_SECONDS are over, unless it was refused with a
+    """Send to the mirror at `url` everything that the training process, perhaps killed, has not sent. Return what went
+    wrong, or None. A failed upload is tried again until UPLOAD_SECONDS are over, unless it was refused with a
     UserError."""
     command = [sys.executable, str(ROOT / "mirror.py"), "push", run.path.name, url, "--runs-dir", str(run.path.parent)]
     deadline = time.monotonic() + UPLOAD_SECONDS

@@ -73,7 +73,8 @@ class ValidationEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A checkpoint that was due by train.json's interval. A checkpoint saved because the run stopped early has none."""
+    """A planned checkpoint: one at an interval of train.json or after the last step. A checkpoint at an
+    early stop has no event."""
 
     event: str = "checkpoint"
     is_best: bool = False
@@ -107,7 +108,7 @@ def parse_event(line: str | bytes) -> Event | None:
         values = json.loads(line)
         kind = KINDS.get(str(values.get("event")), Event) if isinstance(values, dict) else Event
         return kind.model_validate(values)
-    except (ValueError, RecursionError):  # no JSON, or no event of this program
+    except (ValueError, RecursionError):  # not JSON, or not an event of this program
         return None
 
 
@@ -116,7 +117,7 @@ class MetricsFile:
 
     Each line is passed to the operating system at once, so that the line survives the end of the process. Training does
     not wait until the line is on the disk. `make_durable`, which is called before a checkpoint gets its final name,
-    flushes the lines to the disk. Lines after the last checkpoint need not be there, because a run that resumes
+    flushes the lines to the disk. Lines after the last checkpoint may be lost, because a run that resumes
     truncates the file to the length recorded in its checkpoint.
     """
 
@@ -124,8 +125,8 @@ class MetricsFile:
         self.path = path
 
     def append(self, event: Event) -> None:
-        """Append an event as one line, with the fields that were given to its class. Raises RunError if the line cannot
-        be written."""
+        """Append an event as one line, with the fields that have been set. Raises RunError if the line cannot be
+        written."""
         line = json.dumps({"event": event.event, **event.model_dump(exclude_unset=True)}, allow_nan=False)
         with self._writing(), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -149,8 +150,8 @@ class MetricsFile:
         if any, are first written to a file in the folder that `make_aside` returns, and flushed to the disk. If this
         fails, metrics.jsonl is unchanged.
 
-        Training writes the checkpoint's own line (a CheckpointEvent) after it has saved the checkpoint, so that this
-        line lies beyond that length. If the checkpoint was planned (at an interval of train.json or after the last
+        Training writes the checkpoint's own line (a CheckpointEvent) after it has saved the checkpoint, so this line
+        lies beyond that length. If the checkpoint was planned (at an interval of train.json or after the last
         step, not at an early stop), its line is kept, or appended if it is missing. Raises RunError if a file cannot be
         written, and OSError if metrics.jsonl cannot be read.
 

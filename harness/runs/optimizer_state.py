@@ -1,4 +1,4 @@
-"""Memory, FLOPs and communication of optimizers, as far as plans and speed estimates need them. Does not import torch.
+"""Memory and FLOPs of optimizers, as far as plans and speed estimates need them. Does not import torch.
 The optimizers themselves are in harness/training/.
 """
 
@@ -15,9 +15,6 @@ from harness.runs.train_config import TrainConfig
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 MOMENT_BYTES = 4
 NEWTON_SCHULZ_STEPS = 5  # used by harness/training/muon.py
-# Each rank broadcasts the parts of parameters that it has updated. Parts with fewer elements than this are packed into
-# one broadcast, because each broadcast has a fixed cost.
-SMALL_PIECE = 2**18
 
 
 def is_muons(name: str, shape: Sequence[int]) -> bool:

@@ -1,8 +1,8 @@
 """Results in `results/` of a run's folder: measurements of the run's checkpoints after training, and the results of
 microbatch searches (`-f`). Each result is one JSON file. Each kind of measurement has one class, for writing and
-reading. No command reads a search.
+reading. No command reads the result of a search.
 
-A file is named after what it measured. A repeated measurement therefore replaces the earlier one, and any other
+A file is named after what was measured. A repeated measurement therefore replaces the earlier one, and any other
 measurement gets a file of its own. Model and text are identified by hashes of their content, so that a comparison does
 not rely on their names.
 """
@@ -82,8 +82,8 @@ class Result(Recorded):
     weights: MeasuredWeights
 
     def name(self) -> str:
-        """Return the name of the result's file, without suffix. It has the checkpoint's name, and a hash of the weights
-        and of the keys `same`."""
+        """Return the name of the result's file, without suffix. It consists of the kind, the checkpoint's name, and a
+        hash of the kind, of the weights and of the values of the keys in `same`."""
         digest = _digest([self.kind, self.weights.sha256, self.model_dump(mode="json", include={*self.same})])
         return f"{self.kind.replace('_', '-')}-{self.weights.checkpoint}-{digest}"
 
@@ -107,7 +107,7 @@ class LossResult(Result):
     # False: bits_per_byte was computed with the mean bytes per token of the whole split, not with the bytes of the
     # predicted tokens
     bits_are_exact: bool = True
-    trained_on: Overlap | None = None  # how much of the split stands in the training text; None if not known
+    trained_on: Overlap | None = None  # how much of the split also occurs in the training text; None if unknown
 
     @model_validator(mode="after")
     def _check_bits_per_byte(self) -> LossResult:

@@ -71,11 +71,11 @@ class RunSummary(ProgramAndSettings, Outcome):
 
     @property
     def changes(self) -> list[str]:
-        """Changes during the run: if another program trained its first tokens, a text that says so; then the texts in
-        `changed`. Empty for a run that kept its settings from its first step to its last."""
+        """Changes during the run: if another program trained on its first tokens, a text that says so; then the texts
+        in `changed`. Empty for a run that kept its settings from its first step to its last."""
         seen, trained = self.tokens_seen or 0, self.trained_tokens
         foreign = 0 if trained is None else seen - trained
-        return [*([f"another program trained the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
+        return [*([f"another program trained on the first {foreign:,} tokens"] if foreign > 0 else []), *self.changed]
 
     def has_shape(self, config: ModelConfig) -> bool | None:
         """Return True if the run's model.json is equal to `config`, False if it differs or is not valid, or None if the

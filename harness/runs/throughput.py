@@ -102,7 +102,7 @@ def unknown_peak(device_name: str) -> str | None:
     """Return a remark if the peak FLOP/s of a GPU is unknown, else None. A CPU gets no remark, because nobody expects
     its MFU."""
     is_known = device_name.endswith(" CPU") or peak_flops(device_name) is not None
-    return None if is_known else f"MFU unknown: the peak of {device_name} is in no table of this program"
+    return None if is_known else f"MFU unknown: this program does not know the peak FLOP/s of {device_name}"
 
 
 def mfu(tokens_per_second: float, flops_per_token: int, device_name: str) -> float | None:

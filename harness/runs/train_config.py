@@ -43,7 +43,7 @@ class BatchScale(BaseModel):
     reference_tokens: Positive
     """Tokens of the global batch that learning rates and weight decay were tuned with."""
     reference_train_tokens: Positive | None = None
-    """Tokens of the run that weight_decay was tuned with; null: weight decay does not depend on them."""
+    """Tokens of the run that weight_decay was tuned with; null: weight decay is not scaled to the run's length."""
 
 
 class DepthScale(BaseModel):
@@ -90,7 +90,7 @@ class TrainConfig(RunFile):
     replaceable_keys: ClassVar[set[str]] = {"microbatch_size"}
 
     dataset: Annotated[
-        # The tags are in the location of an error.
+        # The tags appear in the locations of pydantic's errors.
         Annotated[Text, Tag("str")] | Annotated[list[Source], Field(min_length=1), Tag("list")],
         Discriminator(lambda value: "list" if isinstance(value, list) else "str"),
     ]
@@ -104,8 +104,8 @@ class TrainConfig(RunFile):
     train_steps: Positive | None = None
     """A budget in place of min_train_tokens: global steps."""
     tokens_per_parameter: float | None = Field(default=None, gt=0, le=1e9)
-    """A budget in place of min_train_tokens: at least this many tokens for each parameter (of experts, the active
-    ones)."""
+    """A budget in place of min_train_tokens: at least this many tokens for each parameter (of the experts, only those
+    that are active for a token count)."""
     target_flops: float | None = Field(default=None, gt=0, le=1e40)
     """A budget in place of min_train_tokens: at most this many floating-point operations."""
     start_train_token: Index
@@ -157,8 +157,8 @@ class TrainConfig(RunFile):
     decay_all_parameters: bool = True
     """false: weight decay on matrices only."""
     scale_with_batch: BatchScale | None = None
-    """Scale learning rates and weight decay to this run's global batch, and weight decay to its length, from those that
-    they were tuned with; null: not scaled."""
+    """Scale learning rates and weight decay from the global batch that they were tuned with to this run's and, if
+    reference_train_tokens is given, weight decay also to this run's length; null: not scaled."""
     scale_with_depth: DepthScale | None = None
     """Scale weight decay to this model's number of layers, from the number that it was tuned with; null: not scaled."""
     lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = "constant"
@@ -176,7 +176,7 @@ class TrainConfig(RunFile):
     moe_router_loss_scale: Finite | None = Field(default=None, ge=0)
     """Coefficient of the loss that balances experts; null: 0.01 / num_active_experts."""
     optimizer: Annotated[Literal["adamw", "muon"], Affects.SPEED] = "adamw"
-    """muon: the blocks' matrices by Muon, all else by AdamW."""
+    """muon: Muon updates the blocks' matrices, and AdamW all else."""
     embedding_learning_rate: Rate | None = None
     """AdamW's peak learning rate for embeddings; null: learning_rate."""
     head_learning_rate: Rate | None = None
@@ -221,8 +221,8 @@ class TrainConfig(RunFile):
     """Write checkpoints in a background thread: training pauses at most while weights and optimizer state are
     copied."""
     mirror: Annotated[Text | None, Affects.NOTHING] = Field(default=None, repr=False)
-    """Copy checkpoints and results in the background to URL/RUN, and continue from there on a new machine:
-    hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://."""
+    """URL (hf://buckets/OWNER/NAME, s3://, gs://, sftp:// or file://): checkpoints and results are copied to URL/RUN in
+    the background, and a new machine continues from there."""
     weights_check_interval: Annotated[Positive | None, Affects.NOTHING] = None
     """Global steps between comparisons of all ranks' weights; null: only before each checkpoint."""
     validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = "rank0"
@@ -236,14 +236,14 @@ class TrainConfig(RunFile):
     price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(default=None, ge=0, le=LARGEST_PRICE)
     """US dollars per hour for the whole machine."""
     max_hours: Annotated[float | None, Affects.NOTHING] = Field(default=None, gt=0, le=1e6)
-    """The run stops, with a checkpoint, once it has taken so many hours."""
+    """The run stops, with a checkpoint, once it has taken this many hours."""
     max_dollars: Annotated[float | None, Affects.NOTHING] = Field(default=None, gt=0, le=LARGEST_PRICE)
-    """The run stops, with a checkpoint, once it has cost so many dollars by price_per_hour."""
+    """The run stops, with a checkpoint, once it has cost this many dollars at price_per_hour."""
     # Excluded from all files that record train.json, because both can hold secrets.
     on_end: Annotated[list[Text] | None, Affects.NOTHING] = Field(default=None, min_length=1, exclude=True, repr=False)
     """Command, as a list of words, that runs after training has ended or failed."""
     notify: Annotated[str | None, Affects.NOTHING] = Field(default=None, exclude=True, repr=False)
-    """URL that gets the start, the end or the failure of training as JSON."""
+    """URL to which the start, the end or the failure of training is reported, as JSON."""
     benchmark_interval: Annotated[Positive | None, Affects.NOTHING] = None
     """Global steps between benchmarks."""
     benchmark_tasks: Annotated[list[Text] | None, Affects.NOTHING] = Field(default=None, min_length=1)
@@ -279,7 +279,7 @@ class TrainConfig(RunFile):
         _check_optimizer_and_precision(self)
         _check_intervals(self)
         if any("\0" in word for word in self.on_end or []):
-            raise ValueError('key "on_end": has a NUL character, which no program can be given')
+            raise ValueError('key "on_end": has a NUL character, which no program can be given; remove it')
         if isinstance(self.dataset, list) and len(self.dataset_weights) < len(self.dataset):
             raise ValueError('key "dataset": names a dataset twice; add up its weights')
         if self.data_seed is not None and not self.shuffle:
@@ -287,7 +287,7 @@ class TrainConfig(RunFile):
         if self.max_dollars is not None and not self.price_per_hour:
             raise ValueError('key "max_dollars": needs "price_per_hour" above 0; give it, or use "max_hours"')
         if self.notify is not None and not self.notify.startswith(("http://", "https://")):
-            raise ValueError('key "notify": must begin with http:// or https://')  # without the value, a secret
+            raise ValueError('key "notify": must begin with http:// or https://')  # does not show the value, a secret
         return self
 
     @property
@@ -389,7 +389,9 @@ def _check_optimizer_and_precision(config: TrainConfig) -> None:
     if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
         raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')
     if config.coordinate_descent_tuning and config.compile is False:
-        raise ValueError('key "coordinate_descent_tuning": true tunes compiled kernels; it needs "compile": true')
+        raise ValueError(
+            'key "coordinate_descent_tuning": only compiled kernels can be tuned; remove this key, or "compile": false'
+        )
     if config.coordinate_descent_tuning and config.deterministic:
         raise ValueError(
             'keys "coordinate_descent_tuning" and "deterministic": they exclude each other, because kernels chosen by '

@@ -49,8 +49,8 @@ class TrainedModel:
 
     @classmethod
     def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
-        """Read the model in the folder `path`, or the model whose weights are the file `path`. Of the weights, only the
-        hash is computed, if meta.json has one to compare it with.
+        """Read the model in the folder `path`, or the model whose weights are the file `path`. The weights are not
+        loaded; they are only hashed, if meta.json has a hash to compare theirs with.
 
         The configuration is read from `model_json`. If `model_json` is None, it is read from the first of these files
         that has it: model.json and meta.json beside the weights, model.json of the run directory that contains the
@@ -136,9 +136,9 @@ class TrainedModel:
     @property
     def dataset(self) -> str | None:
         """Name of the dataset that the model was trained on (of a mixture: the names, joined by " + "), from the
-        meta.json beside the weights. If that does not name it (as in the lab notebook's checkpoints), from the
-        train.json of the run whose checkpoint the weights are. None if neither gives it. Raises UserError if that
-        train.json is not valid."""
+        meta.json beside the weights or, if that does not name it (as in the lab notebook's checkpoints), from the
+        train.json of the run that the weights belong to. None if neither gives it. Raises UserError if that train.json
+        is not valid."""
         dataset = self.meta.get("dataset")
         if isinstance(dataset, dict) and "name" in dataset:
             return str(dataset["name"])
@@ -181,7 +181,8 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         is_run = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
         is_run |= path.name == word and (runs_dir / path).is_dir()
         is_run |= (path / "train.json").is_file() and not (path / WEIGHTS).exists()
-        if not are_weights and (word.endswith(".json") or path.is_file() or following.endswith(WEIGHTS_SUFFIX)):
+        is_model_json = word.endswith(".json") or path.is_file() or (following.endswith(WEIGHTS_SUFFIX) and not is_run)
+        if is_model_json and not are_weights:
             if not left:
                 raise UserError(f"{word}: a model is two files, MODEL_JSON WEIGHTS; give both, or RUN[:CHECKPOINT]")
             found.append(TrainedModel.read(Path(left.pop(0)), path))
@@ -206,7 +207,7 @@ def _models_of(runs_dir: Path, name: str, checkpoint: str | None) -> list[Traine
         raise next(iter(missing.values()))
     if missing:
         wanted = checkpoint or f"{BEST} or {LATEST}"
-        tell(f"left out, without a {wanted} checkpoint: {', '.join(missing)}")
+        tell(f"left out, because they have no {wanted} checkpoint: {', '.join(missing)}")
     return found
 
 
@@ -221,7 +222,7 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
                 warning = f"its best checkpoint is that of step 0; to use its last checkpoint, give {name}:{LATEST}"
                 tell(f"warning: {name}: {warning}")
             return model
-    # If there is a train.json, this file may hold the run's initial weights.
+    # If there is a train.json, the weights in the run's folder may be its initial weights.
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():
         return TrainedModel.read(run.path, label=name)
     raise NoCheckpointError(

@@ -1,5 +1,5 @@
 """Files of the training program of Giles Thomas's lab notebook: the keys of its train.json, and its checkpoints. This
-project calls the program "upstream" or "the notebook". Its train.json and checkpoints are where our formats come from.
+project calls the program "upstream" or "the notebook". Our formats come from its train.json and checkpoints.
 
 An upstream checkpoint holds model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt and a short meta.json.
 """
@@ -29,8 +29,8 @@ NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
 }
 # The order of parameters in upstream's optimizer.pt. Parameters are sorted by module (MODULES), by block, by layer of
 # the block (OF_BLOCK), and by PARTS, as in the classes of the book that upstream follows (Raschka, Build a Large
-# Language Model (From Scratch)). Within a feed-forward layer (or the router and then each expert) modules have the
-# order of our own model.
+# Language Model (From Scratch)). Within a feed-forward layer, modules have the order of our own model (with experts:
+# the router, then each expert).
 MODULES = ("tok_emb", "pos_emb", "trf_blocks", "final_norm", "out_head")
 OF_BLOCK = ("att.W_query", "att.W_key", "att.W_value", "att.out_proj", "ff", "norm1", "norm2")
 PARTS = ("weight", "bias", "scale", "shift")
@@ -93,7 +93,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
 
     numbered = saved["state"]
     if sorted(numbered) != list(range(len(names))):
-        raise ValueError(f"the state has {len(numbered)} parameters, and must have the numbers 0 to {len(names) - 1}")
+        raise ValueError(f"the state has {len(numbered)} parameters, not {len(names)} numbered from 0")
     state_of = {name: numbered[index] for index, name in enumerate(sorted(names, key=place))}
     result: dict[str, dict[str, Tensor]] = {}
     for name, wanted in shapes.items():

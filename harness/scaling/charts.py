@@ -118,7 +118,7 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     """Draw the best size, or the best number of tokens, over FLOPs: once by the isoFLOP profiles, and once by the
-    fitted law. If neither gives anything to draw, write the reason of the profiles."""
+    fitted law. If neither gives anything to draw, write the reason why the profiles do not."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
     axes.set(xscale="log", yscale="log", title=title, xlabel="FLOPs", ylabel=quantity)
@@ -143,7 +143,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
             sizes = [each.best_size(flops, cost) for each in (law.law, law.resampled)]
             value, drawn = sizes if quantity == "parameters" else [cost.tokens(flops, size) for size in sizes]
             intervals.append(bounded(value, drawn))
-        # The band is left open where the interval is unbounded or reaches zero, which a logarithmic axis cannot show.
+        # The band is left out where the interval is unbounded or reaches zero, which a logarithmic axis cannot show.
         ends = np.array([[each.low for each in intervals], [each.high for each in intervals]])
         low, high = np.where((ends > 0) & np.isfinite(ends), ends, np.nan)
         axes.fill_between(along, low, high, color=LAW_COLOR, alpha=0.12, linewidth=0)
@@ -157,7 +157,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, the law's loss at the best size for each number of FLOPs, and the
-    predictions. Without a law, write the reason instead of the latter two."""
+    predictions. Without a law, write the reason in place of the last two."""
     points, law, cost = analysis.points, analysis.law, analysis.cost
     axes.set(xscale="log", title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colors = _colors(points.parameters)

@@ -148,7 +148,7 @@ def read_points(path: Path) -> Points:
     if not finite:
         if points:
             raise UserError(f"{path}: no loss is finite; give points of runs that have not diverged")
-        raise UserError(f"{path}: has no points; give a line for each run below the line of column names")
+        raise UserError(f"{path}: has no points; below the line of column names, give a line for each run")
     lost = [f"{point.name}: its loss is not finite" for point in points if not math.isfinite(point.loss)]
     return Points(finite, lost)
 
@@ -215,7 +215,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
                     "for both; give runs with the same training text and the same validation text"
                 )
         if twin := next((each for each in points if replace(each, name=name) == point), None):
-            left_out.append(f"{name}: has exactly the size, tokens and loss of {twin.name}: a copy, counted once")
+            left_out.append(f"{name}: has exactly the size, tokens and loss of {twin.name}: a copy, not counted again")
         else:
             points.append(point)
     if not points:

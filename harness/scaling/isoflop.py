@@ -1,7 +1,7 @@
 """IsoFLOP profiles: the best size among runs of equal compute, and its growth with compute.
 
 This is approach 2 of Hoffmann et al. (arXiv:2203.15556). In each profile, a parabola of the loss over ln N is fitted,
-where N is the number of parameters. Then straight lines in logarithms are fitted to the lowest points of the parabolas.
+where N is the number of parameters. Then straight lines on logarithmic axes are fitted to the parabolas' lowest points.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from harness.scaling.data import CostLaw, Points, different
 
 LEAST_PROFILES = 3
 OWN_SCATTER_POINTS = 8  # profiles of fewer points share one estimate of the scatter
-NEGLIGIBLE_SPREAD = 0.005  # range of ln FLOPs in a profile; up to it, FLOPs count as equal
+NEGLIGIBLE_SPREAD = 0.005  # range of ln FLOPs in a profile; if it is at most this, FLOPs count as equal
 NOT_COMPUTED = Inconclusive("the intervals have not been computed")
 UNDETERMINED = 0.025  # largest fraction of a profile's bootstrap draws that may have no lowest point
 
@@ -39,7 +39,7 @@ class Profile:
     members: np.ndarray  # indices of the group's points
     parabola: np.ndarray  # [3]: the loss is c0 + c1 x + c2 x^2 with x = ln N - middle
     middle: float
-    root: np.ndarray  # [3, 3]: root @ root.T is the parabola's covariance for residuals of variance 1
+    root: np.ndarray  # [3, 3]: root @ root.T is the covariance of the coefficients for residuals of variance 1
     squares: float  # sum of the squared residuals
     freedom: int  # degrees of freedom of the residuals
     optimum: Optimum | Inconclusive = NOT_COMPUTED
@@ -86,8 +86,8 @@ def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> l
     points whose FLOPs lie within `tolerance` (a fraction) of a common middle, with at least `least_sizes` different
     sizes.
 
-    The group with the most different sizes becomes the first profile. The next one is found in the same way among the
-    remaining points.
+    The group with the most different sizes is chosen first. The next one is chosen in the same way among the remaining
+    points.
     """
     width = 2 * np.log1p(tolerance)
     log_flops, left, groups = np.log(points.flops), np.argsort(points.flops, kind="stable"), []
@@ -185,7 +185,9 @@ def _optimum(
         side = "smaller" if value[0] < np.log(sizes.min()) else "larger"
         return Inconclusive(f"the parabola's lowest point is outside the range of sizes; train {side} models")
     if minima_Bx3 is None:
-        return Inconclusive("3 sizes determine a parabola exactly, so that its uncertainty is unknown; train a 4th")
+        return Inconclusive(
+            "3 sizes determine a parabola exactly, so that its uncertainty is unknown; train a 4th size"
+        )
     is_there = np.isfinite(minima_Bx3).all(axis=1)
     if np.mean(~is_there) > UNDETERMINED:
         return Inconclusive("its losses scatter too much to show where the lowest is")

@@ -17,8 +17,8 @@ from harness.common.statistics import Estimate, Inconclusive, estimate
 from harness.scaling.data import CostLaw, Points, different
 
 PARAMETERS = 5
-# In simulations, intervals of 95 % hold the truth in 95 % to 100 % of experiments with 9 points or more, but in 65 % to
-# 75 % with 6. Most resamples of 6 points have hardly more distinct points than coefficients, and any law fits these.
+# In simulations, 95 % intervals hold the true value in 95 % to 100 % of experiments with 9 points or more, but in 65 %
+# to 75 % with 6. Nearly all resamples of 6 points have at most 5 distinct points, which 5 coefficients fit exactly.
 LEAST_POINTS = 9
 TRIMMED_PERCENT = 0.5  # of resamples dropped at each end for a standard error; unbounded ones would dominate it
 HUBER_DELTA = 1e-3
@@ -62,10 +62,10 @@ class Law:
     def best_size(self, flops: float, cost: CostLaw) -> np.ndarray:
         """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens.
 
-        With FLOPs = c N^p D, the derivative of L over ln N is zero at N^(alpha + p beta) = (alpha A / (p beta B))
-        (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. If the loss does not fall with
-        parameters, as in some resamples, the best size is 0. Otherwise, if the loss does not fall with tokens, the best
-        size is infinite.
+        With FLOPs = c N^p D, the derivative of L with respect to ln N is zero at N^(alpha + p beta) =
+        (alpha A / (p beta B)) (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. If
+        the loss does not fall with parameters, as in some resamples, the best size is 0. Otherwise, if the loss does
+        not fall with tokens, the best size is infinite.
         """
         with np.errstate(all="ignore"):  # the exponents of resamples may have any sign, and be near zero
             power = self.alpha + cost.exponent * self.beta
@@ -95,7 +95,7 @@ class LawFit:
         return {name: _coefficient(values[name], drawn[name]) for name in values}
 
     def size_exponent(self, cost: CostLaw) -> Coefficient:
-        """Return the exponent with which the compute-optimal number of parameters grows with FLOPs."""
+        """Return the exponent a with which the compute-optimal number of parameters is proportional to FLOPs^a."""
         with np.errstate(divide="ignore"):
             value, drawn = (law.beta / (law.alpha + cost.exponent * law.beta) for law in (self.law, self.resampled))
         return _coefficient(value, drawn)
@@ -204,15 +204,15 @@ def _too_little(points: Points) -> str | None:
         count = different(values)
         if count < 3:
             there = f"all points have the same {what}" if count == 1 else f"there are {count} different {several}"
-            return f"{there}; the law needs 3 at least"
+            return f"{there}; the law needs at least 3"
     if np.ptp(np.log(points.loss)) < LEAST_CHANGE:
         return "the loss does not change with parameters or tokens: neither exponent is determined"
     x, y = np.log(points.parameters), np.log(points.tokens)
     slope, intercept = np.polyfit(x - x.mean(), y, 1)
     if np.std(y - intercept - slope * (x - x.mean())) < LEAST_SPREAD:
         return (
-            "tokens follow from parameters in all points, so that the effects of the two cannot be told apart; train "
-            "one size on different numbers of tokens"
+            "size determines the number of tokens in all points, so that the effects of the two cannot be told apart; "
+            "train one size on different numbers of tokens"
         )
     return None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.common.messages import paragraph
+from harness.common.messages import counted, paragraph
 from harness.common.statistics import Estimate, Inconclusive
 from harness.scaling.data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.scaling.isoflop import IsoFlop, Optimum
@@ -66,27 +66,21 @@ def _range(values: np.ndarray, form: Callable[[float], str]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _count(points: int) -> str:
-    return f"{points:,} point{'' if points == 1 else 's'}"
-
-
 def _describe_points(analysis: Analysis) -> list[str]:
     points, cost, by_rule = analysis.points, analysis.cost, analysis.points.tokens_by_rule
     losses = _range(points.loss, lambda value: f"{value:.3f}" if value < 1e6 else power(value))
     lines = [
-        _count(len(points)),
+        counted(len(points), "point"),
         f"  parameters {_range(points.parameters, short)}, tokens {_range(points.tokens, short)}",
         f"  FLOPs {_range(points.flops, power)}, loss {losses}",
     ]
     if repeated := int((points.epochs > 1).sum()):
-        said = (
-            f"{_count(repeated)} {'has' if repeated == 1 else 'have'} seen tokens up to {points.epochs.max():.3g} times"
-        )
+        said = f"In {counted(repeated, 'point')}, tokens were repeated, up to {points.epochs.max():.3g} passes"
         lines += paragraph(
-            f"  {said}; the laws take all tokens for new, and repeated ones teach less (arXiv:2305.16264)", indent=4
+            f"  {said}; the laws count all tokens as new, but repeated ones teach less (arXiv:2305.16264)", indent=4
         )
     if by_rule:
-        which = "" if by_rule == len(points) else f" of {_count(by_rule)}"
+        which = "" if by_rule == len(points) else f" of {counted(by_rule, 'point')}"
         lines.append(f"  Tokens{which} (not given) are FLOPs / 6 / parameters (the rule C = 6ND)")
     elif cost.is_rule_of_thumb:
         lines.append("  FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)")
@@ -117,7 +111,7 @@ def _describe_isoflop(isoflop: IsoFlop | Inconclusive) -> list[str]:
             best, tokens = _shortened(optimum.parameters), short(optimum.tokens.value)
             lines.append(f"{head}{best:<26}  {tokens:>7}  {optimum.loss.value:.3f}   {profile.scatter:.4f}")
     if isoflop.alone:
-        lines.append(f"  {_count(isoflop.alone)} {'is' if isoflop.alone == 1 else 'are'} in no profile")
+        lines.append(f"  {counted(isoflop.alone, 'point')} {'is' if isoflop.alone == 1 else 'are'} in no profile")
     if isinstance(isoflop.laws, Inconclusive):
         return [*lines, *paragraph(f"  Growth of the best size with FLOPs C: {isoflop.laws}", indent=4)]
     return lines + [f"  best {name:<10} ∝ C^{_interval(law.exponent)}" for name, law in isoflop.laws.items()]

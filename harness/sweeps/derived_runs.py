@@ -44,7 +44,7 @@ Changes = Mapping[str, JsonValue]
 
 @dataclass(frozen=True)
 class DerivedRun:
-    """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json.
+    """A run whose folder need not exist yet. `model` and `train` are the contents of its model.json and train.json.
 
     `parent` is the name of the run from which this run was derived, or "" for a base. `differs` has each setting in
     which this run differs from its parent, as {"base": value in the parent, "here": value in this run}. The parent's
@@ -103,7 +103,7 @@ class DerivedRun:
 
         The check assumes one process, because a run that can start with several processes can also start with one. One
         process has the smallest global batch, so that it needs the fewest tokens in the train split. It takes the most
-        steps, so that the longest warm-up fits.
+        steps, which leaves the most room for a warm-up.
         """
         experiment = self.experiment(self.directory.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
@@ -156,8 +156,8 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     inherited. A relative path of `initial_weights` that is inherited is rewritten to lead to the same place. Writes
     nothing.
 
-    Raises UserError if `name`, a key or a value is invalid. For a value, the message names the file that would be
-    wrong, or the dataset or mirror.
+    Raises UserError if `name`, a key or a value is invalid. If a value is invalid, the message names the file that it
+    belongs in, or the dataset or mirror.
     """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
@@ -165,7 +165,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
     given = {key: value for key, value in changes.items() if value is not None}
     excluded = [keys for keys in ALTERNATIVES if not given.keys().isdisjoint(keys)]
     excluded += [("n_layers", "n_heads", "emb_dim")] if "depth" in given else []
-    # A base's `on_end` may end the machine's rental, on which another run may follow.
+    # A base's `on_end` may end the rental of the machine, although another run is to follow there.
     dropped = {*changes, "on_end"}.union(*excluded).difference(given)
     model, train = (
         {key: value for key, value in file.items() if key not in dropped}
@@ -191,7 +191,7 @@ def derive(base: DerivedRun, name: str, changes: Changes, sweep: str | None = No
 
 def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
     """Return the run that `derive` returns. If `changes` name other datasets that are in `datasets_dir`, also fit the
-    run to them: set their vocabulary size (unless the model's is this size, or padded by fewer than PADDING tokens),
+    run to them: set their vocabulary size (unless the model's is this size, or larger by fewer than PADDING tokens),
     and a microbatch size and a number of validation batches or sequences that the validation splits can fill. Turn
     validation off if a dataset has no validation split. If the train splits are too short for the training that the
     base's train.json asks for, train on all that they have, with `warmup_steps` lowered to a tenth of the steps if it
@@ -256,7 +256,7 @@ def _fitting(run: DerivedRun, data: TrainingData, given: Changes) -> dict[str, J
 
 
 def write_runs(runs: Sequence[DerivedRun]) -> None:
-    """Write the folders of all runs, or of none if one cannot be written. None of the folders may exist yet.
+    """Write the folders of all runs, or of none if one cannot be written. The folders must not exist yet.
 
     Raises RunError if a folder cannot be written. If the process is killed, some folders may be missing, but none is
     incomplete. The draft folder that a killed process leaves is removed when the same run is written again.

@@ -48,7 +48,7 @@ SHORT = {
     "lr_schedule": "schedule",
 }
 
-ENTRY_NAME = "name"  # key in an entry of `together` that is no setting, but names the entry's runs
+ENTRY_NAME = "name"  # key in an entry of `together` that is not a setting, but names the entry's runs
 Settings = dict[str, JsonValue]
 
 
@@ -80,7 +80,7 @@ class Sweep(BaseModel):
         for key in raw:
             if key not in cls.model_fields and (key in MODEL_KEYS or key in TRAIN_KEYS):
                 raise ValueError(
-                    f'key "{key}": belongs in "set" (one value for all runs) or in "vary" (a list of them)'
+                    f'key "{key}": belongs in "set" (one value for all runs) or in "vary" (a list of values)'
                 )
         return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
 
@@ -110,11 +110,11 @@ class Sweep(BaseModel):
         for name in names:
             if not isinstance(name, str) or not SAFE_NAME.fullmatch(name):
                 raise ValueError(
-                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + -, not '
-                    "beginning with . + or -"
+                    f'in "together": key "name": {quoted(name)} must consist of letters, digits and _ . + -, and '
+                    "must not begin with . + or -"
                 )
             if names.count(name) > 1:
-                raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each its own')
+                raise ValueError(f'in "together": key "name": {quoted(name)} is given twice; give each entry its own')
         count = math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
         if count > LARGEST_POINTS:
             raise ValueError(
@@ -164,7 +164,7 @@ def _part(key: str, value: JsonValue) -> str:
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """A SWEEP.json and its derived runs, which have been checked. The folders of the runs may not exist yet."""
+    """A SWEEP.json and its derived runs, which have been checked. The folders of the runs need not exist yet."""
 
     path: Path
     name: str

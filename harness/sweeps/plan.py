@@ -131,8 +131,8 @@ class RunPlan:
 
 class Planner:
     """Planner of single runs. `groups` is the number of runs that are trained at the same time, each with `processes`
-    ranks on devices that no other run uses. Runs with the same model, batch layout, and keys for kernels have the same
-    speed, which is determined once."""
+    ranks on devices that no other run uses. Runs with the same model, batch layout and kernel settings (KERNEL_KEYS)
+    have the same speed, which is determined once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
@@ -191,9 +191,9 @@ class SweepPlan:
             return None
         needed, available = distinct_sizes(self.disk_bytes, free)
         return (
-            f"the checkpoints of the sweep's {len(self.left):,} runs to train need {needed}, but "
-            f'{available} are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
-            "another disk (--runs-dir)"
+            f"the checkpoints of the sweep's {len(self.left):,} unfinished runs need {needed}, but "
+            f'{available} are free; put "keep_checkpoints": 1 into the sweep\'s "set" (and into '
+            "train.json of the runs that exist already), or use another disk (--runs-dir)"
         )
 
     def seconds(self) -> float:
@@ -285,7 +285,10 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
         said.append(f"{what}: unknown" if len(unknown) == len(left) else f"{what}: {known}{more}")
     said.append(f"price: {'; '.join(sorted({each.price for each in left}))}")
     if any(each.run.train_config.price_per_hour is None for each in left):
-        said.append('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"')
+        said.append(
+            'for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set" (and into train.json of the '
+            "runs that exist already)"
+        )
     free = shutil.disk_usage(place).free / GIB
     unknown = [each.run.name for each in left if each.plan.position is None]
     more = f", not counting {', '.join(unknown)} (unknown)" if unknown else ""

@@ -56,15 +56,9 @@ TIME_MARK = re.compile(r"^# took (\d+\.\d) s$", re.MULTILINE)  # written by `Swe
 DeviceGroup = tuple[str, dict[str, str]]
 
 
-def is_on_terminal() -> bool:
-    """Return True if standard output is a terminal. Return False if it is not, or if it was closed before Python
-    started."""
-    return sys.stdout is not None and sys.stdout.isatty()
-
-
 def say(text: str) -> None:
     """Print a line at once. On a terminal, the line replaces the text that `show` has written."""
-    print(f"{CLEAR_LINE}{text}" if is_on_terminal() else text, flush=True)
+    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
 
 
 def show(text: str) -> None:
@@ -104,8 +98,8 @@ def groups_before(run: DerivedRun) -> int:
 
 
 def logged_seconds(run: DerivedRun) -> float:
-    """Return the seconds in which earlier sweeps trained the run, from the run's sweep.log. Unlike the run's own
-    records, they include attempts that ended before the run had recorded anything. 0 without a log."""
+    """Return the number of seconds for which earlier sweeps trained the run, from the run's sweep.log. Unlike the run's
+    own records, it includes attempts that ended before the run had recorded anything. Returns 0 without a log."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return sum(map(float, TIME_MARK.findall(text)))
@@ -173,8 +167,8 @@ class SweepRunner:
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
-                f'max_dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
-                'into the sweep\'s "set", and start the sweep again under another name'
+                f'max_dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put '
+                'this key into the sweep\'s "set", and start the sweep again under another "name"'
             )
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free_groups = device_groups(planner.groups, planner.processes)
@@ -216,7 +210,7 @@ class SweepRunner:
                     for attempt in self.attempts:
                         self._count(attempt, status_of(attempt.run))
                 looked, lines = now, [self._progress_line(attempt) for attempt in self.attempts]
-                if is_on_terminal():
+                if sys.stdout.isatty():
                     show("; ".join(lines))
                 elif now - said >= REPORT_SECONDS:
                     said = now
@@ -240,9 +234,9 @@ class SweepRunner:
         if self.signal:
             self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
         elif self.max_dollars is not None and self.spent >= self.max_dollars:
-            self.stop_reason = f"max_dollars {amount_text(self.max_dollars)} are spent"
+            self.stop_reason = f"max_dollars ({amount_text(self.max_dollars)}) is spent"
         elif time.monotonic() >= self.ends_at:
-            self.stop_reason = f"max_hours {self.max_hours:g} have passed"
+            self.stop_reason = f"max_hours ({self.max_hours:g}) has passed"
         else:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
@@ -262,7 +256,7 @@ class SweepRunner:
         """
         downloading = {name for attempt in self.attempts for name in attempt.run.train_config.dataset_weights}
         for run in self.waiting:
-            if is_held(run.directory.lock_file):  # None, which is neither held nor free, if on another machine
+            if is_held(run.directory.lock_file):  # None, which means unknown, if the owner is on another machine
                 if run.name not in self._said_waiting:
                     self._said_waiting.add(run.name)
                     say(f"{run.name}: is being trained by another process; waiting for it")
@@ -288,7 +282,7 @@ class SweepRunner:
             return None
         others = " and the runs under way" if self.attempts else ""
         said = f", and with {run.name}{others} the total would be ${amount_text(total)}" if wanted else ""
-        return f"max_dollars {amount_text(self.max_dollars)}: ${amount_text(self.spent)} are spent{said}"
+        return f"max_dollars ({amount_text(self.max_dollars)}): ${amount_text(self.spent)} is spent{said}"
 
     def _start(self, run: DerivedRun, planned: RunPlan | None) -> None:
         """Start the run's process on a free group of devices. Its output is appended to the run's sweep.log. If the
@@ -301,7 +295,7 @@ class SweepRunner:
         except OSError as error:
             self.free_groups.append(group)
             place = f"{error.filename}: " if error.filename else ""
-            say(f"{run.name}: failed, cannot be started: {place}{error.strerror or error}")
+            say(f"{run.name}: failed, because it cannot be started: {place}{error.strerror or error}")
             return
         tokens, before, planned_dollars, expected = None, self.dollars[run.name], 0.0, ""
         if planned is not None and planned.plan.position is not None:
@@ -310,7 +304,7 @@ class SweepRunner:
             planned_dollars = planned.dollars or 0.0
             expected = f", about {planned.seconds:,.0f} s"
         elif self.max_dollars is not None:
-            say(f"{run.name}: its cost is not known yet; the run is stopped when the budget is spent")
+            say(f"{run.name}: its cost is not known yet; the run will be stopped when max_dollars is spent")
         self.attempts.append(Attempt(run, group, process, tokens, before, before + planned_dollars))
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
@@ -373,7 +367,7 @@ class SweepRunner:
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif is_stopped:
-            say(f"{name}: stopped after {seconds:,.0f} s; the same command trains the rest")
+            say(f"{name}: stopped after {seconds:,.0f} s; to continue it, run the same command again")
         elif code == STATUSES[CEILING]:
             say(
                 f"{name}: stopped by its own max_hours or max_dollars after {seconds:,.0f} s; to continue it, raise "

@@ -23,7 +23,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
-    """Return `parameters` in groups, by peak learning rate and weight decay. Within a group, parameters are by name.
+    """Return `parameters` in groups, by (peak learning rate, weight decay). Each group maps names to parameters.
     `config` can give the head, embeddings, vectors and other matrices different rates, and exempt vectors from decay. A
     tied head has the embeddings' rate."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -58,7 +58,7 @@ class AdamW(torch.optim.AdamW):
         partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Create the optimizer of `parameters`, by name (None: all trained parameters of the model). Without a
+        """Create the optimizer of `parameters`, a dict by name (None: all trained parameters of the model). Without a
         `partition`, every rank keeps the whole state."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
         self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
@@ -87,7 +87,7 @@ class AdamW(torch.optim.AdamW):
 
     def update(self, skipped: Tensor, clip_divisor: Tensor | None) -> None:
         """Update this rank's shards with their gradients, divided by `clip_divisor` unless it is None. If `skipped` is
-        1, change neither weights nor state; if it is 0, update them. Both are fp32 scalars on the device.
+        1, change neither weights nor state; if it is 0, update them. Both arguments are fp32 scalars on the device.
 
         The fused kernel reads `clip_divisor` from the attribute `grad_scale`, and `skipped` from `found_inf`, as in
         torch.amp.GradScaler.step.
@@ -128,15 +128,15 @@ class AdamW(torch.optim.AdamW):
         return into
 
     def load_named_state(self, saved: NamedState) -> None:
-        """Load the whole state, as `named_state` returns it on rank 0. Every rank needs it, and keeps the part that
-        `partition` assigns to it. Settings such as learning rates are not part of the state.
+        """Load the whole state, as `named_state` returns it on rank 0. Every rank must be given the whole state, and
+        keeps the part that `partition` assigns to it. Settings such as learning rates are not part of the state.
 
         Raises ValueError (see `check_state`) if the state does not fit this optimizer's parameters.
         """
         check_state(saved, self.state_shapes())
         for shard, tensor in self._own.items():
-            # Use the same string objects as torch for the keys. pickle stores an equal string that is another object
-            # differently, so the bytes of optimizer.pt would differ.
+            # Use the same string objects as torch for the keys. For an equal string that is another object, pickle
+            # writes other bytes, so that optimizer.pt would differ.
             state = {key: saved[shard.name][key] for key in ("step", *MOMENTS["adamw"])}
             if self.partition.size > 1:  # clone: views would keep the whole tensors in memory
                 state = {key: (shard.of(value) if value.dim() else value).clone() for key, value in state.items()}

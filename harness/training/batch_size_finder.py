@@ -54,20 +54,20 @@ from harness.training.startup import choose_precision, fetch_data, remark_on_mac
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
-# Bytes of the tensors exchanged before the search: a large gradient, such as an embedding's, one of DDP's buckets, and
+# Bytes of the tensors exchanged before the search: a large gradient (such as an embedding's), one of DDP's buckets, and
 # a scalar. NCCL allocates its buffers, up to a GiB or more, when it first uses an algorithm.
 EXCHANGE_BYTES = (2**26, 25 * 2**20, 4)
-STEPS = 3  # optimizer steps per size on a GPU, because the memory in use settles within three
+STEPS = 3  # optimizer steps per size on a GPU; the memory in use has settled after three
 SEARCH_SECONDS = 600.0  # time limit of the search on a CPU, where a size may take minutes
-GUESS_GROWTH = 4  # growth of the margin of guesses (see largest_that_fits)
+GUESS_GROWTH = 4  # factor by which the margin around a guess grows (see largest_that_fits)
 # With a compiled model, most of the time that a size takes is compilation. So fewer sizes are tried, and the result may
-# be too small by 1/64 if it is 128 or more.
+# be too small by up to 1/64 of it if it is 128 or more.
 COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` GiB if they
-    are given. Rank 0 also writes the result into the run's folder. With `write`, rank 0 then sets `microbatch_size` in
+    """Find and print the largest microbatch that fits into the device's memory, or into `memory_limit_gib` GiB unless
+    it is None. Rank 0 also writes the result into the run's folder. With `write`, rank 0 then sets `microbatch_size` in
     train.json to the largest size that training accepts, up to the size found. Collective: joins the other ranks, and
     leaves them at the end.
 
@@ -107,13 +107,13 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     batches = config.global_batches
     sizes = [size for size in range(found, 0, -1) if all(each % (size * world.size) == 0 for each in batches)]
     if error := refusal(sizes[0]):
-        say(world, f"note: with a microbatch of {sizes[0]}, {error}")
+        say(world, f"note: training would refuse a microbatch of {sizes[0]}: {error}")
     if write:
         size = next((size for size in sizes if not refusal(size)), None)
         if size is None:
             raise UserError(
-                f"{experiment.run.train_json}: not changed, because training refuses every microbatch; the note above "
-                "says why"
+                f"{experiment.run.train_json}: not changed, because training refuses every microbatch size; the note "
+                "above says why"
             )
         world.on_rank0(lambda: write_microbatch_size(experiment.run.train_json, size))
         times = size / config.microbatch_size
@@ -129,10 +129,10 @@ class MicrobatchSearcher:
     def __init__(self, experiment: Experiment, world: World, data: TrainingData, limit: MemoryLimit) -> None:
         config = experiment.config
         self.experiment, self.world, self.limit = experiment, world, limit
-        self.alone = World(0, world.local_rank, 1, 1, world.device)  # a step that is tried exchanges nothing
+        self.alone = World(0, world.local_rank, 1, 1, world.device)  # tried steps exchange nothing with other ranks
         self.tokens = data.tokens("train")
         self.compiles = should_compile(config.compile, world.device)
-        # If train.json sets the global batch, the steps depend on the microbatch; 2 then stands for more than one.
+        # If train.json sets the global batch, this number depends on the microbatch; 2 then stands for more than one.
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
         self.peaks: dict[int, int] = {}  # this rank's peak bytes by size that fits, in the order of the search
         self.failed: list[int] = []  # sizes that do not fit
@@ -141,9 +141,9 @@ class MicrobatchSearcher:
         self._step: OptimizerStep | None = None
 
     def find(self, ceiling: int) -> int:
-        """Return the largest microbatch found to fit, in sequences, and at most `ceiling`. If the model is compiled,
-        microbatches larger by up to 1 / COMPILED_FINENESS may fit, too. On a CPU the search stops once SEARCH_SECONDS
-        have passed and a size fits; much larger ones may fit then. Collective.
+        """Return the largest microbatch size of at most `ceiling` sequences that was found to fit. If the model is
+        compiled, sizes larger by up to 1 / COMPILED_FINENESS may fit, too. On a CPU the search stops once
+        SEARCH_SECONDS have passed and a size fits; in that case much larger sizes may fit. Collective.
 
         Raises RunError if not even one sequence fits. Also raises errors as `fits` does.
         """
@@ -164,11 +164,11 @@ class MicrobatchSearcher:
         `_try` does on a GPU."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if any(self.world.gather(is_late and bool(self.peaks))):
-            self.remark = f"A larger microbatch may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+            self.remark = f"A larger microbatch may fit; the search ended after {SEARCH_SECONDS:,.0f} s"
             return False
         say(self.world, f"trying {microbatch_size} ...")
         peak = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
-        # Memory is released here and not in `_try`, where the traceback still refers to the tensors that did not fit.
+        # Memory is released here and not in `_try`, where the traceback still keeps the failed step's tensors alive.
         release_memory(self.world.device)
         fits_everywhere = all(self.world.gather(peak is not None))
         if peak is not None and fits_everywhere:
@@ -222,8 +222,8 @@ class MicrobatchSearcher:
         """Run optimizer steps at learning rate 0: STEPS on a GPU, two on a CPU. On a CPU, rank 0 also saves a
         checkpoint after the first step. Validation is not run, because it never needs more memory than training.
 
-        On a CPU a step takes seconds or minutes. So the first one, which creates the optimizer's state, has a single
-        sequence there. If the model is compiled, it has all sequences, because another size would be compiled
+        On a CPU a step takes seconds or minutes. So the first step there, which creates the optimizer's state, has
+        microbatches of one sequence. With a compiled model they are full, because another size would be compiled
         separately.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
@@ -313,7 +313,7 @@ class MicrobatchSearcher:
 
     def report(self, found: int, *, is_all_data: bool) -> None:
         """Print the size found, the measured memory and the limit, and write the result of the search into the run's
-        folder. `is_all_data` says that the data or the global batch allow no larger microbatch. Rank 0 only.
+        folder. `is_all_data` is true if the data or the global batch allow no larger microbatch. Rank 0 only.
 
         If the result cannot be written, prints a warning and raises no error, because the result has been printed.
         """
@@ -327,9 +327,9 @@ class MicrobatchSearcher:
             fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed"
         data = "; the size is limited by the data or the global batch" if is_all_data else ""
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
-        print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
+        print(f"Memory: {fit} (peaks measured: {len(self.peaks)}; {limit})")
         print(
-            f"Search: {len(self.peaks) + len(self.failed)} sizes, {time.monotonic() - self._began:,.0f} s", flush=True
+            f"Sizes tried: {len(self.peaks) + len(self.failed)}, in {time.monotonic() - self._began:,.0f} s", flush=True
         )
         train = self.experiment.config.model_dump(mode="json")
         result = {
@@ -343,7 +343,7 @@ class MicrobatchSearcher:
             "usable_gib": self.limit.usable_bytes / GIB,  # the part of limit_gib that a peak may reach
             "largest": found,
             "smallest_failed": min(self.failed, default=None),
-            "is_all_data": is_all_data,  # the data or the global batch allow no more; a larger one might fit
+            "is_all_data": is_all_data,  # the data or the global batch allow no larger microbatch
             "tried": [{"microbatch_size": size, "gib": peak / GIB} for size, peak in self.peaks.items()],
             "accumulation_steps": self.accumulation_steps,
             "compiled": self.compiles,
@@ -372,9 +372,9 @@ def largest_that_fits(
     first size is 1, and no size is more than `growth` times the largest that is known to fit.
 
     `guess` returns an estimate of the result from the calls of `fits` so far, or None. A size at or near the estimate
-    is tried next, in place of a size of growth or bisection. An estimate is ignored if the sizes tried so far
-    contradict it, if it is beyond the next size of growth, or if too few sizes are left. Good estimates make the search
-    shorter, and bad ones make it only a little longer.
+    is tried next, in place of the size that growth or bisection would give. An estimate is ignored if the sizes tried
+    so far contradict it, if it is beyond the size that growth would give, or if too few sizes are left. Good estimates
+    make the search shorter, and bad ones make it only a little longer.
     """
     low, high, guesses = 0, ceiling + 1, 0  # the largest size known to fit, and the smallest known not to fit
     while high - low > max(1, low // fineness):
@@ -383,9 +383,9 @@ def largest_that_fits(
         else:  # all sizes tried so far fit
             attempt = min(growth * low or 1, ceiling)
             end = attempt + 1
-        # A guess must be between `low` and `end`, or at most `margin` outside. It is moved to at least `margin` from
-        # both. So if the same size is guessed twice, the two sizes that are tried enclose the result, if the guess was
-        # right. The margin grows from the third guess on, so that wrong guesses cost few tries.
+        # A guess must be between `low` and `end`, or at most `margin` outside. It is moved so that it is at least
+        # `margin` away from both. So if a right guess is made twice, the two sizes that are tried enclose the result.
+        # The margin grows from the third guess on, so that wrong guesses cost few tries.
         margin = max(GUESS_GROWTH ** max(0, guesses - 1), int(low / fineness))
         guessed = guess()
         if guessed is not None and low - margin <= guessed <= end + margin and end - low >= 2 * margin:
@@ -411,7 +411,7 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"
         raise UserError(
             f'{experiment.run.train_json}: key "{key}": {undivided[0]} sequences are not a multiple of '
-            f"{world.size} ranks; change one of them"
+            f"{world.size}, the number of ranks; change one of these numbers"
         )
     per_sequence = world.size * config.gradient_accumulation_steps * experiment.model.context_length
     ceiling = (tokens - config.start_train_token - 1) // per_sequence
@@ -427,7 +427,7 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
 def write_microbatch_size(path: Path, size: int) -> None:
     """Change the value of `microbatch_size` in the train.json at `path`, and nothing else in the file. The key may have
     its other name there, `minibatch_size`. Raises UserError if the key is written with an escape (\\u0062 for b)."""
-    with path.open(encoding="utf-8", newline="") as file:  # keeps the file's line ends
+    with path.open(encoding="utf-8", newline="") as file:  # keeps the file's line endings
         text = file.read()
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'
     changed, count = re.subn(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1)

@@ -71,7 +71,7 @@ class ChartProcess:
             _, printed = self._process.communicate()
             status, lines = self._process.returncode, printed.strip().splitlines()
             if status:
-                killed = f"the process that draws has ended with status {status}"
+                killed = f"the process that draws it ended with status {status}"
                 self._warn(lines[-1] if lines and status > 0 else killed)
             self._process = None
 

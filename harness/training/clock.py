@@ -22,11 +22,12 @@ class Clock:
     _since: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _phase: str = "setup"
-    _price_changes: dict[str, float] = field(default_factory=dict)  # dollars beyond those at today's price, by phase
+    # By phase: dollars by which its earlier seconds cost more than at today's price (negative: less).
+    _price_changes: dict[str, float] = field(default_factory=dict)
 
     def add(self, seconds: dict[str, float], dollars: dict[str, float]) -> None:
-        """Add the seconds and dollars by phase that the run took before it was resumed. If `dollars` is empty, the
-        seconds cost today's price, if there is one."""
+        """Add the seconds and dollars, by phase, that the run spent before it was resumed. If `dollars` is empty, these
+        seconds are counted at today's price, if there is one."""
         for phase in self.seconds:
             self.seconds[phase] += seconds.get(phase, 0.0)
         for phase, spent in dollars.items():

@@ -34,16 +34,16 @@ from harness.runs.directory import CACHE_SECRET
 from harness.runs.throughput import BATCH_KEYS, KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-SECRET_FILE = "compile-cache-secret"  # holds the secret if the variable CACHE_SECRET is not set
+SECRET_FILE = "compile-cache-secret"  # holds the secret if the environment variable (see `_secret`) is not set
 SECRET_BYTES = SIGNATURE_BYTES = 32
 KEY_CHARACTERS = 16
-MOST_PARTS = 8  # files of one rank
-KEPT_KEYS = 3  # of different versions, GPUs and settings; the newest are kept
+MOST_PARTS = 8  # files of one rank with one key
+KEPT_KEYS = 3  # number of newest keys whose files are kept; a key stands for versions, GPU and settings
 
 
 class CompileCache:
-    """Compiled code of one rank, in files of `folder`. `key` identifies everything that the code depends on. What torch
-    compiles later, such as validation, is added as a further file."""
+    """Compiled code of one rank, in files in `folder`. `key` identifies everything that the code depends on. What torch
+    compiles later, such as the code for validation, is added as a further file."""
 
     def __init__(self, folder: Path, key: str, device_index: int, *, writes: bool) -> None:
         # Compiled code has the GPU's index in it, so each rank of a machine has files of its own.
@@ -74,8 +74,8 @@ class CompileCache:
 
     def load(self) -> None:
         """Give the files' contents to torch, up to the first file that is missing or damaged or has no signature of
-        this user. Torch compiles the graphs of the files left out, as it does without a cache. Raises no error, not
-        even if this user's secret cannot be read."""
+        this user. Torch compiles what is in the other files, as it does without a cache. Raises no error, not even if
+        this user's secret cannot be read."""
         with suppress(Exception):  # whatever is wrong with a file, this run can do without it
             while self.parts < MOST_PARTS:
                 content = self.path.read_bytes()
@@ -86,14 +86,14 @@ class CompileCache:
                 self.parts += 1
 
     def save(self) -> None:
-        """Write what torch has compiled since the last file, or taken from its own cache since then, to the next file.
+        """Write to the next file what torch has compiled, or taken from its own cache, since the last file was written.
         Rank 0 then removes files of old keys. Does nothing if there is nothing new, if there are MOST_PARTS files, or
-        on a rank that does not write. If writing fails, this rank writes no more, and rank 0 warns."""
+        on a rank that does not write. If writing fails, this rank writes no more, and if it is rank 0, it warns."""
         if not self.writes or self.parts == MOST_PARTS or not CacheArtifactManager.need_serialize():
             return
         artifacts = torch.compiler.save_cache_artifacts()
-        # Otherwise torch would also put these artifacts into the next file, but load_cache_artifacts would then read
-        # only the newest of each kind.
+        # Otherwise the next file would hold these artifacts, too, in lists of their own, and load_cache_artifacts reads
+        # only the last list of each kind.
         CacheArtifactManager.clear()
         if artifacts is None or _names(artifacts[1]) <= self.known:
             return
@@ -123,9 +123,8 @@ class CompileCache:
         return hmac.digest(_secret(), self.path.name.encode() + b"\0" + packed, "sha256")
 
     def _remove_old_keys(self) -> None:
-        """Remove the files of older keys. Of KEPT_KEYS keys the files stay: of this cache's key and of the newest
-        others."""
-        # The pattern matches no foreign files, which are there if the folder is a link.
+        """Remove the files of old keys. Those of KEPT_KEYS keys stay: of this cache's key and of the newest others."""
+        # The pattern matches only files of such caches, because the folder may be a link to one with other files.
         files = self.folder.glob(f"{'[0-9a-f]' * KEY_CHARACTERS}-*-*.bin")
         newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
         keys = [*dict.fromkeys([self.key, *(path.name[:KEY_CHARACTERS] for path in newest)])]

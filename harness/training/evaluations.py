@@ -1,9 +1,10 @@
-"""Evaluations during training: validation loss and benchmarks, divided among the ranks, and samples of text."""
+"""Evaluations during training: validation loss and benchmarks, which the ranks can share, and samples of text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,8 +59,8 @@ class Evaluations:
         if self.tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
                 f'train.json: key "benchmark_tasks": the tokenizer of {self.config.data_name} has '
-                f"{self.tokenizer.vocab_size:,} tokens, but model.json only {shape.vocab_size:,}: the model cannot "
-                "read the texts; remove the key"
+                f"{self.tokenizer.vocab_size:,} tokens, but vocab_size in model.json is {shape.vocab_size:,}: "
+                "the model cannot read the texts; remove the key"
             )
         self.scorer = Scorer(self.model, self.precision, self.tokenizer.vocab_size, self.config.microbatch_size)
         found: list[Benchmarks] = []
@@ -69,9 +70,9 @@ class Evaluations:
 
     def validation_loss(self, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss (nats per token) over train.json's validation sequences after global step `step`. Also
-        return the mean loss by dataset of a mixture, without datasets that have no sequences; for a single dataset the
-        dict is empty. A mean is not finite if the loss of one of its microbatches is not. `validation_ranks` decides
-        whether rank 0 alone computes the losses or all ranks share the work.
+        return the mean loss on each dataset of a mixture, by its name, except those without sequences; for a single
+        dataset the dict is empty. A mean is not finite if the loss of one of its microbatches is not.
+        `validation_ranks` decides whether rank 0 alone computes the losses or all ranks share the work.
 
         Raises RunStopped on every rank if any rank is asked to stop meanwhile. The evaluation is not finished in that
         case, because torchrun kills ranks 30 seconds after a signal.
@@ -93,7 +94,7 @@ class Evaluations:
         size = self.config.microbatch_size
 
         def losses(indexes: Iterator[int]) -> list[float]:
-            # The last microbatch may have fewer sequences, and is filled up, since another size would be compiled.
+            # The last microbatch may have fewer sequences. It is filled up, so that torch compiles no other size.
             microbatches = (loader.microbatch(index, windows=sequences) for index in indexes)
             return microbatch_losses(self.model, microbatches, self.precision)
 
@@ -171,7 +172,7 @@ def scores_over_ranks(
     computed, raises EvaluationFailed on every rank.
     """
     try:
-        results = run(benchmarks, scorer.sharing(partial(evaluate_batches, work)), tokenizer, limit=limit)
+        results = run(benchmarks, replace(scorer, each_batch=partial(evaluate_batches, work)), tokenizer, limit=limit)
     except (EvaluationFailed, RunError):  # these reach every rank without another call
         raise
     except Exception as error:

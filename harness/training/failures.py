@@ -15,9 +15,9 @@ from harness.model.kernels import explain_failed_attention, explain_nondetermini
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
     """Context manager that explains failures. An out-of-memory error on this rank becomes RunError. An operation that
-    `deterministic` does not allow and a failed attention kernel become UserError. All say what to do. If the connection
-    to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop. If another rank
-    cannot be reached or does not answer in time, raises RunError."""
+    `deterministic` does not allow and a failed attention kernel become UserError. All three messages say what to do. If
+    the connection to another rank is lost, raises PeerError, or RunStopped if a signal has asked this rank to stop. If
+    another rank cannot be reached or does not answer in time, raises RunError."""
     try:
         with connection_errors_as_peer_errors():
             yield
@@ -33,7 +33,7 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         raise RunError(
-            f"out of memory with microbatch_size {microbatch_size} ({reason}); lower it (ddp_train.py -f finds the "
-            "largest that fits), and, unless global_batch_size or batch_ramp is set, raise "
+            f"out of memory with microbatch_size {microbatch_size} in train.json ({reason}); lower it (ddp_train.py -f "
+            "finds the largest that fits), and, unless global_batch_size or batch_ramp is set, raise "
             "gradient_accumulation_steps to keep the global batch size"
         ) from None

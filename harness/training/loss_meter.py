@@ -24,7 +24,7 @@ class TrainMetrics:
     loss: float  # mean over the microbatches
     loss_min: float  # of a microbatch
     loss_max: float
-    gradient_norm: float  # the largest of a step, before clipping; NaN if any is NaN
+    gradient_norm: float  # the largest among the steps' norms, before clipping; NaN if any is NaN
     skipped_steps: int
     microbatches: int
     skipped_in_a_row: int  # largest number of consecutive skipped steps, including those before the last report
@@ -111,8 +111,8 @@ class LossMeter:
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, ranks: list[list[float]]) -> None:
-        """Replace this meter's values by those that `state` returned on one or more ranks, combined. `ranks` holds
-        this rank's values alone or, if the number of ranks has changed, those of all previous ranks. In this case only
+        """Replace this meter's values by those that `state` returned on one or more ranks, combined. `ranks` holds this
+        rank's values alone or, if the number of ranks has changed, those of all earlier ranks. In the latter case only
         rank 0 may load them: `reduce` adds up the ranks' losses, and takes norm and skipped steps from rank 0. Raises
         ValueError if a rank does not have as many values as this meter."""
         # Values from NORM on, except for the experts' tokens, are the same on all ranks, so those of rank 0 are used.

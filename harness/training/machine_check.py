@@ -49,16 +49,17 @@ from harness.training.step import build_training_step
 from harness.training.zero1 import StatePartition
 
 SECONDS = 2.0  # for each rate of a device
-ROUNDS = 3  # a rank is slow if it is in as many measurements in a row
+ROUNDS = 3  # a rank is reported if it is slow in this many measurements in a row
 # A rank is slow if a rate of its device is below this part of the median of all ranks. Copies from the host's memory
-# also depend on the processor on which the rank happens to run; a link with half its lanes is slower than that.
+# also vary with the processor on which the rank happens to run, so their part is smaller; a link with half its lanes is
+# still slower than that.
 SLOW = {"products": 0.9, "copies": 0.9, "from_host": 0.6}
 NAME_CHARACTERS = 24  # of a device in the table
 EXCHANGE_SECONDS = 0.5  # for each size of all-reduces
 DISK_SECONDS, DISK_BYTES, DISK_PART_BYTES = 3.0, 2**30, 2**26
 DOWNLOAD_SECONDS, DOWNLOAD_BYTES, ANSWER_SECONDS = 4.0, 2**30, 4.0
 DOWNLOADED = "openai-community/gpt2/resolve/main/model.safetensors"
-LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if there are fewer than BELIEVED_STEPS
+LONGEST_SECONDS = 40.0  # after which no further training step is begun, even if fewer than BELIEVED_STEPS are done
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def measure_device(world: World) -> DeviceRates:
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], object], amount: int) -> float:
-        """Call `work` repeatedly for SECONDS, and return the rate per second of what each call does `amount` of.
+        """Call `work` repeatedly for SECONDS, and return the amount done per second; `amount` is that of one call.
         Collective."""
 
         def run(calls: int) -> int:
@@ -212,8 +213,8 @@ def describe_disk(folder: Path) -> str:
     with os_errors_as(RunError, str(folder), remedy), tempfile.TemporaryFile(dir=folder) as file:
 
         def rate(work: Callable[[], int]) -> tuple[int, float]:
-            """Call `work`, which returns how many bytes it moved, until it returns 0 or DISK_BYTES or DISK_SECONDS
-            are reached. Return the bytes of all calls, and the bytes per second."""
+            """Call `work`, which returns how many bytes it moved, until it returns 0, or DISK_BYTES or DISK_SECONDS are
+            reached. Return the bytes of all calls, and the bytes per second."""
             count, began = 0, time.perf_counter()
             while count < DISK_BYTES and time.perf_counter() - began < DISK_SECONDS and (size := work()):
                 count += size
@@ -226,7 +227,7 @@ def describe_disk(folder: Path) -> str:
             return len(part)
 
         count, writes = rate(write)
-        if hasattr(os, "posix_fadvise"):  # so that it is read from the disk; not on macOS
+        if hasattr(os, "posix_fadvise"):  # so that it is read from the disk; macOS lacks the call
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         _, reads = rate(lambda: len(file.read(len(part))))
@@ -249,11 +250,11 @@ def describe_download() -> str:
             with urllib.request.urlopen(f"{constants.ENDPOINT}/{DOWNLOADED}", timeout=ANSWER_SECONDS) as answer:
                 began = time.perf_counter()
                 while count < DOWNLOAD_BYTES and time.perf_counter() - began < DOWNLOAD_SECONDS:
-                    if not (part := answer.read1(2**20)):  # what has come, so that a slow server is not waited for
+                    if not (part := answer.read1(2**20)):  # returns what has arrived, without waiting for more
                         break
                     count += len(part)
             rate = count / (time.perf_counter() - began)
-            found[0] = f"{three_digits(rate / 1e6)} MB/s by one connection"
+            found[0] = f"{three_digits(rate / 1e6)} MB/s over one connection"
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             found[0] = f"not measured: {getattr(reason, 'strerror', None) or reason}"

@@ -102,7 +102,7 @@ def batches_of(matrices: list[Matrix], device_type: str) -> list[list[Matrix]]:
 # (`adjust_lr_fn`) and in train.json (`muon_update_scale`).
 SCALES = {
     # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the root mean square of the
-    # update is about that of AdamW's, so that AdamW's learning rates and weight decay fit.
+    # update is about that of an AdamW update, so that AdamW's learning rates and weight decay fit.
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     # From Keller Jordan's article, like COEFFICIENTS.
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -114,8 +114,8 @@ class Muon:
 
     Muon updates a matrix by its orthogonalized Nesterov momentum, with decoupled weight decay. Formulas, names and
     order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum. Unlike
-    there, the momentum's factor can rise during the first `muon_momentum_warmup_steps` steps. A rank orthogonalizes the
-    batches of matrices that `partition` assigns to it, and keeps their momentum.
+    torch's, this class can let the momentum's factor rise during the first `muon_momentum_warmup_steps` steps. A rank
+    orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum.
 
     Methods without a docstring do the same as the methods of the same names in AdamW (adamw.py).
     """

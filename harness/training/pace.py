@@ -31,5 +31,5 @@ class SlowRanks:
             is_due = not is_named and reports + 1 >= REPORTS and step - since >= LEAST_STEPS
             self._found[rank] = since, reports + 1, is_named or is_due
             if is_due:
-                more = f"{own / usual - 1:.0%} longer than the median since global step {since:,}"
+                more = f"{own / usual - 1:.0%} longer than the median, and has been slow since global step {since:,}"
                 yield f"note: rank {rank} takes {more}; the others wait for it; check_machine.py tests its device"

@@ -141,8 +141,8 @@ class Reporter:
             if prepared.is_from_notebook:
                 taken = "weights and optimizer" if saved.optimizer else "weights"
                 tokens = prepared.position.tokens_seen
-                lines += [f"  not written by this program: its {taken} are used, and {tokens:,} tokens are"]
-                lines += ["  counted as seen, as many as this run has in the same number of global steps"]
+                lines += [f"  the checkpoint is by another program: its {taken} are used, and {tokens:,} tokens"]
+                lines += ["  are counted as seen, as many as this run has in the same number of global steps"]
             now, best = precision.name, Precision.for_training(config.precision, self.world.device).name
             if saved.meta.precision not in (None, now):
                 lines += [f"  precision: {saved.meta.precision} -> {now}"]
@@ -205,7 +205,7 @@ class Reporter:
             self._announce(said, state)
 
     def sample(self, sample: str | Exception, state: TrainState) -> None:
-        """Print a sample, or the error because of which there is none. Only a sample is written to metrics.jsonl."""
+        """Print a sample, or the error that prevented it. Only a sample is written to metrics.jsonl."""
         if isinstance(sample, str):
             self.record(SampleEvent, state, text=sample)
         self._announce(sample if isinstance(sample, str) else f"no sample: {sample}", state, draws=False)
@@ -241,7 +241,9 @@ class Reporter:
         elif reason == DIVERGED:
             since = state.above_level_since
             cause = f"stop_if_diverged (the training loss has been far above its lowest value since about step {since})"
-            remedy = "name a checkpoint well before that and lower learning_rate, or set stop_if_diverged to false"
+            remedy = (
+                f"give a CHECKPOINT well before step {since} and lower learning_rate, or set stop_if_diverged to false"
+            )
         else:
             cause, remedy = described(reason), again
         say_last(f"stopped by {cause} {done}; to continue, {remedy}")
@@ -301,8 +303,8 @@ class Reporter:
         )
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on other
-        ranks than 0. Raises RunError if the line cannot be written."""
+        """Write a line of the class `kind`, whose own fields are `values`, to metrics.jsonl. Does nothing on ranks
+        other than 0. Raises RunError if the line cannot be written."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
@@ -310,7 +312,7 @@ class Reporter:
 
 
 def machine_and_batch(prepared: PreparedRun, world: World) -> dict[str, Any]:
-    """Return the entries of meta.json on the machine, torch's version and the batch of this process."""
+    """Return meta.json's entries about the machine, torch's version and the batch of this process."""
     return {
         "world_size": world.size,
         "microbatch_size": prepared.layout.microbatch_size,

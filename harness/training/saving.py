@@ -67,10 +67,10 @@ ALIGNMENT = 64
 class HostCopies:
     """CPU copies of nested dicts of tensors, used on rank 0 only.
 
-    All copies are in one buffer of the tensors' total size (for AdamW three times the weights; torch rounds pinned
-    memory up to a power of two). With `keep`, the buffer is allocated at the first copy, replaced if a later copy needs
-    a larger one, and kept until the process ends. Without `keep`, each copy has a buffer of its own, which is freed
-    when the copy is dropped.
+    Each call of `copy` puts all its copies into one buffer of their total size (for AdamW three times the weights;
+    torch rounds pinned memory up to a power of two). With `keep`, the buffer is allocated at the first call, replaced
+    if a later call needs a larger one, and kept until the process ends. Without `keep`, each call has a buffer of its
+    own, which is freed when the copies are dropped.
     """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:

@@ -45,7 +45,7 @@ class PreparedRun(Plan):
     meta: CheckpointMeta | None  # the checkpoint's meta.json; of a notebook's checkpoint, missing keys are filled in
     is_from_notebook: bool  # the checkpoint is by the program of Giles Thomas's lab notebook (runs/upstream.py)
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
-    uploads: Uploads  # sends what rank 0 writes to the run's mirror; does nothing on other ranks
+    uploads: Uploads  # sends to the run's mirror what rank 0 writes; does nothing on other ranks
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
 
     @property
@@ -60,12 +60,11 @@ class PreparedRun(Plan):
 
     def state(self, world: World) -> TrainState:
         """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint. If
-        the batch or the machine has changed, the speed is measured anew from here on. Best and last validation loss are
-        dropped if later losses are not comparable with them."""
+        the batch, the kernels or the machine have changed, the speed is measured anew from here on. Best and last
+        validation loss are dropped if later losses are not comparable with them."""
         if self.meta is None:
             return TrainState()
         state = self.meta.state()
-        # If batch or machine have changed, measure the speed from here on only.
         if not self.meta.was_as_fast(world.size, world.device_name, self.provenance.train):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
@@ -113,8 +112,8 @@ def prepare(
     if path and meta:
         meta = upgrade_notebook_meta(path, meta, provenance, experiment.batches(layout))
         clock.add(meta.seconds, meta.costs)
-    # make_plan and check_disk also check the run: they raise for short data, unknown tokens, a long warm-up or a full
-    # disk.
+    # make_plan and check_disk also check the run: they raise if there are too few tokens or unknown ones, if the
+    # warm-up is too long, or if the disk is full.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
     if not plan.position or not plan.position.is_finished:

@@ -156,7 +156,7 @@ class OptimizerStep:
         for number, microbatch in enumerate(microbatches, start=1):
             inputs_BxT, targets_BxT = microbatch.to(self.device)
             is_exchanged = exchange and number == len(microbatches)
-            # `no_sync` includes the forward pass, in which DDP decides whether the backward pass exchanges gradients.
+            # `no_sync` must enclose the forward pass: in it, DDP decides if the backward pass exchanges gradients.
             with nullcontext() if is_exchanged or not self.is_wrapped else self.model.no_sync():  # type: ignore[operator]
                 with self.precision.autocast():
                     terms = self.model(inputs_BxT, targets_BxT)
@@ -186,8 +186,9 @@ class OptimizerStep:
             self.accumulate([microbatch])
         self.forget_gradients()
         if self.device.type == "cuda":
-            # The optimizer's state would otherwise be put into blocks that activations need again in each step: up to a
-            # GiB more than a microbatch search (ddp_train.py -f) measures, as it has no warm-up.
+            # The optimizer's state would otherwise be put into blocks that activations need again in each step.
+            # Training would then need up to a GiB more than a microbatch search, which has no warm-up, measures
+            # (ddp_train.py -f).
             torch.cuda.empty_cache()
 
     def forget_gradients(self) -> None:

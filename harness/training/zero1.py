@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.world import World
-from harness.runs.optimizer_state import SMALL_PIECE
 
+# Shards with fewer elements than this are packed into one broadcast, because each broadcast has a fixed cost.
+SMALL_PIECE = 2**18
 # Tensors of optimizer state, or their shapes: by parameter name, then by the optimizer's key, such as "exp_avg".
 NamedState = dict[str, dict[str, Tensor]]
 StateShapes = dict[str, dict[str, torch.Size]]
@@ -47,10 +48,11 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
                 )
 
 
-# Shards begin and end at multiples of this many elements. Kernels process up to 64 elements at once, and the remaining
-# elements at a tensor's end with other instructions, whose results may differ in the last bit.
+# Shards begin at multiples of this many elements, and end there or with their parameter. Kernels process up to 64
+# elements at once, and the remaining elements at a tensor's end with other instructions, whose results may differ in
+# the last bit.
 GRAIN = 64
-MESSAGE = 2**26  # elements of state per message, and so of memory that a message needs on the device
+MESSAGE = 2**26  # elements of state per message, and of the buffer that receives a message on the device
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class StatePartition:
 
     @torch.no_grad()
     def broadcast_shards(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Overwrite every shard of `parameters` on all ranks by its owner's values. Does nothing if `size` is 1. On a
+        """Overwrite every shard of `parameters` on all ranks with its owner's values. Does nothing if `size` is 1. On a
         GPU, the copies may still be running when this method returns. Collective."""
         if self.size == 1:
             return
@@ -127,7 +129,7 @@ class StatePartition:
                     work.wait()
         for each, pack in zip(small, packed, strict=True):
             if pack is not None:
-                # Private, because no public function copies all tensors in one kernel.
+                # A private function, because no public one copies all tensors in one kernel.
                 torch._foreach_copy_(each, list(pack.split([view.numel() for view in each])))
 
     def gather(
@@ -138,13 +140,13 @@ class StatePartition:
         device: torch.device,
         into: NamedState,
     ) -> None:
-        """Copy the state of all `shards` to rank 0: to the tensors `into`, which are in host memory there and have the
-        shapes in `shapes`. Other ranks give an empty dict. `own` has this rank's state of its own shards, flattened, on
+        """Copy the state of all `shards` to rank 0: to the tensors in `into`, which are in host memory and have the
+        shapes in `shapes`. Other ranks pass an empty dict. `own` has this rank's state of its own shards, flattened, on
         `device`. On a GPU, the copies may still be running when this method returns. Collective.
 
-        Every shard has a scalar of its own, such as the step count, which is equal for all shards of a parameter.
-        Shards are broadcast as in `broadcast_shards`, because NCCL would need connections and buffers of its own for
-        messages to one rank. Ranks other than 0 do not use what they receive.
+        Each shard's state has a scalar of its own, such as the step count, which is equal for all shards of a
+        parameter. Shards are broadcast as in `broadcast_shards`, because for messages to one rank NCCL would need
+        separate connections and buffers. Ranks other than 0 do not use what they receive.
         """
         for shard in shards:
             if shard.owner == 0 and self.rank != 0:

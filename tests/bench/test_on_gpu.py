@@ -87,6 +87,7 @@ def test_the_shipped_runs_for_the_gpu(gpu: str, runs: tuple[str, str], bench: Wo
         assert ("muon" in train.values()) == fast
 
 
+@pytest.mark.slow
 def test_kernels(bench: Workbench) -> None:
     for measure in (kernels.measure_machine, kernels.measure_attention, kernels.measure_loss, kernels.measure_nanogpt):
         measure(bench)

@@ -87,6 +87,11 @@ def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
     refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "give one RUN, then DATASETS_DIR")
 
 
+@pytest.mark.parametrize("command", ["mirror.py", "sweep_runs.py", "convert_hf.py"])
+def test_a_group_of_commands_without_one_of_them(shop: Workshop, command: str) -> None:
+    refused(shop.command(command), "error: Missing command (see ")
+
+
 @pytest.mark.parametrize("name", ["latest", "best", "20260101Z000000-iteration-5"])
 def test_a_checkpoint_where_there_are_none(shop: Workshop, name: str) -> None:
     before = tree(shop.path)

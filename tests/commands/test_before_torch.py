@@ -55,7 +55,7 @@ def there(shop: Workshop) -> tuple[str, ...]:
     return str(shop.datasets), "--runs-dir", str(shop.runs)
 
 
-NO_BUILTIN = 'dataset "builtin/python-stdlb": there is none of this name; choose from builtin/python-stdlib'
+NO_BUILTIN = 'dataset "builtin/python-stdlb": no builtin dataset has this name; choose from builtin/python-stdlib'
 UNKNOWN = 'json: key "lerning_rate": unknown'
 ODD = {"global_batch_size": 5, "gradient_accumulation_steps": None}
 
@@ -155,7 +155,7 @@ def test_leftovers_that_are_complete(shop: Workshop, rank: int) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
-    assert said.startswith(f"rank {rank} waits for the other 1 of 2 at 127.0.0.1:{variables['MASTER_PORT']}; ")
+    assert said.startswith(f"rank {rank} of 2 waits for the other 1 at 127.0.0.1:{variables['MASTER_PORT']}; ")
     assert "unset RANK" in said
 
 

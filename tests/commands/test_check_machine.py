@@ -107,7 +107,7 @@ check.wait_for = lambda device: (wait(device), time.sleep(0.2 if len(calls) == 1
     assert not re.search(r"[89]\d% below the median", result.stderr), result.stderr
 
 
-@pytest.mark.parametrize("place", ["wait_for", "measure_training"])
+@pytest.mark.parametrize("place", ["wait_for", pytest.param("measure_training", marks=pytest.mark.slow)])
 def test_an_error_of_one_device_is_one_line(shop: Workshop, place: str) -> None:
     broken = f"""
 def fail(*arguments):
@@ -171,7 +171,7 @@ def test_the_download(shop: Workshop) -> None:
     with http_server(lambda *_: (200, bytes(2**22))) as hub:
         shop.environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub}
         assert f"download from {hub}: " in (result := check(shop, expect=0)).stdout
-    assert "MB/s by one connection" in result.stdout
+    assert "MB/s over one connection" in result.stdout
     shop.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
     assert "http://127.0.0.1:9: not measured: " in check(shop, expect=0).stdout
 

@@ -48,6 +48,7 @@ def test_the_checkpoint_brings_its_tokenizer(shop: Workshop, tmp_path: Path) -> 
     assert told.stdout == texts[0]
 
 
+@pytest.mark.slow
 def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
     result = shop.script("test_loss.py", str(shop.datasets), *weights(shop))
     found = re.match(r"Loss on the test split: (\S+)\nBits per byte: (\S+)\n", result.stdout)

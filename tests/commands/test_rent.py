@@ -155,7 +155,7 @@ def test_the_same_command_on_a_new_machine(shop: Workshop) -> None:
     second = rent(shop, *command, "--fit")
     stdout, stderr = second.communicate(timeout=200)
     assert second.returncode == 0, stderr
-    assert "is from the mirror" in stdout
+    assert "was fetched from the mirror" in stdout
     assert "Loss on the test split" in stdout
     assert ended.read_text() == "over\n"
     calls = (shop.path / "calls").read_text()

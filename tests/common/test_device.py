@@ -315,7 +315,7 @@ def test_each_note_on_the_machine_is_printed_once(machine: pytest.MonkeyPatch, t
         "the model is not",
         "FlashAttention drops a share",
         "experts run slowly on",
-        "MFU unknown: the peak",
+        "MFU unknown: this program",
         "another process holds about",
     ]
     assert notes[-1].startswith("another process holds about 79.0 of the 80.0 GiB of GPU 0")

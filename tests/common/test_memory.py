@@ -3,11 +3,14 @@ functions are simulated, because the tests run without a GPU."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from harness.common import memory
 from harness.common.errors import RunError
-from harness.common.memory import PLAN_BYTES, is_out_of_memory, limit_memory, taken_by_others
+from harness.common.memory import PLAN_BYTES, free_memory, is_out_of_memory, limit_memory, taken_by_others
 
 GIB = 2**30
 CUDA = torch.device("cuda", 3)
@@ -52,6 +55,19 @@ ANOTHER_TROUBLE = [
 )
 def test_errors_of_a_full_device_are_told_from_other_errors(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
+
+
+def test_files_in_the_cache_of_a_container_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a limit of 64 MiB uses 60 MiB, 51 MiB of them for files that it has read."""
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    on_the_machine = free_memory()
+    (tmp_path / "memory.max").write_text(f"{64 * 2**20}\n")
+    (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
+    files = {"anon": 9 * 2**20, "file": 51 * 2**20, "inactive_file": 50 * 2**20, "active_file": 2**20}
+    (tmp_path / "memory.stat").write_text("".join(f"{key} {size}\n" for key, size in files.items()))
+    assert free_memory() == 55 * 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() > on_the_machine / 2
 
 
 class PretendedGpu:

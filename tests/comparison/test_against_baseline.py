@@ -78,7 +78,7 @@ def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path:
     runs = [*replicates(tmp_path, 1, "a-1", "a-2"), again, *replicates(tmp_path, 2, "b")]
     arms = find_arms(records(*runs), "again")
     assert arms.run_names == {"again": ("a-2", "again"), "b": ("b",)}
-    assert arms.notes == ["a-1: same seed and settings as another run of the arm, counted once"]
+    assert arms.notes == ["a-1: not counted, because another run has the same seed and settings"]
     assert compare_with("again", records(*runs)).title.startswith("Against again (2 runs), by ")
 
 
@@ -89,7 +89,7 @@ def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Pa
         "lr-0.001": ("lr-0.001-seed-1", "lr-0.001-seed-2", "lr-0.001-seed-3"),
         "lr-0.002-seed-1": ("lr-0.002-seed-1",),
     }
-    assert arms.notes == ["stopped, and so in no comparison: x", "never trained, and so in no comparison: y"]
+    assert arms.notes == ["x: stopped, and so in no comparison", "y: never trained, and so in no comparison"]
 
 
 def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
@@ -102,7 +102,8 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
         scatter_windows(run, number)
     found = compare_with("lr-0.001-seed-2", records(*runs))
     assert found.title == (
-        "Against lr-0.001 (3 runs), by test loss on 600 x 16 tokens from 0 of the test split of me/texts (cccccccc), "
+        "Against lr-0.001 (3 runs), by test loss on 600 x 16 tokens from token 0 of the test split of me/texts "
+        "(cccccccc), "
         "in fp32:"
     )
     better, unclear = found.verdicts
@@ -112,7 +113,7 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
     assert "this text only" not in better.sentence, "the windows' losses were found"
     assert (unclear.arm, unclear.word) == ("lr-0.004", "inconclusive")
     assert "Detecting a difference of 0.01 nats in 80 % of cases takes " in found.closing
-    assert "Seeds of each arm to detect a difference as large as the one seen: " in found.closing
+    assert "Seeds of each arm needed to detect a difference as large as the one seen: " in found.closing
     assert " for lr-0.004 (0.0003 nats; " in found.closing
 
 
@@ -123,7 +124,7 @@ def test_validation_losses_serve_where_no_other_arm_has_a_test_loss(tmp_path: Pa
     if is_measured:
         a.test_loss(2.4)
     found = compare_with("a", records(a, b))
-    assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from 0 ")
+    assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from token 0 ")
     (verdict,) = found.verdicts
     assert (verdict.arm, verdict.word) == ("b", "inconclusive")
     assert "training noise is unknown" in verdict.sentence
@@ -177,7 +178,7 @@ def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_
     rest[0].test_loss(2.0, windows=600, precision="bf16"), rest[1].test_loss(2.0, windows=600, tokenizer="ab" * 32)
     found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
     assert [verdict.run_counts for verdict in found.verdicts] == [(2, 2)]
-    text = "measured on 600 x 16 tokens from 0 of the test split of me/texts (cccccccc)"
+    text = "measured on 600 x 16 tokens from token 0 of the test split of me/texts (cccccccc)"
     assert found.notes == [
         f"lr-0.002-seed-3: not compared by test loss: {text}, in bf16",
         f"lr-0.002-seed-4: not compared by test loss: {text}, in fp32, tokenizer abababab",
@@ -239,6 +240,6 @@ def test_a_baseline_that_compares_with_nothing(tmp_path: Path, baseline: str, re
     found = compare_with(baseline, records(*arm(tmp_path, 0.001, (2.5, 2.6)), stopped, reported))
     assert (found.title, found.verdicts) == (reason, [])
     assert found.notes == [
-        "stopped, and so in no comparison: stopped",
-        "never trained, and so in no comparison: reported",
+        "stopped: stopped, and so in no comparison",
+        "reported: never trained, and so in no comparison",
     ]

@@ -70,7 +70,7 @@ def test_runs_that_differ_in_their_seed_are_replicates() -> None:
 def test_the_same_seed_again_counts_once() -> None:
     arms = arms_of(a={SEED: 1}, b={SEED: 1}, c={SEED: 2})
     assert arms.run_names == {"a": ("a", "c")}
-    assert arms.notes == ["b: same seed and settings as another run of the arm, counted once"]
+    assert arms.notes == ["b: not counted, because another run has the same seed and settings"]
 
 
 def test_the_kinds_of_chance_are_those_whose_seeds_differ_and_are_used() -> None:
@@ -81,7 +81,7 @@ def test_the_kinds_of_chance_are_those_whose_seeds_differ_and_are_used() -> None
     assert arms_of(a={**shuffled}, b={SEED: 1, **shuffled}).chance == (*WEIGHTS, order, dropout)
     assert arms_of(a={**shuffled}, b={"data_seed": 1, **shuffled}).chance == (order,)
     assert arms_of(a={}, b={"dropout_seed": 1}).notes == [
-        "b: same seed and settings as another run of the arm, counted once"
+        "b: not counted, because another run has the same seed and settings"
     ]
     own = {"init_seed": 5, "data_seed": 5}
     assert arms_of(a={SEED: 5, **shuffled}, b={SEED: 7, **own, **shuffled}).chance == (dropout,)
@@ -189,7 +189,7 @@ def test_summaries_without_precision_compare_as_before_unless_two_are_recorded()
 def test_runs_whose_replicates_are_unknown_stand_alone(changes: dict[str, Any], reason: str) -> None:
     arms = arms_of(a={SEED: 1, **changes}, b={SEED: 2, **changes})
     assert arms.run_names == {"a": ("a",), "b": ("b",)}
-    assert arms.notes[0].startswith(f"a: its replicates are unknown, because {reason}")
+    assert arms.notes[0].startswith(f"a: an arm of its own; its replicates are unknown, because {reason}")
 
 
 def test_a_seed_of_dropout_makes_replicates_of_given_weights() -> None:

@@ -50,7 +50,7 @@ def test_losses_on_the_same_text_stand_in_one_column(tmp_path: Path, change: dic
     assert values(table, "test_loss") == [2.5, None, 2.3]
     assert values(table, "bits_per_byte") == [1.25, 1.125 if "tokenizer" in change else None, 1.15]
     (column,) = columns(table, "test_loss")
-    assert column.about == "40 x 16 tokens from 0 of the test split of me/texts (cccccccc), in fp32"
+    assert column.about == "40 x 16 tokens from token 0 of the test split of me/texts (cccccccc), in fp32"
     assert column.cells[1].remark.startswith("its test loss cannot be compared: 2.250 on ")
 
 
@@ -87,7 +87,7 @@ def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "loss", "value", "remark"),
     [
-        (BEST, 2.5, 2.5, f"of checkpoint {BEST} (best); measured, too: {LATEST}"),
+        (BEST, 2.5, 2.5, f"of checkpoint {BEST} (best); also measured: {LATEST}"),
         (OLDER, 2.4, 2.6, f"of checkpoint {LATEST} (latest): the best checkpoint has no comparable result"),
     ],
 )

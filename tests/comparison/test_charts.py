@@ -54,6 +54,10 @@ def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_pat
     lines = b.directory.metrics.read_text().splitlines(keepends=True)
     b.directory.metrics.write_text("".join(line for line in lines if '"global_step": 10,' not in line))
     assert chart_of(a, b, axis="steps").curves[0].x == [0, 20], "only steps that both runs have give a mean"
+    b.directory.metrics.write_text("".join(line.replace('step": ', 'step": 7') for line in lines))
+    chart = chart_of(a, b, other, axis="steps")
+    assert [each.label for each in chart.curves] == ["b"]
+    assert next(line for line in chart.problems if line.startswith("a: ")).endswith("no loss at the same step")
 
 
 def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
@@ -79,10 +83,10 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     )
     assert ([each.label for each in chart.curves], chart.kind) == (["a"], "validation")
     assert chart.problems == [
-        "c: in no chart: no loss is known to be measured on 20 x 16 tokens from 0 of the validation split of me/texts "
-        "(bbbbbbbb)",
+        "c: in no chart: no loss is known to be measured on 20 x 16 tokens from token 0 of the validation split of "
+        "me/texts (bbbbbbbb)",
         "d, e: in no chart: never trained",
-        "young: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2",
+        "young: nothing to draw: 1 validation loss in metrics.jsonl, but a curve needs 2",
         "without: in no chart: trained without validation, while the charts show validation losses",
     ]
     free = trained(tmp_path, "free", 1, 0.002, price_per_hour=None)
@@ -164,7 +168,7 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
     )
     training = Chart(chart.axis, "training", [], [])
     assert chart_note(comparison, training) == (
-        "The verdicts are by validation loss; these curves are of the training loss."
+        "The verdicts are based on the validation loss; these curves show the training loss."
     )
 
 

@@ -54,8 +54,8 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
         ]
         assert [float(row[-3]), float(row[-2])] == pytest.approx([COSTS[name][-1] / 3600, COSTS[name][-2]], abs=0.005)
     text = text_of(run, *SHIPPED)
-    assert "Hours and dollars are of training alone: validation, checkpoints and set-up come on top" in text
-    assert "8x H100 80 GiB: reported for 8xh100m80, microbatch 27" in text
+    assert "Hours and dollars are of training alone, without validation, checkpoints and set-up" in text
+    assert "8x H100 80 GiB: speed reported for 8xh100m80, microbatch 27" in text
     assert "2x H100 80 GiB: inconclusive, because no speed of this run's model and kernels is known there" in text
     assert "Prices of 2025-12-05: Lambda" in text
     values = read_json_object(PRICES)
@@ -63,7 +63,7 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
     (tmp_path / "prices.json").write_text(json.dumps(values))
     lines_of(run, SHIPPED, tmp_path / "prices.json")
     by_six = text_of(RunDirectory(SHIPPED_RUNS / "original"), *SHIPPED)
-    assert "because the run's global batch of 6 sequences cannot be divided by 8 GPUs" in by_six
+    assert "because the run's global batch of 6 sequences cannot be divided among 8 GPUs" in by_six
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_measured_speed_of_the_same_training_comes_before_a_reported_one(
     (row,) = [line for line in lines if line.startswith("8x A100 40 GiB  ")]
     assert row.split()[-1] == basis
     text = " ".join(" ".join(lines).split())
-    assert ("8x A100 40 GiB: measured for mine, microbatch 13" in text) is (basis == "measured")
+    assert ("8x A100 40 GiB: speed measured for mine, microbatch 13" in text) is (basis == "measured")
     assert ("Compare only machines with the same basis" in text) is ("measured for mine" in text)
 
 

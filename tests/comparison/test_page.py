@@ -49,7 +49,7 @@ def test_it_is_read_from_the_verdict_to_the_provenance(page: str) -> None:
         "The same for all runs: ",
         "third: in no chart: never trained",
         "<h2>Validation loss</h2>",
-        "The verdicts are by test loss; these curves are of the validation loss.",
+        "The verdicts are based on the test loss; these curves show the validation loss.",
         "<svg",
         "<summary>over hours</summary>",
         "machine: 2 x NVIDIA H100",

@@ -64,7 +64,10 @@ def test_on_another_machine_the_last_lines_age_decides(tmp_path: Path) -> None:
     hours_ago = time.time() - 3 * 3600
     os.utime(run.directory.metrics, (hours_ago, hours_ago))
     state = RunRecord.read(run.directory).state
-    assert (state.word, state.detail) == ("stopped", "last line 3 h ago, on another machine")
+    assert (state.word, state.detail) == ("stopped", "last line in metrics.jsonl 3 h ago, on another machine")
+    run.add_checkpoint(LATEST, "latest").directory.metrics.unlink()
+    state = RunRecord.read(run.directory).state
+    assert (state.word, state.detail) == ("stopped", "no line in metrics.jsonl, on another machine")
 
 
 def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -> None:
@@ -166,7 +169,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: s
     run = RunFolder(tmp_path, "a").directory
     os.mkfifo(run.path / name)
     state = RunRecord.read(run).state
-    expected = ("never trained", "") if name == "sweep.log" else ("damaged", f"{run.metrics}: not a regular file")
+    refused = f"{run.metrics}: not a regular file; move it away, or give another path"
+    expected = ("never trained", "") if name == "sweep.log" else ("damaged", refused)
     assert (state.word, state.detail) == expected
 
 

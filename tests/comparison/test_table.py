@@ -181,8 +181,8 @@ def test_the_notebooks_bills_to_the_cent() -> None:
     # The notebook prints the coefficients 0.032313, -0.295715 and 4.368746 for the natural logarithm of the batch.
     assert [*fits(table)] == [
         "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687, x = ln(sequences); lowest near 97 sequences "
-        "(5 points, each within 0.018 of it)",
-        "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB (4 points, each within 5.17 GiB of it)",
+        "(5 points, each within 0.018 nats of this curve)",
+        "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB (4 points, each within 5.17 GiB of this line)",
     ]
 
 

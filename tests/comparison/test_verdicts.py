@@ -45,12 +45,12 @@ def test_better_worse_and_inconclusive() -> None:
     )
     assert [each.word for each in verdicts] == ["better", "worse", "inconclusive"]
     assert [each.sentence for each in verdicts] == [
-        "lr-0.003 is better than lr-0.0015 by 0.090 nats (97.5 % interval 0.061 to 0.119; 3 and 3 runs, this text "
-        "only, Holm for 3 arms)",
-        "lr-0.01 is worse than lr-0.0015 by 0.110 nats (98.3 % interval 0.078 to 0.142; 3 and 3 runs, this text only, "
-        "Holm for 3 arms)",
+        "lr-0.003 is better than lr-0.0015 by 0.090 nats (97.5 % interval 0.061 to 0.119; 3 and 3 runs, for this "
+        "text only, Holm's correction for 3 arms)",
+        "lr-0.01 is worse than lr-0.0015 by 0.110 nats (98.3 % interval 0.078 to 0.142; 3 and 3 runs, for this "
+        "text only, Holm's correction for 3 arms)",
         "lr-0.002 against lr-0.0015: inconclusive, because +0.007 nats is within training noise (95 % interval "
-        "-0.025 to +0.038; 3 and 3 runs, Holm for 3 arms)",
+        "-0.025 to +0.038; 3 and 3 runs, Holm's correction for 3 arms)",
     ]
     assert verdicts[2].run_counts == (3, 3)
 
@@ -77,10 +77,7 @@ def test_an_arm_of_one_run_has_the_pooled_spread() -> None:
     assert verdict.word == "worse"
     assert verdict.difference is not None
     assert verdict.difference.is_pooled
-    assert (
-        "1 and 3 runs, pooled spread, assuming that seeds spread lr-0.01 as much as the others, this text only"
-        in verdict.sentence
-    )
+    assert "spread over seeds pooled from all arms, assuming that it is the same for lr-0.01, for" in verdict.sentence
     # Pooled over the baseline and the other arm: 3 degrees of freedom.
     deviation = math.sqrt((2e-4 + 2e-4) / 3)
     reach = scipy.stats.t.ppf(1 - 0.05 / 2, 3) * deviation * math.sqrt(1 + 1 / 3)
@@ -190,8 +187,9 @@ def test_what_replicates_say_of_seeds() -> None:
     )
     assert "the runs of each arm have exactly the same loss" in seeds_sentences(verdicts, [alike, other])
     assert seeds_sentences([], [one, Arm("b", [3.49, 3.50, 3.51])]) == (
-        "Seeds alone spread the loss by 0.0100 nats (2 degrees of freedom). Detecting a difference of 0.01 nats in "
-        "80 % of cases takes 17 seeds of each arm (6 to 621, because this spread is itself uncertain)."
+        "Seeds alone spread the loss with a standard deviation of 0.0100 nats (2 degrees of freedom). Detecting a "
+        "difference of 0.01 nats in 80 % of cases takes 17 seeds of each arm (6 to 621, because this spread is itself "
+        "uncertain)."
     )
     assert "over 10,000 seeds" in seeds_sentences([], [Arm("b", [1.0, 9.0])])
 
@@ -203,7 +201,7 @@ def test_more_text_is_advised_where_seeds_may_not_help() -> None:
     to_arm = np.random.default_rng(5).normal(0, 0.1, 400)
     shared = Arm("shared", own.losses, [each + to_arm - to_arm.mean() for each in own.windows or []])
     said = seeds_sentences(compare(shared, baseline=baseline), [baseline, shared])
-    assert " More seeds alone may not settle shared: text noise alone could explain the difference, too" in said
+    assert " More seeds may not settle the verdict on shared: text noise alone could explain the" in said
     far = window_losses(0.03, runs=3, seed=6, by_seed=0.02)
     near = window_losses(0, runs=3, seed=4, by_seed=0.02)
     said = seeds_sentences(compare(far, baseline=near), [near, far])

@@ -176,5 +176,5 @@ def test_no_space_is_one_line_and_leaves_nothing(
 
 def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(UserError, match=r"python311\.zip: this Python keeps no readable source files"):
+    with pytest.raises(UserError, match=r"python311\.zip: this Python has no readable source files"):
         build_python_stdlib(tmp_path / "python-stdlib")

@@ -81,7 +81,10 @@ def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer,
     ("arguments", "message"),
     [
         (["someone/nothing"], 'dataset "someone/nothing": not found on the Hugging Face Hub'),
-        (["someone/web", "--include", "sample/1T/*"], "no parquet, JSON lines or text files by --include sample/1T/*"),
+        (
+            ["someone/web", "--include", "sample/1T/*"],
+            "text files that match --include sample/1T/*",
+        ),
         (["someone/web", "--revision", "old"], "not found on the Hugging Face Hub"),
     ],
 )

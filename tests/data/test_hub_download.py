@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 
 from harness.common.errors import UserError
-from harness.data.fetch import ensure_dataset
+from harness.data.fetch import check_obtainable, ensure_dataset
+from harness.data.preparation.work import WorkFolder
 from tests.support.fake_hub import FakeDataset, FakeHub, hub_here
 from tests.support.launch import finish, wait_until
 from tests.support.warm import WarmProcess, warm_server
@@ -141,6 +142,31 @@ def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset
     to_the_hub = hub.seen("HEAD", "/resolve/") + hub.seen("GET", "/api/datasets/")
     assert {request.authorization for request in to_the_hub} == {f"Bearer {TOKEN}"}
     assert [request.authorization for request in hub.seen("GET", "train.safetensors")] == [None]
+
+
+def test_a_repository_without_the_split_is_refused_before_a_download(
+    downloader: Downloader, dataset: FakeDataset
+) -> None:
+    """A repository of text has no train.safetensors. A plan says so, too."""
+    dataset.files["train.parquet"] = dataset.files.pop("train.safetensors")
+    said = f'dataset "{NAME}": has no train.safetensors on the Hugging Face Hub; if it has text, make a dataset of it'
+    assert downloader.fail().startswith(said)
+    assert not downloader.hub.seen("GET", "/resolve/")
+    assert not downloader.partial.exists()
+    with hub_here(downloader.hub.environment(downloader.home / "hf")), pytest.raises(UserError, match=re.escape(said)):
+        check_obtainable(downloader.datasets, NAME, ["train"], ask_hub=True)
+
+
+def test_the_work_of_a_preparation_is_not_deleted(downloader: Downloader, dataset: FakeDataset) -> None:
+    """prepare_datasets.py makes, or has begun to make, a dataset whose name the Hub has, too."""
+    work = WorkFolder(downloader.folder)
+    work.open()
+    (work.path / "text.tokens").write_bytes(b"hours of work")
+    before = {path: path.read_bytes() for path in work.path.iterdir()}
+    line = str(downloader.here(NAME)[1])
+    assert line.startswith(f"{work.path}: unfinished work of prepare_datasets.py")
+    assert {path: path.read_bytes() for path in work.path.iterdir()} == before
+    assert not downloader.folder.exists()
 
 
 # Interrupted ---------------------------------------------------------------------------------------------------------

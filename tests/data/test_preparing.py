@@ -139,6 +139,8 @@ def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
     assert documents_of(again, "validation") == validation, "whatever the tokenizer"
     in_order = preparer.run("texts", "in-order", *SMALL, *IN_ORDER)
     assert float(re.findall(r"^validation is 1 document with ([\d.]+)% of the text", in_order, re.MULTILINE)[0]) > 20
+    half = preparer.run("texts", "half", *SMALL, *IN_ORDER, "--validation-fraction", "0.5")
+    assert "validation is" not in half, "it is half of the documents, though more than half of the text"
 
 
 def test_of_many_documents_few_are_set_aside_for_the_splits(
@@ -331,7 +333,7 @@ def test_the_commands_printed_at_the_end_train(
             "no such file, and tiktoken has no encoding of this name, only cl100k_base",
         ),
         (["texts"], "give INPUT and OUTPUT_DIR"),
-        (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
+        (["texts", "out", "--include", "*"], "--include needs a Hub dataset as the only INPUT"),
         (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give at most one of them"),
         (["texts", "out", "--validation-fraction", "0.5", "--test-fraction", "0.5"], "leave nothing for training"),
         (["texts", "out", "--push-to-hub", "mine"], "--push-to-hub mine: give owner/name"),
@@ -342,8 +344,8 @@ def test_the_commands_printed_at_the_end_train(
         (["--verify", "nowhere"], "nowhere: no such folder"),
         (["--verify", "a", "--describe", "b"], "give INPUT and OUTPUT_DIR, or --verify DIR"),
         (["texts", "out", "--verify", "a"], "give INPUT and OUTPUT_DIR, or --verify DIR"),
-        (["--describe", "texts", "--workers", "2"], "--workers: not with --describe"),
-        (["texts", "out", "--from-bin", "--shuffle-seed", "1"], "--shuffle-seed: not with --from-bin"),
+        (["--describe", "texts", "--workers", "2"], "--workers: cannot be combined with --describe"),
+        (["texts", "out", "--from-bin", "--shuffle-seed", "1"], "--shuffle-seed: cannot be combined with --from-bin"),
         (["texts", "out", "--token-dtype", "uint32"], "--token-dtype belongs with --from-bin"),
         (["texts", "texts/0.jsonl"], "is a file or a link"),
         (["texts", "texts/0.jsonl/out"], "cannot make this folder: Not a directory"),
@@ -409,7 +411,7 @@ def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, pl
     before = (tmp_path / place / "a.jsonl").read_bytes()
     (tmp_path / "photos" / "my-tokenizer.json").write_text("{}")
     line = Preparer(tmp_path).run(place, "photos", *SMALL, "--overwrite", status=2)
-    assert "which is no part of a dataset and would be deleted; move it away" in line
+    assert "not part of a dataset and would be deleted" in line
     assert "my-tokenizer.json" in line
     assert (tmp_path / place / "a.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["photos"]

@@ -116,7 +116,7 @@ def test_a_separator_that_is_in_no_file_is_said(preparer: Preparer) -> None:
     for number in range(3):
         (preparer.path / f"{number}.txt").write_text(DOCUMENTS[number])
     done = preparer.result("[012].txt", "out", *SMALL, "--document-separator", "@@", "--validation-fraction", "0.3")
-    assert done.stderr == "--document-separator divides no file: each is one document\n"
+    assert done.stderr == "--document-separator divides no file: each file is one document\n"
     assert "the loss depends on this document alone\n" in done.stdout
 
 

@@ -101,7 +101,7 @@ def test_training_again_in_another_process_gives_the_same_file(trained_file: Pat
 
 
 def test_too_little_text_names_the_vocabulary_it_would_give(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--train-tokenizer 260 at most"):
+    with pytest.raises(UserError, match="--train-tokenizer of at most 260"):
         train_bpe(iter(["aaa aaa"]), 300, tmp_path / "tokenizer.json")
     assert not list(tmp_path.iterdir())
 

@@ -59,7 +59,7 @@ def test_who_is_stuck(ranks: list[Heartbeat], stuck: list[int] | None) -> None:
     assert (found and found.ranks) == stuck
     if found and stuck:
         assert f"rank {stuck[0]} (another, pid 1)" in found.text
-        assert "stuck for 11 s in place" in found.text
+        assert "made no progress for 11 s in place" in found.text
 
 
 def last(at: float, heartbeat: Heartbeat | None = None, gone_since: float | None = None) -> LastHeartbeat:
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
     "ended, before it could be called silent": case([last(11), last(0, HOME, 9)], (11, 0), 11),
     "stuck by heartbeats from before this one's freeze": case([ONE, TWO], (0, 5), 4),
     "stuck by heartbeats from after this one's freeze": case(
-        [ONE, TWO], (0, 5), 5, Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1])
+        [ONE, TWO], (0, 5), 5, Fault("rank 1 (another, pid 1) made no progress for 11 s in place 4", [1])
     ),
 }
 

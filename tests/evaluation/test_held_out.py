@@ -241,7 +241,7 @@ def test_how_much_of_the_text_was_trained_on(shop: Workshop, monkeypatch: pytest
     save_file({"tokens": train[::-1].copy()}, folder / "train.safetensors")
     reversed_split = unwrapped(measure(shop, "r"))
     assert unknown in reversed_split
-    assert "another train split than the model was trained on" in reversed_split
+    assert "not the train split that the model was trained on" in reversed_split
     folder.rename(shop.datasets / "local" / "renamed")
     assert re.search(f"{unknown} .*: no such folder", unwrapped(measure(shop, "r", "--dataset", "local/renamed")))
     assert {result.trained_on for result in losses_in(shop.runs / "r")} == {None}
@@ -260,7 +260,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(shop: Workshop) -> None:
     (shop.runs / "fresh" / "meta.json").write_text(json.dumps({"global_step": 0, "tokenizer": "tokenizer.json"}))
     measured_bits(shop, "own")
     weights = (shop.runs / "fresh" / "model.json", shop.runs / "fresh" / "model.safetensors")
-    measure(shop, *weights, "--dataset", "me/other").refuses("me/other: made with another tokenizer than that of")
+    measure(shop, *weights, "--dataset", "me/other").refuses("me/other: not made with the tokenizer of")
     measure(shop, *weights).refuses("--dataset")
 
 
@@ -329,14 +329,17 @@ def test_runs_of_a_pattern_without_the_checkpoint_are_left_out_and_named(shop: W
         shop.add_run(name)
     (shop.runs / "lr-3" / "checkpoints" / "best").unlink()
     for words, measured, left_out in (
-        (["lr-*"], ["lr-1", "lr-3"], "without a best or latest checkpoint: lr-2, lr-4"),
-        (["lr-*:best", "r"], ["lr-1:best", "r"], "without a best checkpoint: lr-2, lr-3, lr-4"),
+        (["lr-*"], ["lr-1", "lr-3"], "best or latest checkpoint: lr-2, lr-4"),
+        (["lr-*:best", "r"], ["lr-1:best", "r"], "best checkpoint: lr-2, lr-3, lr-4"),
     ):
         done = measure(shop, *words, "--batches", 1)
-        assert (done.status, done.stderr) == (0, f"left out, {left_out}\n")
+        assert (done.status, done.stderr) == (0, f"left out, because they have no {left_out}\n")
         assert sorted(labels(done)) == measured
     for words in (["lr-[24]"], ["lr-[24]:best"], ["lr-*", "lr-2"]):
         assert measure(shop, *words).status == 2
+    weights = shop.runs / "lr-1" / "checkpoints" / "latest" / "model.safetensors"
+    for both in ((weights, "r"), ("r", weights)):
+        assert len(labels(measure(shop, *both, "--batches", 1))) == 2, "a run and a file of weights, in any order"
 
 
 def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> None:
@@ -363,7 +366,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([], "no model"),
     (
         ["r", "--start-token", "404"],
-        "wanted 501 tokens (1 batch of 6 sequences of 16 tokens from 404), but there are 500",
+        "wanted 501 tokens (1 batch of 6 sequences of 16 tokens from token 404), but there are 500",
     ),
     (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
     (["--run", "rl-*"], "no run in runs has such a name"),

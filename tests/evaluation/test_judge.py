@@ -374,7 +374,7 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench, monkey
         ([], {"OPENAI_API_KEY": ""}, "OPENAI_API_KEY is not in the environment"),
         (["other.json"], {}, "/small.json and other.json: not the same questions: number 5 differs"),
         (["none.json"], {}, "none.json: no such file"),
-        (["--price-in", "1"], {}, "--price-in and --price-out: give both, or none"),
+        (["--price-in", "1"], {}, "--price-in and --price-out: give both or neither"),
         ([], {"ALL_PROXY": "gopher://127.0.0.1:1"}, "no connection can be set up"),
         ([], {"SSL_CERT_FILE": "/nowhere"}, "no connection can be set up"),
     ],

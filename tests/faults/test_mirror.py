@@ -141,6 +141,6 @@ def test_six_lost_machines(shop: Workshop, tmp_path: Path) -> None:
                 reached = newest_step()
             else:
                 finish([process], expect=0, timeout=200)
-            brought += "is from the mirror" in process.read(".out")
+            brought += "was fetched from the mirror" in process.read(".out")
         assert brought == LOST_MACHINES
         assert_same_end(shop.runs / "long", run)

@@ -447,11 +447,11 @@ def check_card(card: str, run: Path) -> None:
     assert f"${summary['dollars']['total']:,.2f}" in body
     rows = {row[1].strip(): row[3].strip() for line in body.splitlines() if len(row := line.split("|")) == 5}
     # Training saw all 1,280 tokens that it asked for, of 4,000; validation uses three batches of 2 x 16 tokens.
-    assert rows["training"] == "`local/letters`, train split, the last steps of tokens 0 to 1,280"
+    assert rows["training"] == "`local/letters`, train split, the last steps of the training on tokens 0 to 1,280"
     assert rows["validation"] == "`local/letters`, validation split, tokens 0 to 96, at the last validation"
     assert f"{summary['tokens_per_second']:,.0f} tokens per second" in body
     assert 'from_pretrained("me/tiny")' in body
-    assert "![Losses over the training](training-run-chart.png)" in body
+    assert "![Losses during training](training-run-chart.png)" in body
     assert '"learning_rate": 0.0004' in body
 
 

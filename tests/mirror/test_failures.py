@@ -97,7 +97,7 @@ def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
     slowly = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
     (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT + slowly)
     error = process.base.with_suffix(".err")  # type: ignore[union-attr]
-    wait_until(lambda: "it is tried again" in error.read_text(), process)
+    wait_until(lambda: "sending is tried again" in error.read_text(), process)
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: "waiting for the mirror" in error.read_text(), process)
     process.send_signal(signal.SIGTERM)

@@ -37,7 +37,7 @@ def test_list(trained: InProcess, tmp_path: Path) -> None:
     listed = trained.script("mirror.py", "list", url(trained)).stdout
     assert listed == f"r: {names(remote(trained))[-1]}, 0.00 GB\n"
     (remote(trained) / "owner.json").write_text(json.dumps({"host": "box", "id": "x", "heard": 0.0}))
-    assert 'trained on "box", last heard of' in trained.script("mirror.py", "list", url(trained)).stdout
+    assert 'trained on "box", last heard from' in trained.script("mirror.py", "list", url(trained)).stdout
     (remote(trained) / "owner.json").write_text("damaged")
     assert "trained on" in trained.script("mirror.py", "list", url(trained)).stdout
     (remote(trained) / "owner.json").unlink()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,7 @@ def test_a_second_machine_is_refused_waits_or_takes_over(tmp_path: Path) -> None
     first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
     first.take(wait=False, take_over=False)
     time.sleep(1.5)  # the first is alive, and keeps its lease
-    with pytest.raises(UserError, match=r'"\S+" trains this run, last heard of 0 s ago.*--take-over.*--wait'):
+    with pytest.raises(UserError, match=r'"\S+" trains this run, last heard from 0 s ago.*--take-over.*--wait'):
         second.take(wait=False, take_over=False)
     waiting = threading.Thread(target=second.take, kwargs={"wait": True, "take_over": False})
     waiting.start()
@@ -62,13 +64,36 @@ def test_a_machine_that_fell_silent_has_lost_the_run(tmp_path: Path) -> None:
     second.release()
 
 
+def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """owner.json cannot be read, and later not be written, at the first try."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    lease, failing = lease_of(tmp_path, "a"), ["read", "write"]
+
+    def failing_once(name: str) -> Callable[..., Any]:
+        work = getattr(Mirror, name)
+
+        def attempt(*arguments: Any) -> Any:
+            if failing[:1] == [name]:
+                raise ConnectionError(failing.pop(0))
+            return work(*arguments)
+
+        return attempt
+
+    for name in tuple(failing):
+        monkeypatch.setattr(Mirror, name, failing_once(name))
+    lease.take(wait=True, take_over=False)
+    lease.check()
+    lease.release()
+    assert not failing
+
+
 def test_the_machines_clocks_do_not_matter(tmp_path: Path) -> None:
     first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
     first.take(wait=False, take_over=False)
     first._released.set()
     file = tmp_path / "store/r/owner.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"heard": 0.0}))  # a clock that is decades slow
-    with pytest.raises(UserError, match="last heard of 0 s ago"):
+    with pytest.raises(UserError, match="last heard from 0 s ago"):
         second.take(wait=False, take_over=False)
 
 

@@ -36,7 +36,7 @@ def moves(folder: Path, url: str, environment: dict[str, str], secret: str) -> W
     said = (began.stderr + trained.stderr).splitlines()
     said = [line for line in said if not line.startswith("waiting for the mirror: ")]  # training says this of itself
     assert not said, "clients write nothing into the output of training"
-    assert "is from the mirror" in trained.stdout
+    assert "was fetched from the mirror" in trained.stdout
     straight, run = add_machine(folder, "straight", mirror=None), second.runs / "r"
     straight.train_here()
     assert_same_end(straight.runs / "r", run)
@@ -63,6 +63,7 @@ def s3() -> Iterator[dict[str, str]]:
         yield variables
 
 
+@pytest.mark.slow
 def test_an_s3_server(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{s3_server.BUCKET}/runs"
     second = moves(tmp_path, url, s3, s3_server.SECRET)

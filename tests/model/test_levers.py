@@ -340,7 +340,7 @@ def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Gra
 @pytest.mark.parametrize(
     "changes",
     [
-        {**ALL, "n_layers": 2, "vocab_size": 1009, "context_length": 70},
+        pytest.param({**ALL, "n_layers": 2, "vocab_size": 1009, "context_length": 70}, marks=pytest.mark.slow),
         {"moe": EXPERTS, "mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 1, "tie_weights": True},
     ],
     ids=["all, with several chunks of logits", "experts, tied"],

@@ -151,6 +151,7 @@ def test_every_precision_is_close_to_the_truth(
         assert relative_error(actual, wanted) < tolerance
 
 
+@pytest.mark.slow
 def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
     """With a loss scale, gradients in fp16 are near the reference's. Without it, with GPT-2's vocabulary and 1,024
     rows, the elements of the logits' gradient are near 2e-8, which is below fp16's smallest number (6e-8)."""
@@ -234,6 +235,7 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
     """The kernel is compiled once for all numbers of rows, and once more for use without gradients. The rows are always
     split into chunks of 128, of which the last one may have fewer."""

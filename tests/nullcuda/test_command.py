@@ -94,13 +94,14 @@ def on_eight_ranks(shop: Workshop, *commands: str, gib: float, expect: int = 0) 
     tests/nullcuda/ranks.py prints of each. The last command ends with the status `expect`."""
     words = " then ".join(f"{each} {shop.datasets} --runs-dir {shop.runs}" for each in commands).split()
     command = [sys.executable, "-m", "tests.nullcuda.ranks", "8", *words]
-    done = subprocess.run(command, env=environment(gib=gib), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment(gib=gib), cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "no sample" not in done.stdout
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]
 
 
+@pytest.mark.timeout(900)  # four commands, each with gigabytes of memory
 @pytest.mark.parametrize(("accumulation", "bigrams", "gib"), [(1, 131072, 10), (2, 4096, 8.4)])
 def test_the_microbatch_that_f_finds_trains_on_eight_ranks(
     tmp_path: Path, accumulation: int, bigrams: int, gib: float

@@ -72,5 +72,5 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     assert {path.name for path in (run / "compile-cache").iterdir()} == files
     elsewhere.add_run("r", model=MODEL, **settings, min_train_tokens=1024)
     fourth, stdout = train(elsewhere, tmp_path / "fourth")
-    assert "is from the mirror" in stdout
+    assert "was fetched from the mirror" in stdout
     assert fourth == second

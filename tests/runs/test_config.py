@@ -161,7 +161,7 @@ def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
     assert "sequences per device" in refusal(train, batch_size=12)
     assert "in global steps" in refusal(train, max_iters=600_000)
     assert 'with "min_train_tokens": -1' in refusal(train, num_train_epochs=1)
-    assert "over learning_rate" in refusal(train, min_lr=6e-5)
+    assert "min_lr divided by learning_rate" in refusal(train, min_lr=6e-5)
     assert "times 100" in refusal(train, warmup_ratio=0.05)
 
 
@@ -326,7 +326,7 @@ NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches
         ({"muon_update_scale": "original"}, 'key "muon_update_scale": belongs with "optimizer": "muon"; remove it'),
         ({"residual_precision": "bf16", "precision": "fp32"}, 'key "residual_precision": "bf16" needs "precision"'),
         ({"residual_precision": "bf16", "precision": "fp16"}, 'key "residual_precision": "bf16" needs "precision"'),
-        ({"coordinate_descent_tuning": True, "compile": False}, 'key "coordinate_descent_tuning": true tunes compiled'),
+        ({"coordinate_descent_tuning": True, "compile": False}, 'key "coordinate_descent_tuning": only compiled'),
         ({"coordinate_descent_tuning": True, "deterministic": True}, '"coordinate_descent_tuning" and "deterministic"'),
         ({"attention": "cudnn", "deterministic": True}, 'keys "attention" and "deterministic": the backward pass of'),
         ({"sample_interval": 1}, 'keys "sample_interval" and "sample_prompt": give both or neither'),

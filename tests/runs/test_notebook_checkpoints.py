@@ -60,7 +60,7 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     shop, notebook, _ = workshop(tmp_path, **shape)
     result = shop.attempt(NAME)
     assert result.status == 0, result.stderr
-    assert "its weights and optimizer are used, and 128 tokens are" in result.stdout
+    assert "its weights and optimizer are used, and 128 tokens" in result.stdout
     notebook.train(12 - STEPS)
     state = notebook.model.state_dict()
     ours = weights_of(shop.runs / "r")
@@ -82,7 +82,7 @@ def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
     """A plan that would resume from a notebook's checkpoint without naming it is refused with training's message. A
     plan that names it has the steps that remain."""
     shop, _, folder = workshop(tmp_path)
-    with pytest.raises(UserError, match=f"{NAME}: not written by this program; .*, give its name as CHECKPOINT, or"):
+    with pytest.raises(UserError, match=f"{NAME}: not written by this program; .*, give its name as CHECKPOINT; to"):
         plan(shop)
     part_of_it = f"iteration-{STEPS - 1}"
     with pytest.raises(UserError, match=f"/{part_of_it}: no such checkpoint; there are: {NAME}$"):
@@ -242,7 +242,7 @@ def test_two_ranks_continue_it_or_start_from_its_weights(tmp_path: Path) -> None
     """Two ranks resume from a notebook's checkpoint. With `initial_weights`, training starts at step 0 from its weights
     on all ranks, with a new optimizer."""
     shop, _, folder = workshop(tmp_path)
-    assert "256 tokens are" in shop.train("r", NAME, ranks=2).stdout
+    assert "256 tokens\n  are counted as seen" in shop.train("r", NAME, ranks=2).stdout
     meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
     assert meta["tokens_seen"] == 12 * 32
     shop.add_run(

@@ -192,7 +192,9 @@ def test_a_disk_too_small_is_refused(shop: Workshop, tmp_path: Path, monkeypatch
     free = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     shortages = [str(each.disk_shortage(RunDirectory(run))) for each in (smaller, least)]
-    assert re.search(r"need [\d.]+ MiB \(room for 6 more at a time\), but 0\.00 MiB are free; lower keep", shortages[0])
+    assert re.search(
+        r"need [\d.]+ MiB \(at most 6 more on the disk at a time\), but 0\.00 MiB are free; lower keep", shortages[0]
+    )
     assert "keep_checkpoints" not in shortages[1], "there is no lower number"
 
 

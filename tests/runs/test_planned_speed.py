@@ -68,11 +68,11 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"world_size": 2}, "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
-        ({"microbatch_size": 1}, "no earlier run of this shape"),
-        ({"model": MODEL | {"n_layers": 3}}, "no earlier run of this shape"),
-        ({"train": {"precision": "bf16"}}, "no earlier run of this shape"),
-        ({"tokens_per_second": None}, "no earlier run of this shape"),
+        ({"world_size": 2}, "batch and settings; give --assume-tps"),
+        ({"microbatch_size": 1}, "no earlier run measured the speed of this model"),
+        ({"model": MODEL | {"n_layers": 3}}, "no earlier run measured the speed of this model"),
+        ({"train": {"precision": "bf16"}}, "no earlier run measured the speed of this model"),
+        ({"tokens_per_second": None}, "no earlier run measured the speed of this model"),
         (
             {"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}},
             "; a plan needs at least 20 steps of training; ",
@@ -83,7 +83,7 @@ def test_a_bill_with_validation_shared_out(tmp_path: Path, name: str) -> None:
         ),
         ({"measured": {"global_steps": 19, "tokens": 192, "seconds": 9.9}}, "at least 20 steps and 10 s of training"),
         # An earlier version divided all tokens by its own seconds, also tokens that another program or machine trained.
-        ({"measured": ...}, "no earlier run of this shape"),
+        ({"measured": ...}, "no earlier run measured the speed of this model"),
     ],
     ids=str,
 )
@@ -128,7 +128,7 @@ def test_an_unreadable_summary_gives_no_speed(shop: Workshop) -> None:
     shop.add_run()
     for text in ("{", "[]", "{}", "\udcff", "null"):
         summary.write_text(text, errors="surrogateescape")
-        assert "no earlier run of this shape" in rows(shop)["time and cost"]
+        assert "no earlier run measured the speed of this model" in rows(shop)["time and cost"]
 
 
 @pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
@@ -228,7 +228,7 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path)
         (23.92, "H100", "at $23.92/h, the price of 8x H100 80 GiB"),
         (23.92, "A100 80GB", "at $14.32/h, the price of 8x A100 80 GiB on 2025-12-05"),
         (23.92, "H200", "unknown: train.json's $23.92/h is the price of 8x H100 80 GiB, not of 8 x H200"),
-        (30.0, "H200", "at $30.0/h, by train.json"),
+        (30.0, "H200", "at $30.0/h, from train.json"),
     ],
 )
 def test_dollars_are_not_those_of_another_machine(tmp_path: Path, price: float, device: str, said: str) -> None:
@@ -314,10 +314,10 @@ def test_what_has_no_estimate(shop: Workshop, train: dict[str, Any], options: di
     ("gpus", "said"),
     [
         (["NVIDIA H200", "NVIDIA H200"], "(estimated for 2 x H200: "),
-        (["NVIDIA H200"], "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
-        (["NVIDIA H200", "NVIDIA H100 80GB HBM3"], "no earlier run of this shape, batch and kernels has a speed"),
-        (["NVIDIA L4", "NVIDIA L4"], "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
-        ([], "no earlier run of this shape, batch and kernels has a speed; give --assume-tps"),
+        (["NVIDIA H200"], "batch and settings; give --assume-tps"),
+        (["NVIDIA H200", "NVIDIA H100 80GB HBM3"], "no earlier run measured the speed"),
+        (["NVIDIA L4", "NVIDIA L4"], "batch and settings; give --assume-tps"),
+        ([], "batch and settings; give --assume-tps"),
     ],
     ids=str,
 )

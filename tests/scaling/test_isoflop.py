@@ -68,6 +68,7 @@ def test_the_best_sizes_of_a_known_law_come_back() -> None:
     assert isoflop.laws["parameters"].exponent.value == pytest.approx(exponent, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_intervals_hold_what_they_promise() -> None:
     """In 300 noisy experiments, 95 % of the intervals contain the best size, and 95 % the exponent."""
     held, experiments = np.zeros(2), 300

@@ -110,10 +110,10 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
     assert reasons["diverged"] == "has no finite validation loss at its end"
     assert reasons["tuned"].startswith("begins with weights that were trained before")
     assert reasons["changed"] == "was changed during training: learning_rate: 0.1 -> 0.2 after global step 7"
-    assert reasons["foreign"] == "was changed during training: another program trained the first 640 tokens"
+    assert reasons["foreign"] == "was changed during training: another program trained on the first 640 tokens"
     assert reasons["experts"].startswith("has a mixture of experts")
     assert reasons["unknown"] == "does not record which text its validation losses were measured on"
-    assert reasons["copied"] == "has exactly the size, tokens and loss of whole: a copy, counted once"
+    assert reasons["copied"] == "has exactly the size, tokens and loss of whole: a copy, not counted again"
     assert reasons["bare"].startswith("its summary.json, of an earlier version, lacks")
     with pytest.raises(UserError, match="none of the runs gives a point: going: has not finished"):
         points_of_runs([going])

@@ -92,7 +92,7 @@ def test_finished_runs_cost_nothing_and_give_their_speed(shop: Workshop) -> None
     assert "Speed of s-seed3: 96 tokens/s (measured over 30 steps" in said
     assert f"time: {seconds:,.0f} s, not counting s-emb32 (unknown)" in said
     assert f"cost: ${seconds / 100:,.2f}, not counting s-emb32 (unknown)" in said
-    assert "Speed of s-emb32: unknown: no earlier run of this shape" in said
+    assert "Speed of s-emb32: unknown: no earlier run measured the speed of this model" in said
 
 
 def test_what_is_unknown_has_its_remedy(shop: Workshop) -> None:
@@ -110,7 +110,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     planned = sweep_command(shop, "plan", str(shop.datasets))
     assert (planned.status, planned.stderr) == (0, "")
     assert "note: " in planned.stdout
-    said = "the checkpoints of the sweep's 2 runs to train need"
+    said = "the checkpoints of the sweep's 2 unfinished runs need"
     assert said in " ".join(planned.stdout.split())
     sweep_command(shop, "run", str(shop.datasets)).refuses(said)
     assert [each.name for each in shop.runs.iterdir() if each.is_dir()] == ["base"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.common.errors import STOPPING_SIGNALS, RunError, RunStopped, UserError
+from harness.common.errors import STOPPING_SIGNALS, RunError, RunStopped, UserError, one_line_errors
 from harness.common.lock import RunLock
 from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.sweeps.file import SweepRuns
@@ -168,9 +168,9 @@ def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch
     shutil.rmtree(shop.runs / "s-seed2")
     ended = run(shop, sweep, groups=2)
     assert states(sweep) == {"seed1": "never trained", "seed2": "not made", "seed3": "finished", "seed4": "finished"}
-    assert ended.said[0] == f"s-seed1: failed, cannot be started: {log}: Is a directory"
+    assert ended.said[0] == f"s-seed1: failed, because it cannot be started: {log}: Is a directory"
     absent = shop.runs / "s-seed2" / "sweep.log"
-    assert ended.said[1] == f"s-seed2: failed, cannot be started: {absent}: No such file or directory"
+    assert ended.said[1] == f"s-seed2: failed, because it cannot be started: {absent}: No such file or directory"
     assert ended.error == "2 of 4 runs have not finished; the same command tries them again"
     load(shop, set={"eps": 3.0}, vary={"random_seed": [1, 3]})
     done = sweep_command(shop, "run", str(shop.datasets))
@@ -182,7 +182,8 @@ def test_a_run_that_cannot_be_started_stops_no_other(shop: Workshop, monkeypatch
     log.rmdir()
     python = shop.path / "no-python"
     monkeypatch.setattr(sys, "executable", str(python))
-    assert run(shop, sweep).said[0] == f"s-seed1: failed, cannot be started: {python}: No such file or directory"
+    failed = f"s-seed1: failed, because it cannot be started: {python}: No such file or directory"
+    assert run(shop, sweep).said[0] == failed
     assert log.read_text().endswith(" UTC\n"), "the command that was tried"
 
 
@@ -218,11 +219,11 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
-    reason = "max_dollars 169.00: $20.00 are spent, and with s-seed2 the total would be $170.00"
+    reason = "max_dollars (169.00): $20.00 is spent, and with s-seed2 the total would be $170.00"
     assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
     assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
     ended = run(shop, sweep, max_dollars=171.0)
-    assert ended.stop_reason == "max_dollars 171.00: $70.00 are spent, and with s-seed3 the total would be $220.00"
+    assert ended.stop_reason == "max_dollars (171.00): $70.00 is spent, and with s-seed3 the total would be $220.00"
     assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
@@ -236,8 +237,8 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
     add_summary(sweep.runs[0], dollars={"total": 0.0})
     ended = run(shop, sweep, groups=3, max_dollars=151.0)
     assert {*states(sweep).items()} > {("seed1", "finished"), ("seed2", "finished"), ("tokens2560", "never trained")}
-    said = "$0.00 are spent, and with s-tokens2560 and the runs under way the total would be $296.67"
-    assert ended.stop_reason == f"max_dollars 151.00: {said}"
+    said = "$0.00 is spent, and with s-tokens2560 and the runs under way the total would be $296.67"
+    assert ended.stop_reason == f"max_dollars (151.00): {said}"
 
 
 def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
@@ -256,11 +257,11 @@ def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop
     log = shop.runs / "s-seed2" / "sweep.log"
     log.write_text(f"\n{start}, 1 of 4 groups\n")
     ended = run(shop, sweep, groups=2, max_dollars=15.0)
-    assert ended.stop_reason == "max_dollars 15.00 are spent"
+    assert ended.stop_reason == "max_dollars (15.00) is spent"
     (shop.runs / "s-seed2" / "metrics.jsonl").touch()
     os.utime(log, (0, 0))
     ended = run(shop, sweep, groups=2, max_dollars=24.0)
-    assert ended.stop_reason == "max_dollars 24.00 are spent", "it was trained anew without a sweep since"
+    assert ended.stop_reason == "max_dollars (24.00) is spent", "it was trained anew without a sweep since"
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
@@ -271,8 +272,8 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ended = run(shop, sweep, max_dollars=25.0)
-    assert ended.stop_reason == "max_dollars 25.00 are spent"
-    assert ended.said[0] == "s-seed1: its cost is not known yet; the run is stopped when the budget is spent"
+    assert ended.stop_reason == "max_dollars (25.00) is spent"
+    assert ended.said[0] == "s-seed1: its cost is not known yet; the run will be stopped when max_dollars is spent"
     assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
     assert run(shop, sweep, max_dollars=25.0).said == [], "nothing is begun"
 
@@ -292,7 +293,7 @@ def test_a_run_that_records_nothing_is_stopped_when_the_budget_is_spent(
     for groups, limit, names in ((1, 9.0, ["s-seed1"]), (2, 18.0, ["s-seed1", "s-seed2"])):
         began = time.monotonic()
         ended = run(shop, sweep, groups=groups, max_dollars=limit)
-        assert ended.stop_reason == f"max_dollars {limit:.2f} are spent"
+        assert ended.stop_reason == f"max_dollars ({limit:.2f}) is spent"
         stopped = {line.split(" after")[0] for line in ended.said[-groups:]}  # in the order in which they ended
         assert stopped == {f"{name}: stopped" for name in names}
         assert limit <= ended.spent <= spent + 15 * (time.monotonic() - began), "not 20 dollars a second"
@@ -308,7 +309,7 @@ def test_hours_are_those_of_this_machine_and_of_earlier_commands(shop: Workshop)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     assert states(sweep) == {"seed1": "never trained", "seed2": "never trained"}
     ended = run(shop, sweep, max_hours=2.0 / 3600)
-    assert ended.stop_reason == "max_hours 0.000555556 have passed"
+    assert ended.stop_reason == "max_hours (0.000555556) has passed"
     assert ended.said[-1].startswith("s-seed1: stopped after")
     for each in sweep.runs:
         each.directory.sweep_log.write_text(
@@ -419,8 +420,9 @@ def test_a_sweep_whose_output_was_closed_goes_on(shop: Workshop, monkeypatch: py
     sweep = make(shop, vary={"random_seed": [1]})
     monkeypatch.setattr(sys, "stdout", None)
     runner = SweepRunner(sweep.runs, Planner(shop.datasets, shop.runs, processes=1), shop.path / "in_place.py")
-    runner.run()
-    runner.report_end()
+    with one_line_errors():  # as in sweep_runs.py
+        runner.run()
+        runner.report_end()
     assert states(sweep) == {"seed1": "finished"}
 
 

@@ -255,10 +255,8 @@ def test_scores_shared_among_ranks_equal_those_of_one(size: int) -> None:
     pairs = [(draw.choices(range(VOCAB_SIZE), k=draw.randint(1, 40)), [draw.randrange(300)] * 3) for _ in range(20)]
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 3)
     expected = scorer.score(pairs)
-    assert (
-        on_ranks(size, lambda shared: scorer.sharing(partial(evaluate_batches, shared)).score(pairs))
-        == [expected] * size
-    )
+    found = on_ranks(size, lambda shared: replace(scorer, each_batch=partial(evaluate_batches, shared)).score(pairs))
+    assert found == [expected] * size
 
 
 def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:

@@ -75,7 +75,7 @@ def test_a_ceiling_that_earlier_processes_have_reached_is_refused_and_planned(
     again.add_run(**SETTINGS | lower)
     refused = again.train(expect=2)
     assert re.search(rf'train\.json: key "{key}": the run has reached [\d.e-]+ already; raise it', refused.stderr)
-    assert f"{key} is reached; the run would stop there" in again.attempt("--plan", "--assume-tps", "1").stdout
+    assert f"{key} is reached; raise it to continue" in again.attempt("--plan", "--assume-tps", "1").stdout
     again.add_run(**SETTINGS | {key: 0.25})
     said = " ".join(again.attempt("--plan", "--assume-tps", "1").stdout.split())
     assert re.search(rf"ceiling +{key} 0\.25: [\d.,]+ (s|h) left; the run would stop there, before its end", said)

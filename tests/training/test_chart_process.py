@@ -111,7 +111,7 @@ def test_no_failure_of_drawing_ends_the_run(
     assert f"warning: {run.chart}: no new chart: No such file" in capsys.readouterr().err
     for patience, kill, warning in (
         (0.1, False, "no new chart: not drawn in 0.1 s"),
-        (PATIENCE_SECONDS, True, "no new chart: the process that draws has ended with status -9"),
+        (PATIENCE_SECONDS, True, "no new chart: the process that draws it ended with status -9"),
     ):
         chart.draw()
         pid = worker_pid(chart)

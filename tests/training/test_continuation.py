@@ -219,7 +219,7 @@ def test_changes_of_settings_are_recorded(shop: InProcess) -> None:
     shop.train_here("varied")
     assert json.loads((run / "summary.json").read_text())["changed"] == [first, second]
     said = " ".join(shop.script("compare_runs.py", "varied", "--runs-dir", "runs").stdout.split())
-    how = "its settings changed while it was trained, so it is no replicate of a run without these changes"
+    how = "its settings changed during training, so it is not a replicate of a run without these changes"
     assert f"varied: {how}: {first}; {second}" in said
 
 

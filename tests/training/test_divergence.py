@@ -155,6 +155,7 @@ def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> No
     assert_same_end(shop.runs / "to-the-end", run)
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_end_changes_nothing(shop: Workshop) -> None:
     """The level is part of a checkpoint: a run that was stopped twice ends at the same step."""
     shop.add_run("straight", **RISING)

@@ -216,7 +216,7 @@ def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> N
     summary = RunSummary(
         device=device, world_size=1, seconds=seconds, tokens_seen=1, trained_tokens=1, peak_memory_gib=1
     )
-    remark = f"MFU unknown: the peak of {device} is in no table of this program"
+    remark = f"MFU unknown: this program does not know the peak FLOP/s of {device}"
     is_unknown = peak is None and "CPU" not in device
     assert describe_summary(summary).count(f"\n{remark}") == is_unknown
     assert unknown_peak(device) == (remark if is_unknown else None)

@@ -296,7 +296,7 @@ def test_a_late_search_ends_and_on_two_ranks_meets_the_gradients_that_training_m
     paths = [tmp_path / "searched", tmp_path / "trained"]
     found = shop.train("r", "-f", prelude=HURRIED + GRADIENTS.format(path=str(paths[0])))
     assert probes(found) == {1: "fits"}
-    assert "Max microbatch size was 1\nA larger microbatch may fit; the search has ended after 0 s\n" in found.stdout
+    assert "Max microbatch size was 1\nA larger microbatch may fit; the search ended after 0 s\n" in found.stdout
     shop.train("r", prelude=GRADIENTS.format(path=str(paths[1])))
     most = [max(map(int, path.read_text().split())) for path in paths]
     assert most[0] == most[1] > 0
@@ -350,7 +350,10 @@ def cold(shop: Workshop, *arguments: str, ranks: int = 1, limits: Sequence[str] 
 
 @pytest.mark.parametrize(
     ("budget", "reason"),
-    [({"train_steps": 20}, "train split of local/letters is too short"), ({"warmup_steps": 6}, "warm-up")],
+    [
+        ({"train_steps": 20}, "train split of local/letters is too short"),
+        pytest.param({"warmup_steps": 6}, "warm-up", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: str) -> None:
     """--write writes a smaller microbatch than the one found if training would refuse that one. With the microbatch
@@ -362,7 +365,7 @@ def test_what_is_written_trains(tmp_path: Path, budget: dict[str, int], reason: 
     changes: dict[str, Any] = {"lr_schedule": "cosine", "min_train_tokens": tokens, **budget}
     run = shop.add_run(validation_interval=None, validation_batches=None, checkpoint_interval=9, **changes)
     result = shop.attempt("-f", "--write")
-    assert f"note: with a microbatch of {answer(result)}, " in result.stdout
+    assert f"note: training would refuse a microbatch of {answer(result)}: " in result.stdout
     assert reason in result.stdout
     assert json.loads((run / "train.json").read_text())["microbatch_size"] < answer(result)
     assert shop.attempt().status == 0
@@ -376,7 +379,8 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     run = shop.add_run(gradient_accumulation_steps=None, min_train_tokens=-1)
     result = shop.attempt("-f", "--write")
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    assert note.startswith(f"note: with a microbatch of {answer(result)}, the validation split of local/letters is too")
+    refused = f"note: training would refuse a microbatch of {answer(result)}: "
+    assert note.startswith(f"{refused}the validation split of local/letters is too")
     assert "lower start_val_token or validation_batches in train.json" in note
     written = json.loads((run / "train.json").read_text())["microbatch_size"]
     assert written < answer(result)
@@ -513,6 +517,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_each_size_has_a_program_of_its_own(tmp_path: Path, programs: Any) -> None:
     assert searcher(tmp_path, model={"n_layers": 1}, compile=True).find(2) == 2
     assert programs["stats"]["unique_graphs"] == 2, "one graph for one sequence, and one for two"

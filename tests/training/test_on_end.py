@@ -61,6 +61,7 @@ def test_it_runs_if_a_rank_is_killed(shop: Workshop, rank: int) -> None:
     assert endings(run) == [f"failed {run.name}"]
 
 
+@pytest.mark.slow
 def test_it_runs_if_the_launcher_is_killed(shop: Workshop) -> None:
     """The ranks notice that their launcher is gone, and save. The command runs after that."""
     run = shop.add_run("orphaned", **SHORT | {"min_train_tokens": 10**4, "start_train_token": 0})
@@ -74,7 +75,7 @@ def test_it_runs_if_the_launcher_is_killed(shop: Workshop) -> None:
     assert (run / "checkpoints" / "latest").exists()
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> None:
     """It runs once, when torchrun has ended, and has the state of the last start."""
     run = shop.add_run(f"torchrun{restarts}", **SHORT)
@@ -143,8 +144,10 @@ os.dup2({error_output}, 2)
 def test_a_command_that_fails_or_does_not_exist(shop: Workshop) -> None:
     run = shop.add_run("wrong", **SHORT | {"on_end": ["false"]})
     done = shop.train("wrong")
-    assert "warning: on_end failed with exit status 1; if it ends the rental, do that by hand" in done.stderr
+    assert "warning: on_end failed with exit status 1; if it was meant to end the rental" in done.stderr
     shop.add_run("wrong", **SHORT | {"on_end": ["/no/such program"], "min_train_tokens": 1280})
+    searched = shop.train("wrong", "-f", "--memory-limit-gib", "0.01", expect=1)
+    assert searched.error_lines[0].startswith("error: not even a microbatch of 1 fits"), "a search runs no command"
     before = len(metrics(run))
     done = shop.train("wrong", expect=2)
     named = f'error: {run}/train.json: key "on_end": there is no program "/no/such program" here; '
@@ -205,5 +208,5 @@ def test_a_url_that_refuses_or_does_not_answer_changes_nothing(
     assert "secret" not in done.stdout + done.stderr
     shop.add_run("refused", min_train_tokens=1280, notify="http://127.0.0.1:9/secret", on_end=ON_END)
     done = shop.train("refused")
-    assert "warning: notify: end was not received: URLError" in done.stderr
+    assert 'warning: notify: the message "end" was not received: URLError' in done.stderr
     assert endings(shop.runs / "refused") == ["finished refused"]

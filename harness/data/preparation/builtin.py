@@ -28,8 +28,9 @@ from harness.data.tokenizers import load_tokenizer, train_bpe
 # byte with a vocabulary of 2048 tokens, and 2.53 with 4096. It reached 2.39 with 8192, but two fifths of its parameters
 # were then embeddings.
 DEFAULT_VOCAB_SIZE = 4096
-# Installed packages and tests are not part of the library. The tables in encodings and the help texts in pydoc_data are
-# generated. They would be over a fifth of all tokens, and a model should not learn to write them.
+# Installed packages are not part of the library. Tests, and the programs IDLE and turtledemo, are not meant to be
+# imported. The tables in encodings and the help texts in pydoc_data are generated. These two would be over a fifth of
+# all tokens, and a model should not learn to write them.
 SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "__pycache__"),
     *("encodings", "pydoc_data"),
@@ -41,7 +42,7 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
     """Build the dataset in `folder`, which does not appear until it is complete. A complete folder is left unchanged.
 
     The same Python gives byte-identical files. Raises UserError if the folder cannot be written, if this Python has no
-    readable source files, or if their text yields fewer than `vocab_size` tokens.
+    readable source files, or if their text is too small to train a tokenizer with `vocab_size` tokens.
     """
     splits = split_documents(standard_library())
     try:
@@ -68,8 +69,8 @@ def standard_library() -> dict[str, str]:
     path_of_text: dict[str, str] = {}
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):
         relative = path.relative_to(library)
-        # Linux distributions and builds of Python add modules to the folder that are not part of the library. They are
-        # not in sys.stdlib_module_names.
+        # Linux distributions and builds of Python add other modules to this folder, which are not in
+        # sys.stdlib_module_names.
         is_module = relative.parts[0].removesuffix(".py") in sys.stdlib_module_names
         if is_module and not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
             with suppress(OSError, UnicodeDecodeError):  # a few files are unreadable or not UTF-8
@@ -77,8 +78,8 @@ def standard_library() -> dict[str, str]:
     path_of_text.pop("", None)
     if not path_of_text:
         raise UserError(
-            f"{library}: this Python keeps no readable source files of its standard library; "
-            "use one that does (uv python install), or another dataset"
+            f"{library}: this Python has no readable source files of its standard library; "
+            "use a Python that has them (uv python install), or another dataset"
         )
     return {path: text for text, path in path_of_text.items()}
 
@@ -115,8 +116,8 @@ def _write_dataset(folder: Path, documents: dict[str, list[str]], vocab_size: in
             splits.append(Split(name, 0, int(counts[0]), len(texts), int(counts[1])))
     version = f"{platform.python_implementation()} {platform.python_version()}"
     description = (
-        f"The standard library of {version}, one document a file, each followed by end-of-text; byte-level BPE trained "
-        "on the train split."
+        f"The standard library of {version}, one document per file, each followed by end-of-text; byte-level BPE "
+        "trained on the train split."
     )
     source = {"python": platform.python_version(), "implementation": platform.python_implementation()}
     write_dataset_meta(folder, splits, tokenizer, description, source)

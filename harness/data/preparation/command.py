@@ -57,8 +57,8 @@ Show = Callable[[Encoded, StreamSize], None]
 
 
 class HeldOut(Protocol):
-    """Held-out text whose documents are removed from a dataset. Implemented by harness/data/overlap.py, which this
-    package must not import."""
+    """Held-out text. Its documents are left out of the dataset that is being made. Implemented by
+    harness/data/overlap.py, which this package must not import."""
 
     described: list[list[str]]
 
@@ -115,7 +115,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     def train(path: Path) -> None:
         texts = sample_texts(source, form, rules)
         if not texts:
-            raise UserError(f"{source.name}: no documents with text to train a tokenizer on")
+            raise UserError(f"{source.name}: no documents with text to train a tokenizer on; give other text")
         train_bpe(iter(texts), options["train_tokenizer"], path, options["special_token"])
 
     place = write_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if options["train_tokenizer"] else None)
@@ -139,10 +139,10 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     empty, left_out = journal.here.empty, journal.here.left_out
     if not journal.here.total.documents:
         excluded = f", {left_out:,} are left out by --exclude" if left_out else ""
-        raise UserError(f"{source.name}: no documents with text ({empty:,} are empty{excluded})")
+        raise UserError(f"{source.name}: no documents with text ({empty:,} are empty{excluded}); give other text")
     is_cut = options["max_documents"] is not None or options["max_tokens"] is not None
     if separator and not is_cut and journal.here.total.documents + left_out <= len(source.files) - empty:
-        tell("--document-separator divides no file: each is one document")
+        tell("--document-separator divides no file: each file is one document")
     _arrange(text, pool, rules, tokenizer, work)
     made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
@@ -179,7 +179,7 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: WorkFo
     for option in ("include", "revision", "delete_after"):
         if options[option]:
             name = f"--{option.replace('_', '-')}"
-            raise UserError(f"{name} belongs with a dataset on the Hub as the only INPUT, not {abbreviated(inputs)}")
+            raise UserError(f"{name} needs a Hub dataset as the only INPUT, not {abbreviated(inputs)}; leave it out")
     return find_text(inputs)
 
 
@@ -307,8 +307,9 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
 @contextmanager
 def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
     """Yield a function that reports documents, tokens, tokens/s and the time left. Call the function with each encoded
-    batch and the total size so far. If standard error is a terminal, the function draws a bar there, of the input bytes
-    that have been read. Otherwise it prints a line every SECONDS_BETWEEN_LINES to standard output."""
+    batch and the total size so far. If standard error is a terminal, the function draws a bar there, which shows the
+    share of the input bytes that have been read. Otherwise it prints a line every SECONDS_BETWEEN_LINES to standard
+    output."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}

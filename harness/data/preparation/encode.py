@@ -80,9 +80,9 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the text again, in pieces of at most LONGEST_PIECE characters. A document is cut only if it is longer, and
-    between words if possible, because such cuts do not change the tokens. Pieces that mark the end of a file are
-    yielded unchanged."""
+    """Yield the same text in pieces of at most LONGEST_PIECE characters. Only longer documents are cut, if possible
+    between words, because such cuts do not change the tokens. Pieces that mark the end of a file are yielded
+    unchanged."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # the piece marks the end of a file
@@ -131,7 +131,7 @@ class Encoded:
     tokens: np.ndarray  # (tokens,) of the dataset's dtype
     sizes: np.ndarray  # (pieces, 2) int64: tokens with end-of-text, UTF-8 bytes of text
     ends: np.ndarray  # (pieces,) bool: the document ends with the piece
-    left_out: int = 0  # number of documents of the batch that are not here, because they stand in a held-out split
+    left_out: int = 0  # number of the batch's documents that are not here because they occur in a held-out split
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
@@ -235,10 +235,10 @@ def _initialize_process() -> None:
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Delay STOPPING_SIGNALS in this process until the end of the `with` body. In the processes that the body starts,
-    block all of them except SIGTERM, which the process pool needs to end its processes.
+    block all of these signals except SIGTERM, which the process pool needs to end its processes.
 
     A terminal sends its signals to all of its processes, but only this process should handle them. The started
-    processes inherit the blocked signals. In this process, a handler records each signal, whichever thread receives it.
+    processes inherit the signal mask. In this process, a handler records each signal, whichever thread receives it.
     After the body, the first recorded signal is sent to this process again. An earlier reaction would interrupt the
     start of a process, and the half-started process would print an error.
     """

@@ -85,9 +85,9 @@ def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloa
         if (is_included and text_suffix(file.rfilename)) or (not include and is_surely_text(file.rfilename)):
             wanted.append(file)
     if not wanted:
-        by = f" by --include {' '.join(include)}" if include else ""
+        by = f" that match --include {' '.join(include)}" if include else ""
         seen = abbreviated([file.rfilename for file in there])
-        text = f"no parquet, JSON lines or text files{by}; it has {seen}; give patterns of files to read by --include"
+        text = f"no parquet, JSON lines or text files{by}; it has {seen}; name the files to read with --include"
         raise UserError(f'dataset "{name}": {text}')
     files = []
     for number, file in enumerate(wanted):

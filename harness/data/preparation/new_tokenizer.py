@@ -43,10 +43,10 @@ def write_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     """Write the tokenizer's file to `folder`, the dataset's folder, and return the file's path. For GPT-2's tokenizer,
     write nothing and return "gpt2".
 
-    The tokenizer is `given`, the value of --tokenizer. But if `train` is given, `train` is called with a path to which
-    it writes a new tokenizer. An interrupted call leaves no partial file. An existing file is kept, because the same
-    options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or used, and the errors of
-    `train`.
+    `given` is the value of --tokenizer. If `train` is not None, `given` is ignored, and `train` is called with the path
+    to which it must write a new tokenizer. An interrupted call leaves no partial file. An existing file is kept,
+    because the same options made it. Raises UserError if the tokenizer's vocabulary cannot be downloaded or used, and
+    the errors of `train`.
     """
     if given == "gpt2" and not train:
         return "gpt2"

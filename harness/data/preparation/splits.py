@@ -1,17 +1,17 @@
 """Splits of a dataset: choose the documents for train, test and validation, write the splits' files, and write the
 meta.json that describes them.
 
-With --split-order seeded, a pseudorandom number (the draw) is computed for each document. Documents are held out in the
-order of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes instead of
-tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents. A text can
-have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the documents with
-small draws, the only ones that may be held out, are written to a separate stream, the pool. All other documents are
-written to the training stream. At the end, the pool's documents that are not held out are appended to the training
+With `--split-order seeded`, a pseudorandom number (the draw) is computed for each document. Documents are held out in
+the order of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes
+instead of tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents.
+A text can have tens of millions of documents, too many to sort by their draws. Instead, while the text is read, the
+documents with small draws are written to a separate stream, the pool. Only these may be held out. All other documents
+are written to the training stream. At the end, the pool's documents that are not held out are appended to the training
 stream, in the order of their draws. The training stream then becomes the file of the train split without being copied.
 All documents of a small text are in the pool, so a small text is completely shuffled.
 
-With --split-order given, or if a split would otherwise get no document, splits are ranges of one stream. The
-ranges at its end are copied to the files of the held-out splits, and the rest becomes the train split. Token shards
+With `--split-order given`, or if a split would otherwise get no document, splits are ranges of one stream. The ranges
+at its end are copied to the files of the held-out splits, and the rest becomes the train split. Token shards
 (token_input.py) are split already, so that only their meta.json is written by this module.
 """
 
@@ -184,8 +184,8 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """Return the first position from `start` on that follows the end of a line or of a document, or `start` if there is
-    none up to LINE_END_SEARCH tokens after it. A position that only white space follows, up to the end of the stream,
-    does not count."""
+    none up to LINE_END_SEARCH tokens after it. A position does not count if nothing but white space follows it in the
+    stream."""
     first = max(0, start - 1)
     tokens = stream.read(first, LINE_END_SEARCH + start - first).tolist()
     texts = ["\n" if token == tokenizer.eot_token else tokenizer.decode([token]) for token in tokens]

@@ -133,7 +133,7 @@ def token_file(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
 
 def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
     """Fill in the blank header of a file that holds at least `tokens` tokens, and cut off anything after these tokens.
-    The file is then a valid safetensors file, and on the disk (fsync)."""
+    The file is then a valid safetensors file, and has been flushed to the disk (fsync)."""
     length = tokens * dtype.itemsize
     entry: dict[str, Any] = {"dtype": SAFETENSORS_DTYPES[dtype.name], "shape": [tokens], "data_offsets": [0, length]}
     text = json.dumps({"tokens": entry}, separators=(",", ":")).encode()
@@ -150,7 +150,7 @@ def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target:
     is shorter than its documents."""
     starts = HEADER_BYTES + np.cumsum(lengths) - lengths
     with source.open("rb", buffering=0) as file:
-        for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks, since all as Python integers take half a GiB
+        for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks; the complete lists would take half a GiB
             chosen = order[at : at + DOCUMENTS_PER_READ]
             for place, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
                 file.seek(place)

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     text: str
     ends: bool  # True if the document ends with this piece
     file: int  # number of the file
-    position: int  # bytes of the file on the disk that have been read at the piece's end, about
+    position: int  # about how many bytes of the file on the disk have been read at the piece's end
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         else:
             paths = matching_files(pattern)
         if not paths:
-            kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
+            kinds = "*.parquet, *.jsonl or *.txt files (also with .gz or .zst)"
             seen = f"; found: {abbreviated(others)}" if others else ""
             if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
                 seen += "; import files of tokens with --from-bin"
@@ -181,8 +181,8 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
     Raises UserError if the text column is missing, or if a parquet file has it twice or with something other than text.
     Raises RunError if the file cannot be read or is damaged, if a JSON line is not an object or its text is neither a
-    string nor null, or if text is not valid Unicode and `form.errors` is "strict". The message of a damaged file has
-    the position of the fault, or the number of documents before it.
+    string nor null, or if text is not valid Unicode and `form.errors` is "strict". The message about a damaged file
+    gives the position of the fault, or the number of documents before it.
     """
     documents = 0
     try:
@@ -295,8 +295,8 @@ def _text_of_line(path: Path, number: int, line: bytes, form: TextFormat) -> str
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Yield the text of a file in pieces, reading it block by block. A document ends at each separator, and at the end
-    of the file unless the file ends with a separator. With "strict" `form.errors`, raises RunError with the position of
-    invalid UTF-8."""
+    of the file unless the file ends with a separator. If `form.errors` is "strict", raises RunError with the position
+    of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(form.errors)  # drops a byte order mark, which is not text
     kept = len(form.separator) - 1 if form.separator else 0  # characters that may be the beginning of a separator
     rest, read, is_open, is_last = "", 0, False, False
@@ -335,7 +335,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, raw
 
 
-# Reader of files with each suffix. It yields the file's documents in order.
+# For each suffix, the reader of files with this suffix. It yields a file's documents in order.
 READERS: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
     ".parquet": _read_parquet,
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json_lines),

@@ -1,12 +1,12 @@
 """Token shards of other programs, imported as the splits of a dataset. A shard's file name contains its split.
 
-llm.c and modded-nanogpt write shards: a header of 256 int32, which begins with magic, version and number of tokens,
-then the tokens, uint16 or, for Llama 3, uint32 (https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT).
-build-nanogpt saves NumPy arrays (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16
-without a header (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not state the
-dtype.
+llm.c and modded-nanogpt write shards: a header of 256 int32 numbers, the first of which are a magic number, the version
+and the number of tokens, and then the tokens as uint16 or, for Llama 3, uint32 (https://github.com/karpathy/llm.c,
+dev/data/data_common.py, MIT). build-nanogpt saves NumPy arrays (https://github.com/karpathy/build-nanogpt, fineweb.py,
+MIT). nanoGPT writes uint16 without a header (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so
+the file does not state the dtype.
 
-The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document,
+The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document;
 the other programs write one before each document.
 """
 
@@ -31,7 +31,7 @@ SHARD_HEADER_BYTES = 1024
 SHARDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: (version, dtype of the tokens)
 BLOCK_TOKENS = 2**22
 SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
-FEWEST_NUMBERS = 16  # fewer numbers do not show whether they are wider than uint16
+FEWEST_NUMBERS = 16  # a file with fewer numbers does not show whether they are uint16 or uint32
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             reason = " ".join(str(error).split())[:120]
-            raise UserError(f"{path}: not a NumPy array of tokens, or damaged ({reason})") from None
+            raise UserError(f"{path}: not a NumPy array of tokens, or damaged ({reason}); replace it") from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
             problem = f"holds {array.dtype} in {array.ndim} dimensions"
             raise UserError(f"{path}: {problem}; tokens must be integers in a 1-D array")
@@ -71,16 +71,17 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         if size % dtype.itemsize:
             raise UserError(
                 f"{path}: has no known header, and its {size:,} bytes are not a whole number of {dtype.name} tokens; "
-                "it is damaged, or not a file of tokens"
+                "it is damaged, or not a file of tokens; replace it or leave it out"
             )
         upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # of each number, if it has 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
             raise UserError(
-                f"{path}: read as uint16, every second token is 0: the tokens have 32 bits; give --token-dtype uint32"
+                f"{path}: its tokens look like uint32 (as uint16, most of those at odd positions are 0); give "
+                "--token-dtype uint32, or --token-dtype uint16 if they are not"
             )
         return TokenShard(path, dtype, 0, size // dtype.itemsize, has_header=False)
     if len(head) < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: damaged: it ends within its header")
+        raise UserError(f"{path}: damaged: it ends within its header; copy or make it again")
     _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
     known, code = SHARDS[magic]
     dtype = np.dtype(code)
@@ -92,7 +93,8 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     there = (size - SHARD_HEADER_BYTES) / dtype.itemsize
     if there != tokens:
         held = f"{there:,.1f}".removesuffix(".0")
-        raise UserError(f"{path}: damaged: the header states {tokens:,} tokens, but the file holds {held}")
+        said = f"the header states {tokens:,} tokens, but the file holds {held}"
+        raise UserError(f"{path}: damaged: {said}; copy or make it again")
     return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
 
 
@@ -124,7 +126,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         shards.setdefault(split, []).append(open_shard(path, stated_dtype))
     if "train" not in shards:
         raise UserError(
-            f"{abbreviated(patterns)}: no shard for training; name one like train.bin or x_train_000001.npy"
+            f"{abbreviated(patterns)}: no shard for training; rename one, e.g. to train.bin or x_train_000001.npy"
         )
     return shards
 
@@ -152,7 +154,7 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
                 count = min(BLOCK_TOKENS, shard.tokens - at)
                 block = np.fromfile(shard.path, shard.dtype, count, offset=shard.offset + at * width)
                 if len(block) < count:
-                    raise UserError(f"{shard.path}: became shorter while it was being read")
+                    raise UserError(f"{shard.path}: became shorter while it was being read; copy or make it again")
                 smallest, largest = int(block.min()), int(block.max())
                 if smallest < 0 or largest >= size:
                     raise UserError(

@@ -43,8 +43,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             raise UserError(f"{target}: exists; name another folder, or replace it with --overwrite")
         if others := _not_of_a_dataset(target):
             raise UserError(
-                f"{target}: holds {abbreviated(others)}, which is no part of a dataset and would be deleted; "
-                "move it away"
+                f"{target}: holds files or folders that are not part of a dataset and would be deleted "
+                f"({abbreviated(others)}); move them away"
             )
 
 
@@ -66,7 +66,7 @@ class Mark:
     file: int = 0  # number of the file that is read next
     documents: int = 0  # documents of `file` that have been read, including those without text
     empty: int = 0  # documents without text so far, in all files
-    left_out: int = 0  # documents so far that stand in a held-out split
+    left_out: int = 0  # documents so far that occur in a held-out split
     size: StreamSize = field(default_factory=StreamSize)  # of the stream with the documents that are not in the pool
     pool: StreamSize = field(default_factory=StreamSize)  # of the pool: documents that may be held out
 
