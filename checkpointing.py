@@ -228,8 +228,9 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     if a file cannot be moved."""
     make_aside = cache(run.new_aside)  # makes one folder for all moved files, and only if a file is moved
     run.set_measurements_aside(meta.global_step, make_aside)
-    if checkpoints.rewind_to(run.checkpoints, path, make_aside):
-        run.set_summary_and_chart_aside(make_aside())
+    if any(step > meta.global_step for step, _ in checkpoints.list_checkpoints(run.checkpoints)):
+        run.set_summary_and_chart_aside(make_aside())  # first: with a summary, the run counts as finished
+    checkpoints.rewind_to(run.checkpoints, path, make_aside)
     MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
 

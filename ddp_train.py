@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.common.errors import (
+    CEILING,
     DIVERGED,
     SPEAKER_PATIENCE_SECONDS,
     RunStopped,
@@ -120,7 +121,11 @@ class Trainer:
             self.checkpointer.finish()
         except RunStopped as request:
             # metrics.jsonl gets no line for this checkpoint, so that the file equals that of a run that never stopped.
-            if request.interrupted_evaluation or state.global_step != self.checkpointer.saved_step:
+            # If a ceiling is reached before this process has done a step, a checkpoint is saved again, with this
+            # process's seconds, so that the same command is refused next time.
+            is_only_later = request.reason == CEILING and 0 <= state.global_step == position.first_step - 1
+            is_saved = state.global_step == self.checkpointer.saved_step and not is_only_later
+            if request.interrupted_evaluation or not is_saved:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
@@ -259,7 +264,9 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         experiment.check_restart()
     experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine
     mirrored = None
-    if here.rank == 0 and not options.find and (options.plan or here.world_size == 1):
+    # If torchrun starts this process again, the first start has applied CHECKPOINT and --restart.
+    is_alone = here.world_size == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if here.rank == 0 and not options.find and (options.plan or is_alone):
         from harness.mirror.start import look
 
         mirrored = look(experiment, options, checkpoint)
@@ -269,7 +276,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if here.rank == 0:
             print_plan(experiment, checkpoint, options.processes or here.world_size, options, mirrored)
         return
-    if here.world_size == 1 and not options.find:
+    if is_alone and not options.find:
         from harness.planning.plan import checked_plan
 
         # find errors before torch is imported and other ranks are started
@@ -308,8 +315,8 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions,
     """Start or resume training on this rank. `checkpoint` is the command's CHECKPOINT, or None. `began` is the value of
     `time.perf_counter()` from which the run's clock counts.
 
-    If the run is finished, only write what an earlier process may have been killed before writing (the summary and,
-    unless `checkpoint` is given, the links and metrics), and send what the mirror lacks. Raises RunStopped if the run
+    If the run is finished, only write what is missing because an earlier process was killed (the summary and, unless
+    `checkpoint` is given, the links and metrics), and send what the mirror lacks. Raises RunStopped if the run
     stops early, and UserError or RunError if it cannot start or fails."""
     from checkpointing import rewind
     from harness.distributed.world import World, say

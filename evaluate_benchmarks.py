@@ -36,7 +36,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 @click.option(
     "--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's task or group names, or task files."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Use only N examples of each task.  [default: all]")
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N examples of each task.  [default: all]")
 @click.option(
     "--num-fewshot",
     type=click.IntRange(min=0),

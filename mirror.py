@@ -30,17 +30,17 @@ def main() -> None:
     """
 
 
-@main.command("list", cls=Command)
+@main.command("list", cls=Command, short_help="Print the runs at URL.")
 @URL
 def list_runs(url: str) -> None:
-    """Print the runs at URL, each with its newest complete checkpoint, size in GB, and the machine that trains it."""
+    """Print the runs at URL, each with its newest whole checkpoint, its size in GB, and the machine that trains it."""
     from harness.mirror.home import describe_runs
 
     for line in describe_runs(url):
         print(line)
 
 
-@main.command(cls=Command)
+@main.command(cls=Command, short_help="Bring a run to this machine.")
 @URL
 @click.argument("run")
 @click.option("--without-weights", is_flag=True, help="Fetch only metrics, results and settings, for compare_runs.py.")
@@ -56,7 +56,7 @@ def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     print(f"{fetch_run(url, check_name(run, 'run'), runs_dir, with_weights=not without_weights)}: fetched")
 
 
-@main.command(cls=Command)
+@main.command(cls=Command, short_help="Print losses as they arrive.")
 @URL
 @click.argument("run")
 def follow(url: str, run: str) -> None:
@@ -68,7 +68,7 @@ def follow(url: str, run: str) -> None:
         print(line, flush=True)
 
 
-@main.command(cls=Command)
+@main.command(cls=Command, short_help="Send a run to URL.")
 @click.argument("run")
 @URL
 @RUNS_DIR

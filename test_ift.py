@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from dataclasses import asdict
@@ -154,12 +155,16 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     `path` is in its folder. Raises RunError if the judge cannot be used or did not score every answer, and RunStopped
     after Ctrl-C."""
     from harness.evaluation.judge.report import judge_and_report
-    from harness.evaluation.judge.requests import JudgeSettings
+    from harness.evaluation.judge.requests import OPENAI_URL, JudgeSettings
 
-    usual, words = JudgeSettings.choose(NOTEBOOK_JUDGE, None), ["judge_ift.py", str(path)]
-    for option, key in (("--model", "model"), ("--base-url", "base_url"), ("--prompt", "prompt")):
-        if getattr(settings, key) != getattr(usual, key):
-            words += [option, getattr(settings, key)]
+    usual_url = (os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    words = ["judge_ift.py", str(path)]
+    for option, value, usual in (
+        ("--model", settings.model, NOTEBOOK_JUDGE),
+        ("--base-url", settings.base_url, usual_url),
+        ("--prompt", settings.prompt, JudgeSettings.prompt),
+    ):
+        words += [option, value] if value != usual else []
     again = shlex.join(words)
     try:
         judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")

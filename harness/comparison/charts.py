@@ -142,8 +142,9 @@ def _curves_on(
     losses: Mapping[str, Sequence[TrainEvent | ValidationEvent]],
     run_names: Mapping[str, Sequence[str]],
 ) -> tuple[list[Curve], dict[str, list[str]]]:
-    """Return the curves over `axis` of the runs `drawn`, and the names of the runs whose losses have no place on this
-    axis, by the reason. `run_names` has the names of the runs of each curve, by the curve's label."""
+    """Return the curves over `axis` of the runs `drawn`, and what is not drawn, by the reason: the names of runs whose
+    losses have no place on this axis, and the labels of curves whose runs have no loss at the same step. `run_names`
+    has the names of the runs of each curve, by the curve's label."""
     places: dict[str, dict[int, tuple[float, float]]] = {}  # run: {step: (place on the axis, loss)}
     left_out: dict[str, list[str]] = {}
     for name, record in drawn.items():

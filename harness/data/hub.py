@@ -47,7 +47,7 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
     prepared.
     """
     work = download_work(name, folder)
-    partial = folder.parent / f".{folder.name}.partial"
+    partial = _partial_folder(folder)
     try:
         with _leaving_at_once(name), _alone_in(partial):
             if not (folder.is_dir() and any(folder.iterdir())):
@@ -59,15 +59,28 @@ def download_dataset(name: str, folder: Path, splits: Sequence[str]) -> None:
 
 
 def list_dataset_files(work: HubWork, splits: Sequence[str]) -> tuple[str, list[RepoSibling]]:
-    """Return the repository's commit and its files. Raises UserError if they cannot be listed, or if the repository
-    lacks one of `splits`, as a repository of text does."""
+    """Return the repository's commit and its files. Raises UserError if they cannot be listed, if the repository lacks
+    one of `splits` (if it is empty, all splits), as a repository of text does, or if the folder of the download has the
+    work of prepare_datasets.py on a dataset of the same name."""
     revision, files = list_files(work)
-    there = {file.rfilename for file in files}
-    missing = [name for each in splits if (name := f"{each}.safetensors") not in there]
+    there = {file.rfilename for file in files} & {f"{each}.safetensors" for each in SPLITS}
+    wanted = splits or ([] if there else ["train"])
+    missing = [name for each in wanted if (name := f"{each}.safetensors") not in there]
     if missing:
-        remedy = "if it has text, make a dataset of it with prepare_datasets.py"
+        remedy = f"it has only {' and '.join(sorted(there))}; use another split or dataset"
+        if not there:
+            remedy = "if it has text, make a dataset of it with prepare_datasets.py"
         raise work.failed(f"has no {' and no '.join(missing)} on the Hugging Face Hub", remedy)
+    partial = _partial_folder(work.folder)
+    if (partial / ".lock").exists():
+        remedy = "finish it with the prepare_datasets.py command that began it, or move this folder away"
+        raise UserError(f"{partial}: unfinished work of prepare_datasets.py, which a download would delete; {remedy}")
     return revision, files
+
+
+def _partial_folder(folder: Path) -> Path:
+    """Return the path of the folder in which the dataset `folder` is kept until it is complete."""
+    return folder.parent / f".{folder.name}.partial"
 
 
 def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
@@ -100,13 +113,9 @@ def _fetch(work: HubWork, partial: Path, splits: Sequence[str]) -> None:
 def _alone_in(partial: Path) -> Iterator[None]:
     """Create and lock `partial`, the folder of an unfinished download, for the `with` body, so that only one process of
     this machine at a time downloads the dataset. Waits for a process that has the lock. On a file system without locks,
-    takes no lock. After the body, deletes `partial` if it is empty. Raises UserError if `partial` is a link, or if it
-    has the work of prepare_datasets.py on a dataset of this name."""
+    takes no lock. After the body, deletes `partial` if it is empty. Raises UserError if `partial` is a link."""
     if partial.is_symlink():
         raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
-    if (partial / ".lock").exists():
-        remedy = "finish it by the same command, or move this folder away"
-        raise UserError(f"{partial}: unfinished work of prepare_datasets.py, which a download would delete; {remedy}")
     partial.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(partial.with_suffix(".lock"))
     try:

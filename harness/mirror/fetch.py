@@ -26,6 +26,7 @@ from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta
 from harness.runs.checkpoints import BEST, LATEST, choose_start, point
 from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 
+ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
 FETCHING_PREFIX = ".fetching-"
 FETCHING_TRIES = 6  # the pauses between them double from one second on
 Check = Callable[[CheckpointMeta], None]
@@ -98,10 +99,11 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
     damaged checkpoint (a file is missing or does not have the hash that meta.json gives, or meta.json cannot be read)
     is skipped with a warning, and an older one is taken. A download that was interrupted resumes. A local metrics.jsonl
     that is not the beginning of the mirror's is moved to a folder below `aside/`. Raises RunError if the mirror cannot
-    be read. Raises UserError as `check` and `choose_start` do, and if all checkpoints there are damaged and there is
-    none here.
+    be read. Raises UserError as `check`, `choose_start` and `refuse_if_set_aside` do, and if all checkpoints there are
+    damaged and there is none here.
     """
     files, brought, is_damaged = retried(mirror, mirror.files), None, False
+    refuse_if_set_aside(run, mirror, files)
     for name in names_in(files):
         if step_of(name) <= _local_step(run):
             break
@@ -123,6 +125,18 @@ def bring(run: RunDirectory, mirror: Mirror, check: Check) -> str | None:
             "--mirror none trains without a mirror, and mirror.py fetch --without-weights brings the metrics"
         )
     return brought
+
+
+def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
+    """Raise UserError if another machine has set the run's latest checkpoint aside among the mirror's `files`: there
+    the run went back behind this checkpoint or was restarted, and this machine would overwrite what came of it."""
+    start = choose_start(run.checkpoints, None)
+    folder = f"checkpoints/{start.name}" if start else ""
+    if f"{folder}/{ASIDE}" in files and f"{folder}/{META}" not in files:
+        raise UserError(
+            f"mirror {mirror.name}: another machine has restarted this run, or continued it without {start}; move "
+            f"{run.checkpoints} away to continue that machine's run here, or give another mirror"
+        )
 
 
 def _bring_checkpoint(

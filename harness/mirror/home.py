@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file
-from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, retried
+from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, refuse_if_set_aside, retried
 from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
@@ -125,8 +125,9 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     folder there. With `take_over`, the run is taken from another machine that trains it.
 
     Raises UserError if the mirror cannot be opened or is the run's own folder, if a process here trains the run, if
-    another machine trains it (without `take_over`) or takes it meanwhile, or if the mirror holds another experiment or
-    a later checkpoint. Raises RunError if the mirror cannot be read, and the errors of the store if sending fails.
+    another machine trains it (without `take_over`) or takes it meanwhile, if the mirror holds another experiment or a
+    later checkpoint, or as `refuse_if_set_aside` does. Raises RunError if the mirror cannot be read or owner.json
+    cannot be written, and the errors of the store if sending fails.
     """
     refuse_own_folder(url, run)
     run.lock()  # until this process ends; a run that is being trained here sends its files itself
@@ -136,7 +137,9 @@ def push_run(run: RunDirectory, url: str, *, take_over: bool) -> str:
     lease.take(wait=False, take_over=take_over)
     try:
         here = list_checkpoints(run.checkpoints)
-        found = retried(mirror, lambda: newest_in_mirror(mirror, mirror.files()))
+        files = retried(mirror, mirror.files)
+        refuse_if_set_aside(run, mirror, files)
+        found = retried(mirror, lambda: newest_in_mirror(mirror, files))
         if found and found[1].global_step > (here[-1][0] if here else -1):
             raise UserError(
                 f"mirror {mirror.name}: has {found[0]}, which is newer than {run.path}: `uv run mirror.py fetch` "

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from harness.common.errors import UserError
+from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.messages import quoted
 from harness.mirror.fetch import retried
@@ -57,7 +57,12 @@ class Lease:
         cannot be read or written, even when tried again."""
         told = False
         while not take_over:
-            other, silent = retried(self._mirror, partial(owner_of, self._mirror, own=self._id))
+            try:
+                other, silent = retried(self._mirror, partial(owner_of, self._mirror, own=self._id))
+            except RunError:
+                if not told:
+                    raise
+                continue  # a wait of days outlives a failure of the store that lasts longer than the retries
             if other is None or silent > LEASE_SECONDS:
                 break
             heard = f"last heard from {rough_duration(max(0.0, silent))} ago"

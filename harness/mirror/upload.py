@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from harness.common.errors import signals_to
 from harness.common.messages import GIB
-from harness.mirror.fetch import names_in, step_of
+from harness.mirror.fetch import ASIDE, names_in, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
@@ -28,7 +28,6 @@ from harness.runs.checkpoints import BEST, LATEST, list_checkpoints
 from harness.runs.directory import CACHE_SECRET, RunDirectory
 from harness.runs.metrics import rough_duration
 
-ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
 END_PATIENCE_SECONDS = 900.0  # the wait at the end of a run is given up if no byte was sent for this long
 LEAST_SPEED = 2e6  # bytes per second; that wait is longer by the time that the file in flight takes at this speed

@@ -82,9 +82,8 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
 
     There are as few chunks as the limits allow. A chunk has at most CHUNK_LOGITS[device_type] logits, but always at
     least one row. A device type that is not in CHUNK_LOGITS has the CPU's limit. On a CPU, the limit is twice as high
-    for 16-bit logits. In fp16, a chunk has at most
-    FP16_ROWS rows. If these limits allow at least TILE rows per chunk, the number of rows is a multiple of TILE. Apart
-    from this, the chunks are as equal as possible.
+    for 16-bit logits. In fp16, a chunk has at most FP16_ROWS rows. If these limits allow at least TILE rows per chunk,
+    the number of rows is a multiple of TILE. Apart from this, the chunks are as equal as possible.
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
     if device_type == "cpu" and dtype.itemsize == 2:

@@ -19,7 +19,7 @@ def has_fast_bf16() -> bool:
     if not (torch.backends.mkldnn.is_available() and has_bf16):
         return False
     # ONEDNN_MAX_CPU_ISA can forbid instructions to oneDNN, and no public function tells which. If it forbids AVX-512,
-    # matrix products in bf16 run at 10 to 21 GFLOP/s instead of 203; in fp32 they run at 88 (docs/LOG.md).
+    # matrix products in bf16 run at 10 to 21 GFLOP/s instead of 203; in fp32 they run at 88 (on an AMD EPYC).
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from harness.runs.train_config import TrainConfig
 
 WATCHER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from harness.runs import ending; ending.main()"
+# Environment variables that launchers of ranks set
+OF_LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|DDP_TRAIN_")
 POLL_SECONDS = 0.5
 NOTIFY_SECONDS = 5.0
 LONGEST_SECONDS = 600.0
@@ -76,7 +79,10 @@ def watch_end(run: RunDirectory, config: TrainConfig, rank0: int, mirror: str | 
     launcher = launcher_name() if started_by_torchrun() else ""
     job: dict[str, Any] = {"run": str(run.path.absolute()), "rank0": rank0, "launcher": launcher, "mirror": mirror}
     job |= {"on_end": config.on_end, "notify": config.notify}  # piped, because all users can see command lines
-    watcher = subprocess.Popen([sys.executable, "-c", WATCHER], stdin=subprocess.PIPE, start_new_session=True)
+    # Without the launcher's variables, with which a command of this program would take itself for a rank of this job.
+    environment = {name: value for name, value in os.environ.items() if not OF_LAUNCHER.match(name)}
+    command = [sys.executable, "-c", WATCHER]
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     assert watcher.stdin is not None
     pipe = watcher.stdin
     pipe.write(json.dumps(job).encode() + b"\n")

@@ -73,8 +73,8 @@ class ValidationEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A planned checkpoint: one at an interval of train.json or after the last step. A checkpoint at an
-    early stop has no event."""
+    """A planned checkpoint: one at an interval of train.json or after the last step. A checkpoint at an early stop has
+    no event."""
 
     event: str = "checkpoint"
     is_best: bool = False

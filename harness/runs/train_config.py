@@ -104,8 +104,8 @@ class TrainConfig(RunFile):
     train_steps: Positive | None = None
     """A budget in place of min_train_tokens: global steps."""
     tokens_per_parameter: float | None = Field(default=None, gt=0, le=1e9)
-    """A budget in place of min_train_tokens: at least this many tokens for each parameter (of the experts, only those
-    that are active for a token count)."""
+    """A budget in place of min_train_tokens: at least this many tokens for each parameter (with experts, for each
+    active one)."""
     target_flops: float | None = Field(default=None, gt=0, le=1e40)
     """A budget in place of min_train_tokens: at most this many floating-point operations."""
     start_train_token: Index
@@ -157,8 +157,8 @@ class TrainConfig(RunFile):
     decay_all_parameters: bool = True
     """false: weight decay on matrices only."""
     scale_with_batch: BatchScale | None = None
-    """Scale learning rates and weight decay from the global batch that they were tuned with to this run's and, if
-    reference_train_tokens is given, weight decay also to this run's length; null: not scaled."""
+    """Scale learning rates and weight decay, which were tuned with another global batch, to this run's global batch. If
+    reference_train_tokens is given, also scale weight decay to this run's length. null: not scaled."""
     scale_with_depth: DepthScale | None = None
     """Scale weight decay to this model's number of layers, from the number that it was tuned with; null: not scaled."""
     lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = "constant"

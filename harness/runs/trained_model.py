@@ -181,7 +181,10 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         is_run = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
         is_run |= path.name == word and (runs_dir / path).is_dir()
         is_run |= (path / "train.json").is_file() and not (path / WEIGHTS).exists()
-        is_model_json = word.endswith(".json") or path.is_file() or (following.endswith(WEIGHTS_SUFFIX) and not is_run)
+        name = word.rpartition(":")[0] or word
+        names_runs = is_run or ("/" not in name and any(each.is_dir() for each in runs_dir.glob(name or ".")))
+        is_followed = following.endswith(WEIGHTS_SUFFIX) and not names_runs
+        is_model_json = word.endswith(".json") or path.is_file() or is_followed
         if is_model_json and not are_weights:
             if not left:
                 raise UserError(f"{word}: a model is two files, MODEL_JSON WEIGHTS; give both, or RUN[:CHECKPOINT]")

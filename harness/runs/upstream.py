@@ -93,7 +93,7 @@ def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.S
 
     numbered = saved["state"]
     if sorted(numbered) != list(range(len(names))):
-        raise ValueError(f"the state has {len(numbered)} parameters, not {len(names)} numbered from 0")
+        raise ValueError(f"the state has {len(numbered)} parameters; their numbers must be 0 to {len(names) - 1}")
     state_of = {name: numbered[index] for index, name in enumerate(sorted(names, key=place))}
     result: dict[str, dict[str, Tensor]] = {}
     for name, wanted in shapes.items():

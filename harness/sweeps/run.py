@@ -168,7 +168,7 @@ class SweepRunner:
         if max_dollars is not None and unpriced:
             raise UserError(
                 f'max_dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put '
-                'this key into the sweep\'s "set", and start the sweep again under another "name"'
+                "the machine's price into the sweep's \"set\" (and into train.json of the runs that exist already)"
             )
         self.runs, self.planner, self.script, self.max_dollars = list(runs), planner, script, max_dollars
         self.free_groups = device_groups(planner.groups, planner.processes)
@@ -229,7 +229,7 @@ class SweepRunner:
             self._note_signal(signal.SIGHUP)
 
     def _stop_if_due(self) -> None:
-        """If a signal has arrived, or `max_dollars` or `max_hours` are spent, start no more runs, and ask the runs
+        """If a signal has arrived, or `max_dollars` or `max_hours` is spent, start no more runs, and ask the runs
         under way to write a checkpoint and end. Does nothing otherwise."""
         if self.signal:
             self.stop_reason = f"stopped by {signal.Signals(self.signal).name}"
@@ -269,7 +269,7 @@ class SweepRunner:
         return None
 
     def _why_unaffordable(self, run: DerivedRun, planned: RunPlan | None) -> str | None:
-        """Return a message if `max_dollars` are spent, or would be exceeded by the end of `run` and of the runs under
+        """Return a message if `max_dollars` is spent, or would be exceeded by the end of `run` and of the runs under
         way; then no further run is started, not even a cheaper one. Return None otherwise, or if there is no such
         limit. A run of unknown cost counts as free."""
         if self.max_dollars is None:

@@ -38,7 +38,7 @@ from harness.common.memory import (
 )
 from harness.common.messages import GIB, tell
 from harness.common.processes import end_with_parent
-from harness.data.loader import Microbatch
+from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
 from harness.model.kernels import explain_failed_attention, explain_nondeterminism, should_compile
@@ -130,7 +130,7 @@ class MicrobatchSearcher:
         config = experiment.config
         self.experiment, self.world, self.limit = experiment, world, limit
         self.alone = World(0, world.local_rank, 1, 1, world.device)  # tried steps exchange nothing with other ranks
-        self.tokens = data.tokens("train")
+        self.tokens, self.order = data.tokens("train"), experiment.window_order(data.lengths("train"))
         self.compiles = should_compile(config.compile, world.device)
         # If train.json sets the global batch, this number depends on the microbatch; 2 then stands for more than one.
         self.accumulation_steps = 2 if config.global_batches else config.gradient_accumulation_steps
@@ -239,11 +239,10 @@ class MicrobatchSearcher:
         elif self.compiles:
             torch.compiler.reset()  # each size is compiled separately, as in training
         step, context = self._step, self.experiment.model.context_length
-        tokens = self.tokens.read(self.experiment.config.start_train_token, microbatch_size * context + 1)
-        microbatch = Microbatch.consecutive(tokens, context)
+        microbatch = TokenLoader(self.tokens, self.order, BatchLayout(1, 1, microbatch_size, context)).microbatch(0)
         steps = [microbatch] * STEPS
         if device.type == "cpu":
-            one = Microbatch.consecutive(tokens[: context + 1], context)
+            one = Microbatch(microbatch.windows[:1])
             steps = [microbatch if self.compiles else one, microbatch]
         meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
         kept = None
@@ -407,6 +406,8 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
     number of ranks.
     """
     config, tokens = experiment.config, min(data.lengths("train"))
+    # All passes that `epochs` allows count. One token more is the last target.
+    there = experiment.available_tokens(data.lengths("train"))
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"
         raise UserError(
@@ -414,7 +415,7 @@ def largest_with_data(experiment: Experiment, world: World, data: TrainingData) 
             f"{world.size}, the number of ranks; change one of these numbers"
         )
     per_sequence = world.size * config.gradient_accumulation_steps * experiment.model.context_length
-    ceiling = (tokens - config.start_train_token - 1) // per_sequence
+    ceiling = (there - 1) // per_sequence
     if ceiling < 1:
         raise UserError(
             f"the train split of {config.data_name} is too short for one global batch: wanted "

@@ -11,7 +11,7 @@ import click
 import torch
 
 from harness.common.device import idle_gpus
-from harness.common.errors import UserError
+from harness.common.errors import CEILING, RunStopped, UserError
 from harness.common.lock import RunLock
 from harness.common.options import TrainOptions
 from harness.data.fetch import ensure_dataset
@@ -116,10 +116,9 @@ def prepare(
     # warm-up is too long, or if the disk is full.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
-    if not plan.position or not plan.position.is_finished:
-        world.on_rank0(lambda: check_ceilings(experiment, clock))
     assert plan.position is not None, "the dataset is here"
-    if not plan.position.is_finished:
+    if not plan.position.is_finished or (meta and meta.interrupted_evaluation):
+        world.on_rank0(lambda: check_ceilings(experiment, clock, is_restart=lock.began_before))
         world.on_rank0(run.check_outputs)
     world.on_rank0(lambda: say_plan(plan))
     checkpoints.check_tokenizer(data.tokenizer)
@@ -147,9 +146,13 @@ def prepare(
     )
 
 
-def check_ceilings(experiment: Experiment, clock: Clock) -> None:
-    """Raise UserError if earlier processes of the run have already reached train.json's max_hours or max_dollars."""
+def check_ceilings(experiment: Experiment, clock: Clock, *, is_restart: bool = False) -> None:
+    """Raise UserError if earlier processes of the run have already reached train.json's max_hours or max_dollars. If
+    torchrun has restarted this process (`is_restart`), raise RunStopped instead: the command ends as its first start
+    did, so that `on_end` and `notify` get the state "stopped"."""
     for key, left in clock.ceilings(experiment.config).items():
+        if left <= 0 and is_restart:
+            raise RunStopped(CEILING)
         if left <= 0:
             raise UserError(
                 f'{experiment.run.train_json}: key "{key}": the run has reached {getattr(experiment.config, key):g} '

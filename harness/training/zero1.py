@@ -48,8 +48,8 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
                 )
 
 
-# Shards begin at multiples of this many elements, and end there or with their parameter. Kernels process up to 64
-# elements at once, and the remaining elements at a tensor's end with other instructions, whose results may differ in
+# Shards begin and end at multiples of this many elements; a parameter's last shard ends with it. Kernels process up to
+# 64 elements at once, and the remaining elements at a tensor's end with other instructions, whose results may differ in
 # the last bit.
 GRAIN = 64
 MESSAGE = 2**26  # elements of state per message, and of the buffer that receives a message on the device

@@ -229,7 +229,6 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
         shown_whole(done.stdout)
 
 
-@pytest.mark.slow
 def test_a_hundred_runs_are_read_about_as_fast_as_their_files_are_parsed_four_times(tmp_path: Path) -> None:
     ended = RunFolder(tmp_path, "run-0").finish()
     going = RunFolder(tmp_path, "run-1").train_to(*range(300))

@@ -216,8 +216,9 @@ def test_a_meta_json_that_does_not_fit(folder: Path, changes: dict, message: str
     (folder / "meta.json").write_text(json.dumps(meta | changes))
     with pytest.raises(RunError, match=message):
         verify(Dataset.at(folder))
-    (folder / "meta.json").write_text(json.dumps(meta | {"splits": {}}))
-    assert all("but meta.json has no counts of them" in line for line in verify(Dataset.at(folder))[:-1])
+    for names in ([], ["train", "validation"]):
+        (folder / "meta.json").write_text(json.dumps(meta | {"splits": {name: {} for name in names}}))
+        assert all("but meta.json has no counts of them" in line for line in verify(Dataset.at(folder))[:-1])
     change_byte(folder / "train.safetensors", -3, 255)
     with pytest.raises(RunError, match=r"token id 65\d\d\d is not in the tokenizer's vocabulary of 300"):
         verify(Dataset.at(folder))

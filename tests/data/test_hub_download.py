@@ -153,8 +153,10 @@ def test_a_repository_without_the_split_is_refused_before_a_download(
     assert downloader.fail().startswith(said)
     assert not downloader.hub.seen("GET", "/resolve/")
     assert not downloader.partial.exists()
-    with hub_here(downloader.hub.environment(downloader.home / "hf")), pytest.raises(UserError, match=re.escape(said)):
-        check_obtainable(downloader.datasets, NAME, ["train"], ask_hub=True)
+    with hub_here(downloader.hub.environment(downloader.home / "hf")):
+        for splits in (["train"], []):
+            with pytest.raises(UserError, match=re.escape(said)):
+                check_obtainable(downloader.datasets, NAME, splits, ask_hub=True)
 
 
 def test_the_work_of_a_preparation_is_not_deleted(downloader: Downloader, dataset: FakeDataset) -> None:
@@ -163,10 +165,12 @@ def test_the_work_of_a_preparation_is_not_deleted(downloader: Downloader, datase
     work.open()
     (work.path / "text.tokens").write_bytes(b"hours of work")
     before = {path: path.read_bytes() for path in work.path.iterdir()}
-    line = str(downloader.here(NAME)[1])
-    assert line.startswith(f"{work.path}: unfinished work of prepare_datasets.py")
+    refused = f"{work.path}: unfinished work of prepare_datasets.py"
+    assert str(downloader.here(NAME)[1]).startswith(refused)
     assert {path: path.read_bytes() for path in work.path.iterdir()} == before
     assert not downloader.folder.exists()
+    with hub_here(downloader.hub.environment(downloader.home / "hf")), pytest.raises(UserError, match=refused):
+        check_obtainable(downloader.datasets, NAME, ["train"], ask_hub=True)
 
 
 # Interrupted ---------------------------------------------------------------------------------------------------------

@@ -307,6 +307,13 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
     assert len(losses_in(run)) == 3, "the same weights give the same result"
 
 
+def test_the_notebooks_start_needs_a_batch_behind_it(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without options, a validation split that ends soon after the notebook's first token is measured from its own."""
+    for start, first in ((404, "tokens 0 to 480 of 500"), (400, "tokens 400 to 496 of 500")):
+        monkeypatch.setattr("harness.evaluation.loss.NOTEBOOK_START_TOKEN", start)
+        assert first in " ".join(measure(shop, "r", "--split", "validation").stdout.split())
+
+
 def test_models_of_many_names(shop: Workshop, tmp_path: Path) -> None:
     """A pattern names all runs that match, and a long name is on a line above its numbers. Models of the same name are
     shown by their paths."""
@@ -338,7 +345,7 @@ def test_runs_of_a_pattern_without_the_checkpoint_are_left_out_and_named(shop: W
     for words in (["lr-[24]"], ["lr-[24]:best"], ["lr-*", "lr-2"]):
         assert measure(shop, *words).status == 2
     weights = shop.runs / "lr-1" / "checkpoints" / "latest" / "model.safetensors"
-    for both in ((weights, "r"), ("r", weights)):
+    for both in ((weights, "r"), ("r", weights), ("r:best", weights), ("lr-1*", weights)):
         assert len(labels(measure(shop, *both, "--batches", 1))) == 2, "a run and a file of weights, in any order"
 
 

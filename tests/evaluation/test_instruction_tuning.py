@@ -327,11 +327,13 @@ def test_a_model_that_learns_nothing_is_told_so_and_left_as_it_came(shop: Worksh
 def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
     with FakeJudge(honest_requests=1) as judge:
         options = f"--data data.json --max-epochs 1 --max-new-tokens 3 --responses r.json --base-url {judge.url}"
-        process = shop.fork([str(ROOT / "test_ift.py"), *f"r {options} --judge-prompt book".split()], JUDGED)
+        options += " --judge-prompt book --judge-model other"
+        variables = {**JUDGED, "OPENAI_BASE_URL": "not an address"}  # not used
+        process = shop.fork([str(ROOT / "test_ift.py"), "r", *options.split()], variables)
         wait_until(lambda: len(judge.requests) >= 2, process)
         process.send_signal(signal.SIGINT)
         result = finish([process], expect=130, timeout=60)
-    again = f"judge_ift.py r.json --base-url {judge.url} --prompt book"
+    again = f"judge_ift.py r.json --model other --base-url {judge.url} --prompt book"
     assert result.error_lines == [f"stopped by SIGINT; the answers are kept; to continue: {again}"]
     assert "Respond with the integer number only." in judge.requests[0].prompt
     assert len(read_responses(shop.path / "r.json").responses) == 4

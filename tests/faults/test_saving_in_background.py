@@ -56,7 +56,7 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> Non
     slow = f"before({flush!r}, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
     processes = shop.start("slow-disk", ranks=1, prelude=FAULTS + slow)
     steps: set[int] = set()
-    wait_until(mark.exists, *processes)
+    wait_until(lambda: mark.exists() and mark.read_text(), *processes)
     while time.time() - float(mark.read_text()) < SLOW_SECONDS - 0.2:
         assert latest_step(run) is None  # no link before the files are durable
         text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""

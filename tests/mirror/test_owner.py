@@ -87,6 +87,31 @@ def test_one_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pyte
     assert not failing
 
 
+def test_a_long_failure_of_the_store_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store fails for more tries than those of one look, while the owner of the run is waited for."""
+    first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
+    first.take(wait=False, take_over=False)
+    pause, read, failures = time.sleep, Mirror.read, [ConnectionError()] * 20
+    monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
+    waiting = threading.Thread(target=second.take, kwargs={"wait": True, "take_over": False})
+    waiting.start()
+    pause(0.2)
+
+    def failing(mirror: Mirror, path: str) -> bytes | None:
+        if mirror is second._mirror and failures:
+            raise failures.pop()
+        return read(mirror, path)
+
+    monkeypatch.setattr(Mirror, "read", failing)
+    pause(0.5)
+    assert waiting.is_alive()
+    first.release()
+    waiting.join(10)
+    assert not failures
+    second.check()
+    second.release()
+
+
 def test_the_machines_clocks_do_not_matter(tmp_path: Path) -> None:
     first, second = lease_of(tmp_path, "a"), lease_of(tmp_path, "b")
     first.take(wait=False, take_over=False)

@@ -126,6 +126,18 @@ def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     assert_same_end(first.runs / "r", second.runs / "r")
 
 
+@pytest.mark.fault("the run was restarted on another machine", "the first one is refused; the mirror stays as it is")
+def test_a_machine_does_not_overwrite_a_run_that_another_has_restarted(first: InProcess, tmp_path: Path) -> None:
+    first.train_here()
+    second = add_machine(tmp_path, "second", learning_rate=0.02)
+    second.train_here("r", "--restart")
+    before = {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()}
+    first.train_here(expect=2)
+    refused = first.command("mirror.py", "push", "r", f"file://{remote(first).parent}")
+    assert (refused.status, "another machine has restarted this run" in refused.stderr) == (2, True)
+    assert {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()} == before
+
+
 def test_old_checkpoints_are_deleted_there_too(tmp_path: Path) -> None:
     machine = add_machine(tmp_path, "first", keep_checkpoints=1, min_train_tokens=64 * 5)
     machine.train_here()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT as SIGINT
 from signal import SIGTERM as SIGTERM
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -336,6 +337,15 @@ def signal_storm(number: int, count: int) -> None:
             time.sleep(0.001)
 
     threading.Thread(target=send).start()
+
+
+def two_hours_later() -> None:
+    """Let the clocks by which this process knows its ceilings and records its seconds jump ahead by two hours."""
+    from harness.distributed import signals
+    from harness.training import clock
+
+    vars(signals)["time"] = SimpleNamespace(monotonic=lambda: time.monotonic() + 7200)
+    vars(clock)["time"] = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 7200)
 
 
 def in_life(life: int, path: str, action: Action) -> Action:

@@ -13,17 +13,7 @@ from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
 
 SETTINGS: dict[str, Any] = {"min_train_tokens": 2560, "learning_rate": 0.01, "price_per_hour": 3.0}
-# The clock of one rank jumps ahead by two hours.
-LATER = """
-from types import SimpleNamespace
-import time
-from tests.support.faults import *
-from harness.distributed import signals
-
-def later():
-    signals.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 7200)
-
-"""
+FAULTS = "from tests.support.faults import *\n"
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +31,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.mark.parametrize(
     ("key", "jump", "step"),
     [
-        ("max_hours", "before(STEP, later, rank=1, step=7)", 8),  # the exchange of step 8 was under way
-        ("max_dollars", "if own_rank() == 0: after_first_evaluated(later, step=10)", 10),
+        ("max_hours", "before(STEP, two_hours_later, rank=1, step=7)", 8),  # the exchange of step 8 was under way
+        ("max_dollars", "if own_rank() == 0: after_first_evaluated(two_hours_later, step=10)", 10),
     ],
 )
 def test_a_run_stops_with_a_checkpoint_and_goes_on_to_the_same_end(
@@ -50,7 +40,7 @@ def test_a_run_stops_with_a_checkpoint_and_goes_on_to_the_same_end(
 ) -> None:
     """Two hours at three dollars an hour are above either ceiling. The run goes on after the ceiling is raised."""
     run = shop.add_run(key, **SETTINGS, validation_ranks="all", **{key: 1.5})
-    ended = shop.train(key, prelude=LATER + jump, expect=3)
+    ended = shop.train(key, prelude=FAULTS + jump, expect=3)
     assert ended.error_lines == [
         f"stopped by {key} 1.5 of train.json after global step {step}; to continue, raise {key} and run the same "
         "command again (without --restart or a CHECKPOINT)"
@@ -75,8 +65,37 @@ def test_a_ceiling_that_earlier_processes_have_reached_is_refused_and_planned(
     again.add_run(**SETTINGS | lower)
     refused = again.train(expect=2)
     assert re.search(rf'train\.json: key "{key}": the run has reached [\d.e-]+ already; raise it', refused.stderr)
-    assert f"{key} is reached; raise it to continue" in again.attempt("--plan", "--assume-tps", "1").stdout
+    said = again.attempt("--plan", "--assume-tps", "1").stdout
+    assert f"{key} is reached; raise it to continue" in said
+    assert "would stop" not in said
     again.add_run(**SETTINGS | {key: 0.25})
     said = " ".join(again.attempt("--plan", "--assume-tps", "1").stdout.split())
     assert re.search(rf"ceiling +{key} 0\.25: [\d.,]+ (s|h) left; the run would stop there, before its end", said)
     assert "would stop there" not in again.attempt("--plan", "--assume-tps", "100000").stdout
+
+
+@pytest.mark.fault(
+    "a ceiling is reached during start-up", "its seconds are recorded, so that the next start is refused"
+)
+def test_a_ceiling_during_start_up(shop: Workshop) -> None:
+    run = shop.add_run("start-up", **SETTINGS)
+    shop.train("start-up", prelude=f"{FAULTS}before(STEP, tell(SIGTERM), rank=1, step=5)", expect=143)
+    shop.add_run("start-up", **SETTINGS, max_hours=1.0)
+    ended = shop.train("start-up", prelude=f"{FAULTS}before(WARM_UP, two_hours_later)", expect=3)
+    assert "stopped by max_hours" in ended.error_lines[0]
+    assert "the run has reached 1 already" in shop.train("start-up", expect=2).stderr
+    shop.add_run("start-up", **SETTINGS, max_hours=9.0)
+    shop.train("start-up")
+    assert json.loads((run / "summary.json").read_text())["seconds"]["total"] > 7200
+
+
+def test_a_ceiling_in_the_last_validation(shop: Workshop) -> None:
+    """The run has done all its steps, but not its last validation. No start adds a checkpoint."""
+    run = shop.add_run("last", **SETTINGS | {"min_train_tokens": 640}, max_hours=1.0)
+    shop.train("last", ranks=1, prelude=f"{FAULTS}after_first_evaluated(two_hours_later, step=9)", expect=3)
+    before = sorted((run / "checkpoints").iterdir())
+    assert "the run has reached 1 already" in shop.train("last", ranks=1, expect=2).stderr
+    assert sorted((run / "checkpoints").iterdir()) == before
+    shop.add_run("last", **SETTINGS | {"min_train_tokens": 640}, max_hours=9.0)
+    shop.train("last", ranks=1)
+    assert (run / "summary.json").exists()

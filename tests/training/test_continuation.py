@@ -18,8 +18,9 @@ from harness.runs.directory import RunDirectory
 from harness.runs.results import write_search
 from tests.runs.test_results import SEARCH
 from tests.support.in_process import InProcess, module_shop
-from tests.support.launch import Workshop, metrics
+from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
+from tests.support.torchrun import Torchrun
 
 # Dropout of 0.1 and two accumulation steps are the defaults of tests/support/launch.py.
 COMMON: dict[str, Any] = {
@@ -273,3 +274,35 @@ def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: InProcess) -> N
     shop.add_run("sampled", sample_prompt="def", sample_interval=2)
     result = shop.train_here("sampled")
     assert "no sample: " in result.stdout + result.stderr
+
+
+@pytest.mark.fault("killed while it goes back", "the same command goes back; the run does not count as finished")
+@pytest.mark.parametrize("place", ["directory:RunDirectory.set_summary_and_chart_aside", "checkpoints:rewind_to"])
+def test_killed_while_it_goes_back(tmp_path: Path, place: str) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=20_000)
+    run = shop.add_run(min_train_tokens=1280)
+    shop.train()
+    name = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
+    shop.train("r", name, prelude=f"{FAULTS}before('harness.runs.{place}', kill)", expect=None)
+    shop.train("r", name, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), rank=1, step=7)", expect=143)
+    assert not (run / "summary.json").exists()
+    assert RunRecord.read(RunDirectory(run)).state.word == "stopped"
+
+
+def test_torchrun_starts_one_rank_again_whose_checkpoint_is_gone(tmp_path: Path) -> None:
+    """The run has gone back to a checkpoint that `keep_checkpoints` deletes after the first restart."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=20_000)
+    settings: dict[str, Any] = {"min_train_tokens": 64 * 24, "keep_checkpoints": 1, "checkpoint_interval": 2}
+    run = shop.add_run(**settings)
+    shop.train(ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=5)", expect=143)
+    name = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
+    died = "".join(
+        f"before(STEP, in_life({life}, {str(tmp_path / 'lives')!r}, kill), step={step})\n"
+        for life, step in ((1, 12), (2, 17))
+    )
+    job = Torchrun(shop, run, are_forked=True)
+    finish([job.start(died, "--nproc_per_node=1", "--max-restarts=3", arguments=[name])], expect=0, timeout=240)
+    assert (run / "summary.json").exists()
+    assert len((tmp_path / "lives").read_text().splitlines()) == 2

@@ -32,7 +32,7 @@ from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import load_train_config
 from harness.training import batch_size_finder
-from harness.training.batch_size_finder import MicrobatchSearcher, largest_that_fits
+from harness.training.batch_size_finder import MicrobatchSearcher, largest_that_fits, largest_with_data
 from tests.model.test_levers import ALL
 from tests.support.in_process import InProcess
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, rank_variables
@@ -452,8 +452,8 @@ class InThisProcess(MicrobatchSearcher):
             raise MemoryError
 
 
-def loaded(shop: Workshop, **keys: Any) -> Experiment:
-    shop.add_dataset(tokens=20_000)
+def loaded(shop: Workshop, tokens: int = 20_000, **keys: Any) -> Experiment:
+    shop.add_dataset(tokens=tokens)
     return Experiment.load(RunDirectory(shop.add_run(**keys)), shop.datasets)
 
 
@@ -462,6 +462,13 @@ def searcher(tmp_path: Path, **keys: Any) -> InThisProcess:
     experiment = loaded(shop, **keys)
     limit = MemoryLimit(1.0, 100 * InThisProcess.holds + 50, "")
     return InThisProcess(experiment, ALONE, experiment.open_data(), limit)
+
+
+def test_passes_of_epochs_count(tmp_path: Path) -> None:
+    """Training reads a text of three sequences again and again, and so does the search."""
+    search = searcher(tmp_path, tokens=60, epochs="repeat", min_train_tokens=640)
+    assert largest_with_data(search.experiment, ALONE, search.experiment.open_data()) > InThisProcess.holds
+    assert search.find(1000) == InThisProcess.holds
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

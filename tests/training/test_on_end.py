@@ -86,6 +86,25 @@ def test_torchrun_may_start_the_ranks_again(shop: Workshop, restarts: int) -> No
     assert endings(run) == [f"{'finished' if restarts else 'failed'} {run.name}"]
 
 
+def test_torchrun_starts_a_run_again_that_a_ceiling_has_stopped(shop: Workshop) -> None:
+    run = shop.add_run("ceiling", **SHORT | {"max_hours": 1.0})
+    job = Torchrun(shop, run, are_forked=True)
+    finish([job.start("before(STEP, two_hours_later, step=2)", "--max-restarts=1")], expect=1, timeout=240)
+    wait_until(lambda: endings(run))
+    assert endings(run) == ["stopped ceiling"]
+
+
+def test_it_runs_without_the_launchers_variables(shop: Workshop) -> None:
+    """A command of this program in it would take itself for a rank of the job that has ended."""
+    run = shop.add_run("clean", **SHORT | {"on_end": ["sh", "-c", 'env > "$DDP_PRETRAIN_DIRECTORY/ended"']})
+    finish([Torchrun(shop, run, are_forked=True).start("")], expect=0, timeout=240)
+    wait_until(lambda: endings(run))
+    names = {line.partition("=")[0] for line in endings(run)}
+    assert "DDP_PRETRAIN_STATE" in names
+    assert not names & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    assert not [name for name in names if name.startswith("TORCHELASTIC_")]
+
+
 @pytest.mark.fault("killed before its last upload", "what was saved is sent to the mirror, then `on_end` runs")
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_it_runs_after_the_last_upload(shop: Workshop, tmp_path: Path, is_lost: bool) -> None:
