@@ -80,14 +80,16 @@ def newest_in_mirror(mirror: Mirror, files: dict[str, int]) -> tuple[str, Checkp
 def newer_in_mirror(mirror: Mirror, run: RunDirectory) -> tuple[str, CheckpointMeta] | None:
     """Return name and meta.json of the newest whole checkpoint in the mirror if it is of a later step than the one that
     the run would continue from without the mirror. Return None otherwise. Nothing is fetched. Raises RunError if the
-    mirror cannot be read, and UserError as `choose_start` does."""
+    mirror cannot be read, and UserError as `choose_start` and `refuse_if_set_aside` do."""
     try:
-        found = newest_in_mirror(mirror, mirror.files())
+        files = mirror.files()
+        found = newest_in_mirror(mirror, files)
     except Exception as error:
         raise RunError(
             f"mirror {mirror.name}: cannot be read: {reason_of(error)}; try again, or train without it "
             "(ddp_train.py --mirror none)"
         ) from None
+    refuse_if_set_aside(run, mirror, files)
     return found if found and found[1].global_step > _local_step(run) else None
 
 

@@ -62,6 +62,7 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
     if (run.path / "model.json").exists() and run.train_json.exists():
         experiment = Experiment.load(run, Path("datasets"))
         check_same_experiment(experiment, mirror)
+    refuse_if_set_aside(run, mirror, files)
     run.path.mkdir(parents=True, exist_ok=True)
     small = ["model.json", "train.json", run.summary.name, run.chart.name]
     if with_weights:

@@ -183,7 +183,7 @@ class Uploads:
         here."""
         remote = f"checkpoints/{path.name}"
         with suppress(FileNotFoundError):  # `keep_checkpoints` has deleted it meanwhile
-            sizes = {f"{remote}/{file.name}": file.stat().st_size for file in path.iterdir()}
+            sizes = {f"{remote}/{file.name}": file.stat().st_size for file in files_of(path)}
             if sizes.items() <= there.items():
                 return self.mirror.read(f"{remote}/{META}") == (path / META).read_bytes()
         return False
@@ -191,7 +191,7 @@ class Uploads:
     def _send_checkpoint(self, path: Path, there: dict[str, int]) -> None:
         self.sending, began, sent = path.name, time.monotonic(), 0
         try:
-            files = sorted(path.iterdir())
+            files = sorted(files_of(path))
             if f"checkpoints/{path.name}/{META}" in there:  # not whole until the last file is sent
                 self.mirror.delete(f"checkpoints/{path.name}/{META}")
             for file in files:
@@ -301,13 +301,18 @@ class Uploads:
     def _bar(self) -> tqdm | None:
         """Return a progress bar for the bytes of the checkpoints still to be sent. If standard error is no terminal,
         print a line instead and return None."""
-        files = [file for path in self._wanted() if path.name not in self._whole for file in path.iterdir()]
+        files = [file for path in self._wanted() if path.name not in self._whole for file in files_of(path)]
         sent = (self._versions.get(f"checkpoints/{file.parent.name}/{file.name}") == version(file) for file in files)
         left = sum(file.stat().st_size for file, is_sent in zip(files, sent, strict=True) if not is_sent)
         if not sys.stderr.isatty():
             self._say(f"waiting for the mirror: {left / GIB:.2f} GiB to send to {self.mirror.name}; Ctrl-C stops it")
             return None
         return tqdm(total=left, unit="B", unit_scale=True, desc="sending to the mirror (Ctrl-C stops it)")
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """Return the files of a checkpoint. A folder in it is the user's own, such as an export, and is not sent."""
+    return [path for path in checkpoint.iterdir() if path.is_file()]
 
 
 def version(path: Path) -> tuple[int, int]:

@@ -41,6 +41,7 @@ class Status:
     state: StateWord
     said: str = ""
     dollars: float = 0.0
+    seconds: float = 0.0  # for which the run was trained, as it records; 0 if it records nothing
 
     @property
     def needs_training(self) -> bool:
@@ -71,7 +72,7 @@ def status_of(run: DerivedRun) -> Status:
     elif state in ("going on", "stopped") and record.progress is not None:
         wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
         said = describe_progress(record.progress, wanted, goes_on=state == "going on")
-    return Status(run, state, said, record.dollars.get("total", 0.0))
+    return Status(run, state, said, record.dollars.get("total", 0.0), record.seconds.get("total", 0.0))
 
 
 def count_states(statuses: Sequence[Status]) -> str:

@@ -181,7 +181,12 @@ class SweepRunner:
             for run, status in zip(runs, statuses, strict=True)
         }
         self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
-        earlier = sum(logged_seconds(run) / groups_before(run) for run in runs)
+        # A sweep that was killed has not logged the time of the runs that were under way, but they have recorded it.
+        earlier = sum(
+            max(status.seconds, logged_seconds(run)) / groups_before(run)
+            for run, status in zip(runs, statuses, strict=True)
+            if run.directory.sweep_log.exists()
+        )
         self.max_hours, self.ends_at = max_hours, time.monotonic() + 3600 * (max_hours or math.inf) - earlier
         self.attempts: list[Attempt] = []
         self.stop_reason: str | None = None  # why no more runs are started; None while runs are started

@@ -78,6 +78,17 @@ def test_a_local_checkpoint_that_is_newer_is_taken(first: InProcess, tmp_path: P
     assert max(int(name.rpartition("-")[2]) for name in names(remote(first))) == STEPS - 1
 
 
+def test_a_folder_in_a_checkpoint_is_not_sent(first: InProcess) -> None:
+    """A user has exported the model into the checkpoint. The checkpoint counts as whole in the mirror."""
+    latest = (first.runs / "r" / "checkpoints" / "latest").resolve()
+    (latest / "exported").mkdir()
+    (latest / "exported" / "config.json").write_text("{}")
+    before = (remote(first) / "checkpoints" / latest.name / "meta.json").stat().st_mtime_ns
+    assert first.command("mirror.py", "push", "r", f"file://{remote(first).parent}").status == 0
+    assert (remote(first) / "checkpoints" / latest.name / "meta.json").stat().st_mtime_ns == before, "not sent again"
+    assert not (remote(first) / "checkpoints" / latest.name / "exported").exists()
+
+
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(first: InProcess) -> None:
     second = add_machine(first.path.parent, "second", min_train_tokens=64 * 7)
     second.train_here()
@@ -135,6 +146,9 @@ def test_a_machine_does_not_overwrite_a_run_that_another_has_restarted(first: In
     first.train_here(expect=2)
     refused = first.command("mirror.py", "push", "r", f"file://{remote(first).parent}")
     assert (refused.status, "another machine has restarted this run" in refused.stderr) == (2, True)
+    assert "another machine has restarted this run" in first.train_here("r", "--plan", expect=2).stderr
+    fetched = first.command("mirror.py", "fetch", f"file://{remote(first).parent}", "r")
+    assert (fetched.status, "another machine has restarted this run" in fetched.stderr) == (2, True)
     assert {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()} == before
 
 

@@ -319,6 +319,18 @@ def test_hours_are_those_of_this_machine_and_of_earlier_commands(shop: Workshop)
     assert run(shop, sweep, groups=2, max_hours=1.0).said == [], "nothing is begun"
 
 
+def test_hours_of_a_killed_sweep_count(shop: Workshop) -> None:
+    """A killed sweep has not logged how long the run took that was under way, but the run has recorded it. A run that
+    was trained without a sweep does not count."""
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    add_summary(sweep.runs[0], seconds={"total": 7200.0})
+    sweep.runs[0].directory.sweep_log.write_text("$ python ddp_train.py  # 2026-01-01 00:00:00 UTC\n")
+    assert run(shop, sweep, max_hours=1.0).said == [], "nothing is begun"
+    sweep.runs[0].directory.sweep_log.unlink()
+    run(shop, sweep, max_hours=1.0)
+    assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
+
+
 def test_the_limits_of_the_file_hold_unless_the_command_gives_others(shop: Workshop) -> None:
     sweep = make(shop, vary={"random_seed": [1]}, max_dollars=1e-9, max_hours=1e-9)
     shop.add_dataset()
