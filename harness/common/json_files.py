@@ -57,7 +57,7 @@ class RunFile(BaseModel):
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     """Validate `raw`, the object in the file `path`, and return it as an instance of `kind`. Raises UserError with the
-    faults in one line (at most SHOWN_FAULTS of them), and with the nearest known key for each misspelled key."""
+    faults in one line (at most SHOWN_FAULTS of them), and with the nearest known key for a misspelled top-level key."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -69,7 +69,8 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 def check_recorded(kind: type[BaseModel], raw: dict[str, Any], path: Path, place: str) -> None:
     """Raise UserError if `raw`, which the file `path` records under the key `place`, has a value that `kind` does not
     allow for its key. Because another version may have written `raw`, these are accepted: missing and unknown keys,
-    null, any value of a key that allows only certain words (a Literal), and values that contradict each other."""
+    null, any value of a key that allows certain words (a Literal), and values that only our own validators refuse, for
+    example because they contradict each other."""
     known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
     try:
         kind.model_validate(known)

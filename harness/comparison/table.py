@@ -263,9 +263,9 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
 
 
 def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_reported: bool = False) -> list[Column]:
-    """Return a column for each basis (text or task that was measured) in `found`, a dict from a basis to a dict from a
-    run's row to its measurement. The columns have distinct keys and titles. `reasons[row]` becomes the remark of the
-    row's cell in each column where this cell is empty."""
+    """Return a column for each basis in `found`; the columns have distinct keys and titles. A basis is the text or task
+    that a number was measured on, and `found[basis][row]` is the measurement of the run in this row, if it has one.
+    `reasons[row]` becomes the remark of the row's cell in each column where this cell is empty."""
     columns = []
     for number, (basis, measured) in enumerate(found.items(), 1):
         cells = []

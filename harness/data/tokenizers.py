@@ -251,7 +251,9 @@ def load_bpe(path: Path) -> Tokenizer:
         try:
             token_bytes[token] = text.encode() if token in added else bytes([byte_of[character] for character in text])
         except KeyError:
-            raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}; use one that is") from None
+            raise UserError(
+                f"{path}: not a byte-level BPE, because token {token} is {text!r}; use another tokenizer.json"
+            ) from None
     special = {token for token, each in added.items() if each.special}
     return Tokenizer(token_bytes, vocabulary[name], special, encode, path)
 

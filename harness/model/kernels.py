@@ -117,7 +117,8 @@ def use_attention(setting: str, model: ModelConfig, dtype: torch.dtype, device: 
         shared = ", shared by several query heads" if key.shape != query.shape else ""
         what = f"heads of width {model.head_width}{shared}, in {dtype} and with a drop rate of {drop_rate:g}"
         raise UserError(
-            f'train.json: key "attention": "{setting}" has no kernel for {what} on this GPU; use another one, or "auto"'
+            f'train.json: key "attention": "{setting}" has no kernel for {what} on this GPU; '
+            'use "auto" or another value'
         )
     others = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     _chosen_attention.enter_context(sdpa_kernel([backend, *others], set_priority=True))

@@ -113,7 +113,7 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the keys that differ between two train.json, each as "key: old -> new" with values in JSON. A key that
-    `then` lacks is not compared."""
+    is missing in `then` or `now` is not compared."""
     changes = [first_difference(then[key], now[key], f"{key}: ") for key in now if key in then]
     return [change for change in changes if change]
 
@@ -352,10 +352,11 @@ class Experiment:
             where = f'from token {start:,} (train.json: "start_train_token")'
             if isinstance(config.epochs, float) or len(split_tokens) > 1:
                 passes = config.epochs if isinstance(config.epochs, float) else 1.0
-                where = f"in {passes:g} epochs" + (f" after {done_tokens:,} tokens" if done_tokens else "")
+                where = f"in {passes:g} epoch{'' if passes == 1 else 's'}"
+                where += f" after {done_tokens:,} tokens" if done_tokens else ""
             raise UserError(
-                f"the train split of {config.data_name} is too short: {where} {error}; lower {keys}, or allow more "
-                'passes over it with "epochs"'
+                f"the train split of {config.data_name} is too short: {where}, training {error}; lower {keys}, or "
+                'allow more passes over it with "epochs"'
             ) from None
         build_schedule(config, done_steps + steps, layout.global_tokens)
         return Position(done_steps, done_steps + steps, done_tokens)

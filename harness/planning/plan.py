@@ -343,7 +343,7 @@ def describe_plan(
 
 
 def describe_loss(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
-    """Return a text on what is lost at most if the machine is lost at any instant: the training since the newest
+    """Return, as text, what the loss of the machine costs at most, whenever it happens: the training since the newest
     checkpoint that is whole in the mirror."""
     size, every, rate = plan.checkpoint_bytes(), plan.config.checkpoint_every, mirrored.bytes_per_second
     upload = None if rate is None else size / rate

@@ -295,8 +295,8 @@ class _PlaceInRun(NamedTuple):
 def _place_in_run(weights: Path) -> _PlaceInRun | None:
     """Return the run, and the checkpoint's folder, that contain this weights file. For an imported model, which has no
     train.json, both are the run's folder. Return None if the file is neither in a run's checkpoint nor an imported
-    model's weights. The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is a
-    link."""
+    model's weights. The path may lead through links: to a checkpoint (`best`), to the run's folder, or to its folder
+    `checkpoints`."""
     for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
         folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
         run = RunDirectory(checkpoints.parent)

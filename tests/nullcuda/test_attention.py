@@ -71,7 +71,7 @@ def test_the_key_chooses_the_kernel_of_every_call(sm: int) -> None:
     )
     assert others == [expected(*case, sm) for case in CASES]
     line = 'train.json: key "attention": "cudnn" has no kernel for heads of width 64, in torch.bfloat16'
-    assert rounding["refused"] == f'{line} and with a drop rate of 0.1 on this GPU; use another one, or "auto"'
+    assert rounding["refused"] == f'{line} and with a drop rate of 0.1 on this GPU; use "auto" or another value'
     assert in_fp32["refused"].startswith('train.json: key "attention": "flash"')
     usual = expected(auto, None, None, sm)
     fa3 = {**usual, "train": [FLASH], "validation": [FLASH], "newer": ["forward", "backward"]}

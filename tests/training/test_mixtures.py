@@ -117,7 +117,7 @@ def test_what_cannot_be_mixed_is_one_line(shop: InProcess) -> None:
     late = "the train split of local/second is too short: after its first 700 tokens"
     shop.attempt(run="late").refuses(late)
     shop.add_run("short", dataset=mixture(1, 9), min_train_tokens=64 * 20)
-    shop.attempt(run="short").refuses("the train split of local/first + local/second is too short: in 1 epochs")
+    shop.attempt(run="short").refuses("the train split of local/first + local/second is too short: in 1 epoch, ")
 
 
 def test_other_commands_take_a_run_on_a_mixture(shop: InProcess, mixed: Path) -> None:

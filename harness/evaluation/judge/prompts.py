@@ -59,8 +59,8 @@ LARGEST = 100
 
 
 class InvalidAnswerError(Exception):
-    """Error for a judge's reply that has no valid score for each answer. The message says what is wrong with the
-    reply."""
+    """Error for a judge's refusal, or for a reply that cannot be used, such as one that lacks a valid score for an
+    answer. The message gives the reason."""
 
 
 @dataclass(frozen=True)
