@@ -123,8 +123,8 @@ class Trainer:
             # metrics.jsonl gets no line for this checkpoint, so that the file equals that of a run that never stopped.
             # If a ceiling is reached before this process has done a step, a checkpoint is saved again, with this
             # process's seconds, so that the same command is refused next time.
-            is_only_later = request.reason == CEILING and 0 <= state.global_step == position.first_step - 1
-            is_saved = state.global_step == self.checkpointer.saved_step and not is_only_later
+            has_done_nothing = request.reason == CEILING and 0 <= state.global_step == position.first_step - 1
+            is_saved = state.global_step == self.checkpointer.saved_step and not has_done_nothing
             if request.interrupted_evaluation or not is_saved:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()

@@ -45,8 +45,8 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     folder is incomplete. Downloads nothing.
 
     If the dataset would be downloaded from the Hub, and `ask_hub` is true, ask the Hub for the dataset's list of files,
-    which must have those of `splits`. Raises UserError, too, if a dataset of this name is being prepared.
-    If `ask_hub` is false, make no network call, and assume that the Hub has the dataset.
+    which must have those of `splits`, and raise UserError, too, if a dataset of this name is being prepared. If
+    `ask_hub` is false, make no network call, and assume that the Hub has the dataset.
     """
     if is_present(datasets_dir, name, splits):
         return
