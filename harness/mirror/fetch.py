@@ -151,7 +151,9 @@ def _bring_checkpoint(
     one fetches what is missing; if it is killed later, nothing is missing.
     """
     best = name if meta.best_step == meta.global_step else None
-    best = best or next((each for each in names_in(files) if step_of(each) == meta.best_step), None)
+    if best is None:  # a checkpoint of that step that was set aside has no meta.json
+        of_step = [each for each in names_in(files) if step_of(each) == meta.best_step]
+        best = next((each for each in of_step if f"checkpoints/{each}/{META}" in files), None)
     if not (run.checkpoints / name).exists():
         draft = fetch_checkpoint(run, mirror, files, name, meta)
         if draft is None:
@@ -163,6 +165,9 @@ def _bring_checkpoint(
                 rename_whole(drafted, lambda: run.checkpoints / best)
         fetch_results(run, mirror, files)
         fetch_metrics(run, mirror, meta)
+        if not run.summary.exists() and (content := retried(mirror, lambda: mirror.read(run.summary.name))):
+            with atomic_file(run.summary) as summary:
+                summary.write_bytes(content)
         rename_whole(draft, lambda: run.checkpoints / name)
     point(run.checkpoints, LATEST, run.checkpoints / name)
     if best is not None and (run.checkpoints / best).is_dir():

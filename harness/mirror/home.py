@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, refuse_if_set_aside, retried
-from harness.mirror.owner import LEASE_SECONDS, OWNER, Lease, LeaseLost, owner_of
+from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
@@ -76,6 +76,8 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
             content = retried(mirror, partial(mirror.read, each)) or b""
             with atomic_file(run.path / each) as draft:
                 draft.write_bytes(content)
+    if owner := retried(mirror, lambda: mirror.read(OWNER)):
+        run.lock_file.write_bytes(owner)  # so the run's state is that of a run on another machine
     return run.path
 
 
@@ -96,9 +98,11 @@ def follow_run(url: str, name: str) -> Iterator[str]:
     read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
-    done = 0
+    done, seen, changed = 0, None, time.monotonic()
     while True:
         owner, silent = retried(mirror, partial(owner_of, mirror))
+        if (content := retried(mirror, lambda: mirror.read(OWNER))) != seen:
+            seen, changed = content, time.monotonic()
         content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
         if len(content) < done:  # the run went back to an earlier checkpoint
             done = 0
@@ -115,8 +119,10 @@ def follow_run(url: str, name: str) -> Iterator[str]:
         if owner is None:
             yield "no machine trains this run now"
             return
-        if silent > LEASE_SECONDS:
-            yield f"{owner} has been silent for {rough_duration(silent)}"
+        # The two machines' clocks may differ, so an owner whose owner.json changes is alive.
+        unchanged = time.monotonic() - changed
+        if unchanged > LEASE_SECONDS or (silent > LEASE_SECONDS and unchanged > 2 * REFRESH_SECONDS):
+            yield f"{owner} has been silent for {rough_duration(max(silent, unchanged))}"
             return
         time.sleep(POLL_SECONDS)
 

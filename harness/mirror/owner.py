@@ -142,7 +142,7 @@ def owner_of(mirror: Mirror, *, own: str | None = None) -> tuple[str | None, flo
 
 def own_id(run: RunDirectory) -> str:
     """Return the random id, 16 hex digits, that owner.json has while this machine trains the run. It is stored in the
-    run's folder with the host's name, so that a copy of that folder on another host gets a new id."""
+    run's folder with the host's name and the folder's path, so that a copy of the folder gets a new id."""
     known = remembered(run)
     if isinstance(known.get("id"), str):
         return known["id"]
@@ -154,10 +154,11 @@ def own_id(run: RunDirectory) -> str:
 
 def remembered(run: RunDirectory) -> dict[str, Any]:
     """Return what `remember` has kept in the run's folder on this machine: an empty dict if there is nothing, or if the
-    file is damaged or from another host."""
+    file is damaged or from another host or folder."""
     with suppress(OSError, ValueError):
         known = json.loads((run.path / KEPT).read_text(encoding="utf-8"))
-        if isinstance(known, dict) and known.get("host") == socket.gethostname():
+        is_here = isinstance(known, dict) and known.get("host") == socket.gethostname()
+        if is_here and known.get("folder") in (None, str(run.path.resolve())):
             return known
     return {}
 
@@ -165,7 +166,8 @@ def remembered(run: RunDirectory) -> dict[str, Any]:
 def remember(run: RunDirectory, **values: Any) -> None:
     """Keep values in a hidden file of the run's folder, besides those kept before: "id" (see `own_id`), and
     "bytes_per_second" of the last upload. Raises OSError if the file cannot be written."""
-    known = {"host": socket.gethostname(), **remembered(run), **values}
+    here = {"host": socket.gethostname(), "folder": str(run.path.resolve())}
+    known = {**remembered(run), **here, **values}
     replace_text(run.path / KEPT, json.dumps(known) + "\n")
 
 

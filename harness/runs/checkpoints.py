@@ -316,10 +316,10 @@ def _load_state(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
+def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> None:
     """Make the checkpoint `start` the latest: move checkpoints of later steps out of `folder`, and point the link
     `latest` to `start`, and `best` to the best checkpoint that `start` records. If the best checkpoint is gone, remove
-    the link `best`. Return True if any checkpoint was moved.
+    the link `best`.
 
     `make_aside` creates a new folder for old results and returns its path. It is called only if there are checkpoints
     to move. They are moved into the new folder's subfolder checkpoints/. Raises UserError as `read_meta` does, RunError
@@ -341,7 +341,6 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
         aside.mkdir()
         for path in later:
             move(path, aside / path.name)
-    return bool(later)
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:

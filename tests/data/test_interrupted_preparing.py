@@ -275,6 +275,20 @@ def test_what_has_changed_before_any_work_was_kept_is_taken_anew(tmp_path: Path)
     assert content_of(tmp_path / "x") == content_of(tmp_path / "y")
 
 
+def test_files_that_change_after_all_text_was_read_are_not_in_the_dataset(tmp_path: Path) -> None:
+    """The command says so, and meta.json describes the text that was read."""
+    mine = Preparer(tmp_path)
+    for number in range(3):
+        write_json_lines(tmp_path / "texts" / f"{number}.jsonl", DOCUMENTS[number * 100 :][:100])
+    mine.run("texts", "straight", *SMALL)
+    killed = "import os, harness.data.preparation.command as command\n"
+    killed += "command.write_splits = lambda *_: os.kill(os.getpid(), 9)"
+    assert mine.result("texts", "x", *SMALL, prelude=killed).status == -signal.SIGKILL
+    write_json_lines(tmp_path / "texts" / "3.jsonl", DOCUMENTS[300:400])
+    assert "--restart" in mine.result("texts", "x", *SMALL).stderr
+    assert content_of(tmp_path / "x") == content_of(tmp_path / "straight")
+
+
 # Kills the command while it moves the dataset into its place, before the n-th rename or deletion of a folder.
 STOP_AT = """
 import os, sys

@@ -63,6 +63,17 @@ def test_compare_what_was_fetched_without_weights(trained: InProcess, tmp_path: 
     assert metrics(here.runs / "r") == metrics(trained.runs / "r")
 
 
+@pytest.mark.parametrize("weights", [[], ["--without-weights"]], ids=["all", "without-weights"])
+def test_a_fetched_run_that_trains_elsewhere_is_not_stopped(
+    trained: InProcess, tmp_path: Path, weights: list[str]
+) -> None:
+    store, here = Path(shutil.copytree(remote(trained).parent, tmp_path / "store")), at_home(tmp_path)
+    (store / "r" / "summary.json").unlink()
+    (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": 1e12}))
+    here.script("mirror.py", "fetch", f"file://{store}", "r", *weights)
+    assert json.loads(here.script("compare_runs.py", "r", "--json").stdout)["runs"][0]["state"] == "going on"
+
+
 def test_fetch_of_an_unknown_run_is_refused(trained: InProcess, tmp_path: Path) -> None:
     here = at_home(tmp_path)
     here.command("mirror.py", "fetch", url(trained), "q").refuses("no such run")
@@ -87,6 +98,29 @@ def test_follow(trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     losses = [f"{event['loss']:.3f}" for event in events]
     assert [line.split("loss ")[1].split()[0] for line in lines[:-1]] == losses
     assert lines[-1] == "no machine trains this run now"
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_follow_a_machine_whose_clock_is_slow(
+    trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    monkeypatch.setattr(home, "REFRESH_SECONDS", 1.0)
+    monkeypatch.setattr(home, "POLL_SECONDS", 0.01)
+    store = Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
+    owner = store / "r" / "owner.json"
+    owner.write_text(json.dumps({"host": "box", "id": "x", "heard": 0.0}))
+    lines: list[str] = []
+    thread = threading.Thread(target=lambda: lines.extend(home.follow_run(f"file://{store}", "r")))
+    thread.start()
+    for number in range(30 if is_alive else 0):
+        thread.join(0.1)
+        (store / "new").write_text(json.dumps({"host": "box", "id": "x", "heard": number}))
+        (store / "new").rename(owner)
+    if is_alive:
+        assert thread.is_alive()
+        owner.unlink()
+    thread.join(20)
+    assert ("no machine trains" if is_alive else '"box" has been silent for') in lines[-1]
 
 
 def test_push_a_run_that_had_no_mirror(tmp_path: Path) -> None:

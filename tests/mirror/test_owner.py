@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -127,6 +128,13 @@ def test_a_killed_run_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
     first.take(wait=False, take_over=False)
     first._released.set()
     lease_of(tmp_path, "a").take(wait=False, take_over=False)
+
+
+def test_a_copy_of_the_folder_is_another_machine(tmp_path: Path) -> None:
+    lease_of(tmp_path, "a").take(wait=False, take_over=False)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(UserError, match="trains this run"):
+        lease_of(tmp_path, "b").take(wait=False, take_over=False)
 
 
 @pytest.mark.fault(

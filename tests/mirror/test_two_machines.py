@@ -4,6 +4,8 @@ folders of runs."""
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,34 @@ def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     assert_same_end(first.runs / "r", second.runs / "r")
 
 
+def test_a_finished_run_is_brought_with_its_summary(first: InProcess) -> None:
+    first.train_here()
+    before = (remote(first) / "summary.json").read_bytes()
+    second = add_machine(first.path.parent, "second", **STOP)
+    assert "is finished" in second.train_here().stdout
+    assert (remote(first) / "summary.json").read_bytes() == before
+    assert (second.runs / "r" / "summary.json").read_bytes() == before
+
+
+def test_a_checkpoint_that_was_set_aside_does_not_hide_the_best(first: InProcess) -> None:
+    """The machine that set it aside had a clock that was behind, so this checkpoint seems to be the newer one."""
+    changed = {"learning_rate": 10.0}  # so the best checkpoint is not the newest
+    first.add_run(**SETTINGS | changed, mirror=f"file://{remote(first).parent}")
+    first.train_here()
+    best = (first.runs / "r" / "checkpoints" / "best").resolve()
+    assert best.name.endswith("-4")
+    aside = Path(shutil.copytree(best, remote(first) / "checkpoints" / "20991231Z235959-iteration-4"))
+    (aside / "meta.json").rename(aside / "meta-aside.json")
+    second = add_machine(first.path.parent, "second", **changed)
+    second.train_here()
+    assert (second.runs / "r" / "checkpoints" / "best").resolve().name == best.name
+
+
 @pytest.mark.fault("the run was restarted on another machine", "the first one is refused; the mirror stays as it is")
 def test_a_machine_does_not_overwrite_a_run_that_another_has_restarted(first: InProcess, tmp_path: Path) -> None:
     first.train_here()
     second = add_machine(tmp_path, "second", learning_rate=0.02)
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
     second.train_here("r", "--restart")
     before = {path: path.read_bytes() for path in remote(first).rglob("*") if path.is_file()}
     first.train_here(expect=2)
@@ -242,5 +268,5 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
 def test_a_file_of_the_mirror_has_no_machine_in_it(first: InProcess) -> None:
     """Names of machines stand in owner.json alone, which is deleted at the end, and in the run's folder."""
     kept = json.loads((first.runs / "r" / ".mirror.json").read_text())
-    assert kept.keys() == {"host", "id", "bytes_per_second"}
+    assert kept.keys() == {"host", "folder", "id", "bytes_per_second"}
     assert not [path for path in remote(first).rglob("*") if path.name.startswith(".")]

@@ -214,7 +214,7 @@ def test_later_checkpoints_are_moved_aside_whole(
     for step in steps:
         best = max((record for record in records if record <= step), default=None)
         paths[step] = save_checkpoint(folder, a_checkpoint(step, is_best=step == best, best_step=best))
-    assert checkpoints.rewind_to(folder, paths[at], lambda: _made(tmp_path / "aside"))
+    checkpoints.rewind_to(folder, paths[at], lambda: _made(tmp_path / "aside"))
     moved = sorted((tmp_path / "aside" / "checkpoints").iterdir())
     assert [path.name for path in moved] == [paths[step].name for step in steps if step > at]
     for path in moved:
@@ -233,7 +233,7 @@ def test_nothing_later_moves_nothing(folder: Path) -> None:
 
     for best in (5, 0):
         checkpoints.point(folder, "best", paths[best])
-        assert not checkpoints.rewind_to(folder, paths[5], unwanted)
+        checkpoints.rewind_to(folder, paths[5], unwanted)
         assert {(folder / link).readlink() for link in ("latest", "best")} == {Path(paths[5].name)}
 
 

@@ -111,6 +111,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": tokenizer_sha256}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
+    if journal.phase == "reading" or not journal.origin:
+        journal.origin = dict(source.origin)
 
     def train(path: Path) -> None:
         texts = sample_texts(source, form, rules)
@@ -144,7 +146,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if separator and not is_cut and journal.here.total.documents + left_out <= len(source.files) - empty:
         tell("--document-separator divides no file: each file is one document")
     _arrange(text, pool, rules, tokenizer, work)
-    made_from = {**source.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
+    made_from = {**journal.origin, **deciding, "tokenizer": Path(tokenizer.place).name, "empty_documents": empty}
     if held_out:
         made_from["excluded_documents"] = left_out
         print(f"{counted(left_out, 'document')} left out by --exclude {abbreviated(options['exclude'])}", flush=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from harness.common.errors import UserError, os_errors_as
 from harness.common.files import check_name, rename_whole, replace_text
 from harness.common.lock import RunLock
-from harness.common.messages import abbreviated
+from harness.common.messages import abbreviated, tell
 from harness.data.preparation.splits import SPLITS, Split
 from harness.data.preparation.stream import StreamSize
 
@@ -81,6 +81,7 @@ class Journal:
     save is cut off or written again."""
 
     options: dict[str, Any]  # the options with which the work was begun
+    origin: dict[str, Any] = field(default_factory=dict)  # of the text, for meta.json; earlier versions did not save it
     phase: Phase = "reading"  # "reading" is under way; the other phases name the step that is done
     here: Mark = field(default_factory=Mark)
     file_start: Mark = field(default_factory=Mark)  # the last mark at the beginning of a file
@@ -185,7 +186,7 @@ class WorkFolder:
         While the text is being read, a change of a file that was already read to the end raises UserError. If the file
         that was being read has changed, reading goes back to the last mark at the beginning of a file
         (`Journal.file_start`). Changes of files that have not been read do not matter. After all text has been read, no
-        changes of files matter.
+        changes of files matter, but a note on standard error says that they are not in the dataset.
         """
         if restart:
             self._clear()
@@ -219,6 +220,11 @@ class WorkFolder:
                     )
                 journal.here = journal.file_start
             replace_text(known_files, json.dumps(files) + "\n")
+        elif known not in (None, files):
+            tell(
+                f"note: all text was read before the work in {self.path} was interrupted; files that have changed or "
+                "come since then are not in the dataset; --restart reads them"
+            )
         self.dataset.mkdir(exist_ok=True)
         self.journal = journal
         self.save(journal.phase)
