@@ -144,6 +144,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> TrainedModel:
     """Return the files of the model that the command line names. Raises UserError, before torch is imported, if there
     is no such model."""
+    from harness.model.tensor_names import WEIGHTS
     from harness.runs.trained_model import find_model
 
     place = checkpoint.partition(":")[0]
@@ -152,7 +153,12 @@ def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> Train
             f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "
             "checkpoint, or any folder with model.safetensors"
         )
-    return find_model([*([model_json] if model_json else []), checkpoint], runs_dir)
+    path = Path(checkpoint)
+    if not model_json:
+        return find_model([checkpoint], runs_dir)
+    if not (path.is_file() or (path / WEIGHTS).is_file()):  # a run
+        path = find_model([checkpoint], runs_dir).weights
+    return find_model([model_json, str(path)], runs_dir)
 
 
 if __name__ == "__main__":

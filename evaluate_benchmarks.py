@@ -6,7 +6,7 @@ uv run --extra benchmarks evaluate_benchmarks.py RUN --tasks hellaswag,arc_easy,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.messages import REASON_CHARACTERS
 from harness.common.options import MODEL, RUNS_DIR, Command
+
+if TYPE_CHECKING:
+    from harness.runs.trained_model import TrainedModel
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
@@ -112,7 +115,7 @@ def main(
     for line in benchmarks.table(results, asked.asked):
         click.echo(line)
     settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}
-    keep_result(named.weights, results, settings, device_name(device))
+    keep_result(named, results, settings, device_name(device))
     if output:
         config = loaded.config.model_dump(mode="json")
         provenance = {"weights": str(named.weights), "sha256": sha256(named.weights), "config": config}
@@ -120,8 +123,8 @@ def main(
         benchmarks.write_results(output, results, about)
 
 
-def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
-    """If the weights are those of a run's checkpoint, write the scores of all tasks and groups to the run's results. If
+def keep_result(model: TrainedModel, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
+    """If the model is a run's checkpoint, write the scores of all tasks and groups to the run's results. If
     writing fails, print a warning."""
     from dataclasses import asdict
     from importlib.metadata import version
@@ -143,7 +146,7 @@ def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any]
         for score in scores(results, name)
     ]
     with warned_if_not_kept():
-        if measured := model_in_run(weights):
+        if measured := model_in_run(model.weights, model.config):
             program = {"date": now(), "device": device, "torch": torch.__version__, "lm_eval": version("lm-eval")}
             facts = settings | program
             write_result(measured.run, BenchmarkResult(weights=measured.weights, scores=kept, **facts))

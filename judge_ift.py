@@ -51,7 +51,8 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.option(
     "--cache",
     type=click.Path(path_type=Path),
-    help="File for the judge's answers.  [default: judgements.jsonl beside the RESPONSES file whose path sorts first]",
+    help="File for the judge's answers.  [default: judgements.jsonl beside the RESPONSES file whose path sorts first; "
+    "those beside the other files are read, too]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts, to print the cost.")
@@ -87,8 +88,8 @@ def main(
     prices = None if price_in is None or price_out is None else (price_in, price_out)
     settings = JudgeSettings.choose(model, base_url, **options)
     models = read_comparable(responses)
-    cache = cache or min(path.absolute() for path in responses).parent / "judgements.jsonl"
-    judge_and_report(responses, models, settings, cache, prices=prices, as_json=as_json)
+    beside = dict.fromkeys(path.parent / "judgements.jsonl" for path in sorted(map(Path.absolute, responses)))
+    judge_and_report(responses, models, settings, [cache] if cache else [*beside], prices=prices, as_json=as_json)
 
 
 if __name__ == "__main__":

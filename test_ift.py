@@ -87,7 +87,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     data = responses.local_instructions(options["data"])
     splits, device = responses.InstructionSplits.load(data), only_device()
     weights = None
-    if measured := model_in_run(named.weights):
+    if measured := model_in_run(named.weights, named.config):
         checkpoint, digest = measured.weights.checkpoint, measured.weights.sha256
         weights = responses.AnsweringModel(
             checkpoint=checkpoint, sha256=digest, device=device_name(device), torch=torch.__version__
@@ -167,7 +167,7 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
         words += [option, value] if value != usual else []
     again = shlex.join(words)
     try:
-        judge_and_report([path], [responses], settings, path.parent / "judgements.jsonl")
+        judge_and_report([path], [responses], settings, [path.parent / "judgements.jsonl"])
     except KeyboardInterrupt:
         click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise RunStopped(signal.SIGINT) from None

@@ -136,7 +136,8 @@ class HeldOutText:
         model with GPT-2's tokenizer; for other models UserError is raised. The default split is "test" if the dataset
         has it, or else "validation".
 
-        The text consists of whole batches of `batch_size` sequences. By default it begins at the split's first token
+        The text consists of whole batches of `batch_size` sequences, or of one smaller batch if the split has fewer
+        sequences. By default it begins at the split's first token
         and has as many batches as the split. If a validation split has at least one batch after NOTEBOOK_START_TOKEN,
         the text begins at that token by default, and has at most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are
         those of Giles Thomas's lab notebook, the project that this one grew from.
@@ -158,6 +159,8 @@ class HeldOutText:
                 f"{name}: not made with the tokenizer of {weights}, so its token ids stand for other tokens in this "
                 "model; give a dataset made with the model's tokenizer"
             )
+        if batches is None:  # a split with fewer sequences than a batch has one smaller batch
+            batch_size = min(batch_size, (len(tokens) - (start_token or 0) - 1) // length) or batch_size
         layout = BatchLayout(1, 1, batch_size, length)
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN + layout.microbatch_tokens
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
@@ -209,7 +212,7 @@ class HeldOutText:
         )
         trained_on = training_overlap(self.model, self.dataset, self.split, self.datasets_dir)
         with warned_if_not_kept():
-            if (measured := model_in_run(self.model.weights)) is not None:
+            if (measured := model_in_run(self.model.weights, self.model.config)) is not None:
                 result = LossResult(
                     weights=measured.weights,
                     date=now(),

@@ -111,7 +111,10 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     """
     path = folder / "tokenizer.json"
     if isinstance(name_or_file, Path) and not name_or_file.name.endswith(TIKTOKEN_SUFFIX):
-        replace_text(path, name_or_file.read_text(encoding="utf-8"))
+        content = json.loads(name_or_file.read_text(encoding="utf-8"))
+        if (content.get("post_processor") or {}).get("type") != "ByteLevel":
+            content["post_processor"] = None  # it would add tokens around a text, which training did not
+        replace_text(path, json.dumps(content, ensure_ascii=False) + "\n")
     else:
         replace_text(path, _from_tiktoken(read_encoding(name_or_file)).to_str(pretty=False) + "\n")
     ours, theirs = load_tokenizer(name_or_file), load_tokenizer(path)

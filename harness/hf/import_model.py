@@ -26,7 +26,6 @@ from harness.runs.trained_model import new_folder, write_model_files
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
 QKV_BIASES = tuple(f".att.{part}.bias" for part in PARTS)
-OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
 def import_model(source: Path, name: str | None, run: Path) -> str:
@@ -198,12 +197,9 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
                 raise UserError(f"{source / INDEX}: {file!r} is not the name of a file in this folder")
             tensors |= load_weights(source / file)
         return tensors
-    others = sorted(path.name for path in source.iterdir() if path.suffix in OTHER_WEIGHTS)
-    if not others:
-        raise UserError(f"{source}: no {WEIGHTS}: the model is incomplete; download the rest")
     raise UserError(
-        f"{source}: no {WEIGHTS}; weights in other formats ({others[0]}) can run code when they are read: convert them "
-        "with transformers' save_pretrained"
+        f"{source}: no {WEIGHTS}: the model is incomplete, or its weights are in another format (pytorch_model.bin), "
+        "which can run code when it is read: convert them with transformers' save_pretrained"
     )
 
 

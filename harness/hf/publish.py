@@ -16,11 +16,13 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from harness.common.hub import CARD, HubWork, upload
+from harness.common.json_files import read_json_object
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
 from harness.hf.formats import OWN_TYPE
 from harness.model.export_formats import native_class
 from harness.runs.summary import read_summary
+from harness.runs.train_config import TrainConfig
 from harness.runs.trained_model import TrainedModel
 
 CHART = "training-run-chart.png"
@@ -60,7 +62,8 @@ class ModelFacts:
 
 def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     """Upload the folder `exported`, the model card and the files of the run that trained the model (settings, metrics,
-    summary, chart) as one commit to the model repository `facts.name`. Return the repository's address.
+    summary, chart) as one commit to the model repository `facts.name`. Return the repository's address. The keys of
+    train.json that can hold secrets are left out.
 
     If the repository does not exist, it is created, as a public one if `public` is true and otherwise as a private one.
     Files of an earlier upload that readers would take for files of this model are deleted. Raises UserError if the
@@ -70,8 +73,12 @@ def upload_model(exported: Path, facts: ModelFacts, *, public: bool) -> str:
     work = HubWork(facts.name, "model", exported, "the repository's name", by_hand, verb="write to")
     files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
     if run := facts.files.run:
-        known = [run.model_json, run.train_json, run.metrics, run.summary]
+        known = [run.model_json, run.metrics, run.summary]
         files |= {f"{TRAINING}/{path.name}": path for path in known if path.is_file()}
+        if run.train_json.is_file():
+            secret = {key for key, field in TrainConfig.model_fields.items() if field.exclude}
+            kept = {key: value for key, value in read_json_object(run.train_json).items() if key not in secret}
+            files[f"{TRAINING}/{run.train_json.name}"] = (json.dumps(kept, indent=2) + "\n").encode()
         files |= {CHART: run.chart} if run.chart.is_file() else {}
     files[CARD] = model_card(facts).encode()
     step = facts.files.meta.get("global_step")
@@ -147,14 +154,16 @@ def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
         start, first, sequences, batches, rows = (_count(facts.train.get(key)) for key in keys)
         seen = _count(facts.files.meta.get("tokens_seen"))
         where = f" of the training on tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
-        if facts.train.get("shuffle") or facts.train.get("epochs"):
+        is_mixture = len(facts.files.datasets) > 1
+        if facts.train.get("shuffle") or facts.train.get("epochs") or is_mixture:
             where = f" of the training on {seen:,} tokens" if seen else ""
         trained_on = f"{_code(facts.files.dataset)}, train split, the last steps{where}"
         where = ""
         if batches and rows:
             sequences = batches * rows
         if first is not None and sequences:
-            where = f", tokens {first:,} to {first + sequences * facts.files.config.context_length:,}"
+            end = first + sequences * facts.files.config.context_length
+            where = f", {sequences:,} sequences" if is_mixture else f", tokens {first:,} to {end:,}"
         validated_on = f"{_code(facts.files.dataset)}, validation split{where}, at the last validation"
     yield "training", facts.number("train_loss"), trained_on
     yield "validation", facts.number("val_loss"), validated_on

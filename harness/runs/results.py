@@ -151,13 +151,16 @@ class InstructionResult(Result):
     from the same judging, or if the same judge judged each answer alone, with the same prompt about the same
     questions."""
 
-    same: ClassVar[tuple[str, ...]] = ("judge", "base_url", "prompt", "questions_sha256", "judging", "repeats")
+    same: ClassVar[tuple[str, ...]] = (
+        *("judge", "base_url", "prompt", "questions_sha256", "answers_sha256", "judging", "repeats"),
+    )
 
     kind: str = "instructions"
     judge: str
     base_url: str | None = None
     prompt: str  # "together", "book" or "notebook"
     questions_sha256: str  # Responses.questions_sha256
+    answers_sha256: str | None = None  # Responses.answers_sha256; None in files of earlier versions
     questions: RecordedCount
     repeats: RecordedCount  # times that each answer was judged
     judging: str  # hash of everything that was judged together: all answers of all models

@@ -85,10 +85,7 @@ class TrainedModel:
                 f"{folder}: no model.json or meta.json describes the model of these weights; give MODEL_JSON WEIGHTS "
                 "(convert_hf.py: --model-json)"
             )
-        raw = read_json_object(source)
-        if source.name == META and isinstance(raw.get("model"), dict):
-            raw = raw["model"]
-        config = parse_config(ModelConfig, raw, source)
+        config = _config_in(source)
         if label is None:
             place = Path(os.path.abspath(named))
             is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
@@ -149,6 +146,14 @@ class TrainedModel:
     def datasets(self) -> list[str]:
         """Names of the datasets that the model was trained on: several for a mixture, none if that is not known."""
         return self.dataset.split(" + ") if self.dataset else []
+
+
+def _config_in(source: Path) -> ModelConfig:
+    """Read the model's configuration from a model.json, or from the key "model" of a meta.json."""
+    raw = read_json_object(source)
+    if source.name == META and isinstance(raw.get("model"), dict):
+        raw = raw["model"]
+    return parse_config(ModelConfig, raw, source)
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
@@ -267,14 +272,17 @@ class ModelInRun(NamedTuple):
     weights: MeasuredWeights
 
 
-def model_in_run(weights: Path) -> ModelInRun | None:
+def model_in_run(weights: Path, config: ModelConfig | None = None) -> ModelInRun | None:
     """Return the run of a weights file, and a description of its checkpoint. The weights of an imported model count as
-    a checkpoint called IMPORTED. Return None if the file is in no run, or is not the model.safetensors of its folder.
-    Reads the whole file for its hash. Raises OSError if it cannot be read."""
+    a checkpoint called IMPORTED. Return None if the file is in no run, is not the model.safetensors of its folder, or
+    if its recorded configuration is not `config`. Reads the whole file for its hash. Raises OSError if it cannot be
+    read, and UserError if a recorded configuration is not valid."""
     found = _place_in_run(weights)
     if found is None or os.path.realpath(found.folder / WEIGHTS) != os.path.realpath(weights):
         return None
     run, folder = found
+    if config is not None and config != _recorded_config(folder, run):
+        return None
     if folder == run.path:
         own = MeasuredWeights(checkpoint=IMPORTED, sha256=sha256(weights), is_best=True, is_latest=True)
         return ModelInRun(run, own)
@@ -285,6 +293,14 @@ def model_in_run(weights: Path) -> ModelInRun | None:
     for link in (BEST, LATEST):
         facts[f"is_{link}"] = os.path.realpath(folder.parent / link) == str(folder)
     return ModelInRun(run, MeasuredWeights(**facts))
+
+
+def _recorded_config(folder: Path, run: RunDirectory) -> ModelConfig:
+    """Return the configuration in a checkpoint's meta.json or, if that has none, in the run's model.json."""
+    with suppress(UserError):
+        if isinstance(read_json_object(folder / META).get("model"), dict):
+            return _config_in(folder / META)
+    return _config_in(run.model_json)
 
 
 class _PlaceInRun(NamedTuple):

@@ -175,6 +175,16 @@ def test_log_likelihoods_are_those_of_lm_evals_own_model(subject: Subject) -> No
     assert found[-1] == 0
 
 
+def test_an_answer_that_merges_with_its_context_is_not_certain(subject: Subject) -> None:
+    """Context and answer may have no more tokens together than the context alone."""
+    context, answer = "the ri", "ver"
+    assert len(subject.tokenizer.encode(context + answer)) <= len(subject.tokenizer.encode(context))
+    [(total, _)] = subject.under_test().loglikelihood(instances("loglikelihood", [(context, answer)]))
+    pair = (subject.tokenizer.encode(context), subject.tokenizer.encode(answer))
+    assert total == pytest.approx(subject.scorer().score([pair])[0].total)
+    assert total < 0
+
+
 def test_generated_texts_are_those_of_lm_evals_own_model(subject: Subject) -> None:
     draw = random.Random(2)
     ways = [

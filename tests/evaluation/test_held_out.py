@@ -372,8 +372,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["r", "runs/r/model.json", "other.safetensors"], "not the model's weights"),
     ([], "no model"),
     (
-        ["r", "--start-token", "404"],
-        "wanted 501 tokens (1 batch of 6 sequences of 16 tokens from token 404), but there are 500",
+        ["r", "--start-token", "484"],
+        "wanted 581 tokens (1 batch of 6 sequences of 16 tokens from token 484), but there are 500",
     ),
     (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
     (["--run", "rl-*"], "no run in runs has such a name"),
@@ -453,6 +453,24 @@ def test_weights_elsewhere_leave_nothing(shop: Workshop, tmp_path: Path) -> None
     for weights in (copy, aside / "best"):
         assert measure(shop, files_of(run)[0], weights / "model.safetensors", "--batches", 1).status == 0
     assert not list(tmp_path.rglob("results"))
+
+
+def test_another_shape_of_the_same_weights_leaves_nothing(shop: Workshop, tmp_path: Path) -> None:
+    """The weights of the run with another number of heads are another model. The run's own model.json is not."""
+    run = shop.runs / "r"
+    model_json, weights = files_of(run)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(Path(model_json).read_text()) | {"n_heads": 1}))
+    assert measure(shop, other, weights, "--batches", 1).status == 0
+    assert not (run / "results").exists()
+    assert measure(shop, model_json, weights, "--batches", 1).status == 0
+    assert len(losses_in(run)) == 1
+
+
+def test_a_split_that_is_shorter_than_a_batch_is_measured(shop: Workshop) -> None:
+    add_text(shop, "short", "gpt2", [5] * (4 * WINDOW + 1), 99, 64)
+    assert f"1 batch of 4 x {WINDOW}" in unwrapped(measure(shop, "r", "--dataset", "me/short"))
+    measure(shop, "r", "--dataset", "me/short", "--batches", 1).refuses("too short")
 
 
 def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:

@@ -97,6 +97,21 @@ def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> No
     assert [line.get("prompt") for line in bench.lines()] == [None] * 5 + ["book"] * 30 + ["notebook"] * 30
 
 
+def test_answers_that_were_judged_model_by_model_are_not_asked_again(bench: Bench) -> None:
+    """Each model's answers are judged in its own folder, and then all together. --cache names the only file to use."""
+    models = bench.models
+    for model in models:
+        (bench.folder / model.model).mkdir()
+        bench.models = [model]
+        bench.command("--prompt", "book")
+    bench.models = models
+    asked = len(bench.judge.requests)
+    bench.command("--prompt", "book")
+    assert len(bench.judge.requests) == asked == len(LABELS) * QUESTIONS
+    bench.command("--prompt", "book", "--cache", str(bench.folder / "anew.jsonl"))
+    assert len(bench.judge.requests) == 2 * asked
+
+
 # Faults --------------------------------------------------------------------------------------------------------------
 
 NO_CHAT = [b"<html>Welcome!</html>", b"", b"\xff\xfe", b"1", b'{"error": {"code": 502}}']

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from harness.common.files import sha256
-from harness.evaluation.instruct.responses import AnsweringModel
+from harness.evaluation.instruct.responses import AnsweringModel, write_responses
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, read_results
 from tests.support.fake_judge import text
+from tests.support.in_process import call
 from tests.support.judging import LABELS, QUESTIONS, Bench, make_models, true_scores
 
 CHECKPOINT = "20260101Z000000-iteration-9"
@@ -69,6 +70,18 @@ def test_the_same_judging_is_one_result_and_another_company_is_another(bench: Be
     assert (book.prompt, alone.prompt, together.prompt) == ("book", "together", "together")
     assert together.judging != alone.judging
     assert len(kept(bench, "large")) == 2
+
+
+def test_two_answers_of_one_checkpoint_are_two_results(bench: Bench) -> None:
+    """Two fine-tunings of the same weights, judged together."""
+    weights = bench.models[0].weights
+    bench.models = [model.model_copy(update={"weights": weights}) for model in bench.models[:2]]
+    paths = [bench.folder / LABELS[0] / f"{model.model}.json" for model in bench.models]
+    for path, model in zip(paths, bench.models, strict=True):
+        write_responses(path, model)
+    call("judge_ift", *paths, "--model", "referee", "--base-url", bench.judge.url, folder=bench.folder)
+    found = sorted(result.scores for result in kept(bench, LABELS[0]))
+    assert found == sorted(true_scores(bench.models).T.tolist())
 
 
 def test_another_models_missing_answer_leaves_no_question_out(bench: Bench) -> None:

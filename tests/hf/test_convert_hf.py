@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
-from harness.data.tokenizers import load_tokenizer, train_bpe
+from harness.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
@@ -156,6 +156,10 @@ def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
         (checkpoints / link).symlink_to(name)
     (tmp_path / "runs" / "r" / "model.json").write_text(model.config.model_dump_json())
     convert(tmp_path, "export", "r:latest", "out")
+    other = tmp_path / "other.json"
+    other.write_text(model.config.model_copy(update={"n_heads": 1}).model_dump_json())
+    convert(tmp_path, "export", "r:latest", "one-head", "--model-json", "other.json")
+    assert json.loads((tmp_path / "one-head" / "config.json").read_text())["n_head"] == 1
     assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
     assert '"tie_weights": true' in convert(tmp_path, "publish", "r", "me/r", "--card").stdout
 
@@ -233,6 +237,19 @@ def test_transformers_finds_the_end_of_text_by_its_own_name(tmp_path: Path, name
     theirs = loaded_tokenizer(tmp_path / "out")
     assert (len(theirs), theirs.eos_token, theirs.eos_token_id) == (ours.vocab_size, name, ours.eot_token)
     assert theirs.bos_token_id == theirs.unk_token_id == ours.eot_token
+
+
+def test_transformers_adds_no_token_that_training_did_not_add(tmp_path: Path) -> None:
+    """The tokenizer.json has a post-processor that puts a token before each text, as Llama 3's does."""
+    write_checkpoint(tmp_path / "c", small())
+    content = json.loads((tmp_path / "c" / "tokenizer.json").read_text())
+    template = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [0], "tokens": [END_OF_TEXT]}}
+    content["post_processor"] = {"type": "TemplateProcessing", "single": template, "pair": [], "special_tokens": tokens}
+    (tmp_path / "c" / "tokenizer.json").write_text(json.dumps(content))
+    convert(tmp_path, "export", "c", "out")
+    ours = load_tokenizer(tmp_path / "c" / "tokenizer.json")
+    assert loaded_tokenizer(tmp_path / "out").encode(TEXT) == ours.encode(TEXT)
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
@@ -390,8 +407,9 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
     their own, because huggingface_hub reads the Hub's address when it is imported."""
     shop = InProcess(tmp_path)
     shop.add_dataset()
-    run = shop.add_run("r", price_per_hour=36.0)
+    run = shop.add_run("r", price_per_hour=36.0, on_end=["true", "SECRET"])
     assert shop.attempt().status == 0
+    shop.add_run("r", price_per_hour=36.0, notify="http://127.0.0.1:9/SECRET", on_end=["true", "SECRET"])
     (run / "training-run-chart.png").write_bytes(b"a chart")
     best = Path((run / "checkpoints" / "best").resolve())
     wider = load_model_config(run / "model.json").model_copy(update={"vocab_size": 300})
@@ -406,6 +424,7 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
     wanted = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training-run-chart.png"}
     wanted |= {f"training/{name}" for name in ("model.json", "train.json", "metrics.jsonl", "summary.json")}
     assert wanted <= repository.files.keys()
+    assert not [name for name, file in repository.files.items() if b"SECRET" in file.content]
     check_card(card := repository.files["README.md"].content.decode(), run)
     measured = shop.script("test_loss.py", str(shop.datasets), str(best)).stdout.split()[5]
     assert f"| test | {measured} |" in card
@@ -453,6 +472,15 @@ def check_card(card: str, run: Path) -> None:
     assert 'from_pretrained("me/tiny")' in body
     assert "![Losses during training](training-run-chart.png)" in body
     assert '"learning_rate": 0.0004' in body
+
+
+def test_the_card_of_a_mixture_names_no_tokens_of_a_single_text(tmp_path: Path) -> None:
+    train = {"start_train_token": 0, "start_val_token": 0, "validation_sequences": 6}
+    facts: dict[str, Any] = {"dataset": {"name": "a/b + c/d"}, "train": train, "tokens_seen": 99}
+    write_checkpoint(tmp_path / "c", small(), train_loss=3.5, val_loss=3.6, **facts)
+    card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
+    assert "train split, the last steps of the training on 99 tokens" in card
+    assert "validation split, 6 sequences" in card
 
 
 def test_a_checkpoint_that_records_little_has_a_card(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Bench:
         return JudgeSettings("referee", self.judge.url, 5.0, attempts=3)
 
     def run(self, **changes: Any) -> Judgment:
-        return judge(self.models, replace(self.settings, **changes), self.cache)
+        return judge(self.models, replace(self.settings, **changes), [self.cache])
 
     def assert_true(self, judgment: Judgment) -> None:
         """Assert that the judge answered every request, and that each model has the true scores of its own answers in

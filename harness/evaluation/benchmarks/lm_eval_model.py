@@ -50,7 +50,8 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        # An answer that merges with the end of its context has no tokens of its own; it is then encoded by itself.
+        pairs = [(context, tokens or self.tok_encode(text)) for (_, text), context, tokens in requests]
         return [(answer.total, answer.is_greedy) for answer in self.scorer.score(pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:

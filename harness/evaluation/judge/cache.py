@@ -41,9 +41,10 @@ class JudgeCache:
     earlier version of this program, which locks the cache file.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Create or read the file, and lock it. Raises UserError if another process has locked it or if it is no cache
-        file, and RunError if it cannot be read or created."""
+    def __init__(self, path: Path, *others: Path) -> None:
+        """Create or read the file, and lock it. The answers in the files `others` are read, too, if they exist. Raises
+        UserError if another process has locked the file or if one is no cache file, and RunError if the file cannot be
+        read or created."""
         self.path = path
         self._thread_lock = threading.Lock()
         if path.exists() and not path.is_file():
@@ -57,6 +58,9 @@ class JudgeCache:
                 )
             content = path.read_bytes()
         self.records = list(_parse(path, content))
+        for other in others:
+            if other.is_file():
+                self.records += _parse(other, other.read_bytes())
         # If a kill has cut off the last line, it is left unchanged, and the next record begins a new line.
         self._on_fresh_line = content[-1:] in (b"", b"\n")
 

@@ -202,19 +202,18 @@ def judge_and_report(
     paths: Sequence[Path],
     models: Sequence[Responses],
     settings: JudgeSettings,
-    cache: Path,
+    caches: Sequence[Path],
     *,
     prices: tuple[float, float] | None = None,
     as_json: bool = False,
 ) -> None:
     """Ask the judge to score the answers of the models, print the report, and write each model's scores to its run (see
-    `keep_scores`). `paths` are the responses files of `models`, in the same order. `cache` is the file for the judge's
-    answers.
+    `keep_scores`). `paths` are the responses files of `models`, in the same order. `caches` are those of `judge`.
 
     Raises UserError and RunError as `judge` does. Also raises RunError, after the report, if at least one prompt has no
     valid answer.
     """
-    report = JudgeReport(judge(models, settings, cache), settings, prices)
+    report = JudgeReport(judge(models, settings, caches), settings, prices)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
     keep_scores(paths, models, report)
     if (shortfall := report.shortfall()) is not None:
@@ -259,6 +258,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
                 base_url=settings.base_url,
                 prompt=settings.prompt,
                 questions_sha256=own.questions_sha256,
+                answers_sha256=own.answers_sha256,
                 questions=len(own.responses),
                 repeats=settings.repeats,
                 judging=hashlib.sha256(judging.encode()).hexdigest(),

@@ -245,8 +245,9 @@ class Judgment:
     spent_now: Tokens  # in this judging
 
 
-def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path) -> Judgment:
-    """Ask the judge for all scores that are not in the cache file, and return all scores. The models must have
+def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence[Path]) -> Judgment:
+    """Ask the judge for all scores that are not in the cache files, and return all scores. New answers are added to the
+    first file. The models must have
     different labels and the same questions.
 
     Raises UserError if the judge cannot be asked with these settings, if another process uses the cache file, or if
@@ -256,7 +257,7 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
     """
     prompts = list(_prompts(models, settings))
     names = {key: set(prompt.names) for key, prompt in prompts}
-    with JudgeCache(cache_path) as cache:
+    with JudgeCache(*caches) as cache:
 
         def own_records() -> list[Record]:
             return [record for record in cache.records if record.key in names]
