@@ -73,13 +73,20 @@ def main(
     for model in named:
         check_weights_file(model.weights, model.config)
     texts = [(model, held_out_texts(model, datasets_dir, **options)) for model in named]
+    lost: list[str] = []
     measured: dict[tuple[str, str], list[TestLoss]] = {}  # a model that was named in two ways is measured once
     for model, of_model in texts:
         if model.identity not in measured:
-            loaded = load_model(model.config, model.weights, device)
+            try:
+                loaded = load_model(model.config, model.weights, device)
+            except UserError as error:  # training has deleted the checkpoint meanwhile
+                lost.append(str(error))
+                continue
             measured[model.identity] = [text.measure(loaded, precision) for text in of_model]
-    for line in loss_lines([(model, test) for model in named for test in measured[model.identity]]):
+    for line in loss_lines([(model, test) for model in named for test in measured.get(model.identity, [])]):
         click.echo(line)
+    if lost:
+        raise UserError(f"not measured: {'; '.join(lost)}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.ngrams import Overlap
 from harness.data.order import WindowOrder
 from harness.data.tokenizers import Tokenizer, load_gpt2_offline, load_tokenizer
-from harness.evaluation.trained_on import training_overlap
+from harness.evaluation.trained_on import GPT2_EOT_TOKEN, training_overlap
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import evaluating
 from harness.model.precision import Precision
@@ -146,7 +146,7 @@ class HeldOutText:
         in the model's vocabulary, or if the dataset's tokenizer is not the one in the meta.json beside the weights.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
-        name = dataset or model.dataset or (NOTEBOOK_DATASET if tokenizer == "gpt2" else None)
+        name = dataset or model.dataset or (NOTEBOOK_DATASET if _is_gpt2s(tokenizer) else None)
         if name is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
@@ -265,6 +265,16 @@ def _is_same_tokenizer(first: str | Path, second: str | Path) -> bool:
         return True
     one, other = _tokenizer_here(first), _tokenizer_here(second)
     return one is None or other is None or one.has_tokens_of(other)
+
+
+def _is_gpt2s(tokenizer: str | Path) -> bool:
+    """Return True if a tokenizer is GPT-2's or has the same tokens as GPT-2's. Raises UserError if its file cannot be
+    loaded."""
+    if not isinstance(tokenizer, Path):
+        return tokenizer == "gpt2"
+    loaded = load_tokenizer(tokenizer)
+    is_as_large = (loaded.vocab_size, loaded.eot_token) == (GPT2_EOT_TOKEN + 1, GPT2_EOT_TOKEN)
+    return is_as_large and _is_same_tokenizer(tokenizer, "gpt2")
 
 
 def _tokenizer_here(name: str | Path) -> Tokenizer | None:

@@ -108,9 +108,6 @@ class Gpt2Config(BaseModel):
 def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the keys of model.json for `raw`, a GPT-2's config.json that was read from the file `source`.
 
-    The config has three dropout rates, which only matter if the model is trained further. The rate for residuals is
-    used in place of all three.
-
     Raises UserError, naming the key, if a key is missing or invalid, or if the model computes something that our models
     do not.
     """
@@ -118,13 +115,15 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
     if theirs.n_inner not in (None, 4 * theirs.n_embd):
         others["mlp_dim"] = theirs.n_inner
+    rates = {"embedding": theirs.embd_pdrop, "attention_weights": theirs.attn_pdrop}
+    rates |= {"attention_output": theirs.resid_pdrop, "mlp_output": theirs.resid_pdrop}
     return others | {
         "vocab_size": theirs.vocab_size,
         "context_length": theirs.n_positions,
         "emb_dim": theirs.n_embd,
         "n_heads": theirs.n_head,
         "n_layers": theirs.n_layer,
-        "drop_rate": theirs.resid_pdrop,
+        "drop_rate": theirs.resid_pdrop if len({*rates.values()}) == 1 else rates,
         "qkv_bias": True,
         "tie_weights": theirs.tie_word_embeddings,
     }

@@ -43,6 +43,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     """GPT model with the interface of transformers for evaluation and generation."""
 
     config_class = DdpPretrainConfig
+    accepts_loss_kwargs = False  # transformers' Trainer then divides the loss by the number of accumulation steps
 
     def __init__(self, config: DdpPretrainConfig) -> None:
         super().__init__(config)
@@ -87,7 +88,8 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         cache, and only its last T columns are used.
 
         `labels`, (B, T), are like `input_ids`, with -100 for tokens to ignore, and require `logits_to_keep` 0. The loss
-        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it.
+        is the mean cross-entropy (nats) of the labels, each predicted from the tokens before it. Raises ValueError if a
+        row has more tokens than the context length.
         """
         if use_cache and past_key_values is None:
             past_key_values = KeyValueCache()
@@ -97,6 +99,10 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
             order_BxT = visible_BxT.int().argsort(dim=1, descending=True, stable=True)  # moves padding to the end
             input_ids, places_BxT = input_ids.gather(1, order_BxT), order_BxT.argsort(dim=1)
             lengths = visible_BxT.sum(1).tolist()
+        seen = max(past_key_values.lengths, default=0) if past_key_values is not None else 0
+        longest, most = seen + max(lengths or [input_ids.shape[1]]), self.config.shape["context_length"]
+        if longest > most:
+            raise ValueError(f"{longest:,} tokens are more than this model's context length, {most:,}")
         features_BxTxC = self.model.features(input_ids, lengths, past_key_values)
         if places_BxT is not None:
             features_BxTxC = features_BxTxC.take_along_dim(places_BxT.unsqueeze(-1), dim=1)

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,18 +21,20 @@ from safetensors.torch import save_file as save_tensors
 
 from gpt import GPTModel, ModelConfig, load_model
 from harness.common.device import device_name
-from harness.common.errors import RunError
+from harness.common.errors import RunError, UserError
 from harness.common.files import move, sha256
 from harness.data.dataset import TokenFile
 from harness.data.tokenizers import load_tokenizer, train_bpe
+from harness.evaluation import loss
 from harness.evaluation.loss import HeldOutText
+from harness.hf.export import export_tokenizer
 from harness.model.config import load_model_config
 from harness.runs import directory
 from harness.runs.directory import RunDirectory
 from harness.runs.results import MEASURED_BATCH, LossResult, MeasuredWeights, read_results, read_window_losses
 from harness.runs.trained_model import TrainedModel, find_model
 from tests.support.in_process import call
-from tests.support.launch import DATASET, Result, Workshop
+from tests.support.launch import DATASET, MODEL, Result, Workshop
 
 CPU = torch.device("cpu")
 WINDOW = 16  # MODEL's context length
@@ -467,10 +470,42 @@ def test_another_shape_of_the_same_weights_leaves_nothing(shop: Workshop, tmp_pa
     assert len(losses_in(run)) == 1
 
 
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+def test_an_imported_gpt2_is_measured_on_the_notebooks_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer of an imported model is a file."""
+    export_tokenizer("gpt2", tmp_path, 1024)
+    (tmp_path / "meta.json").write_text('{"tokenizer": "tokenizer.json"}')
+    (tmp_path / "model.json").write_text(json.dumps(MODEL | {"vocab_size": 50257, "context_length": 1024}))
+    save_file({}, tmp_path / "model.safetensors")
+    asked: list[str] = []
+    monkeypatch.setattr(loss, "ensure_dataset", lambda folder, name, splits: asked.append(name))
+    with pytest.raises(UserError):
+        HeldOutText.choose(TrainedModel.read(tmp_path), tmp_path)
+    assert asked == [loss.NOTEBOOK_DATASET]
+
+
 def test_a_split_that_is_shorter_than_a_batch_is_measured(shop: Workshop) -> None:
     add_text(shop, "short", "gpt2", [5] * (4 * WINDOW + 1), 99, 64)
     assert f"1 batch of 4 x {WINDOW}" in unwrapped(measure(shop, "r", "--dataset", "me/short"))
     measure(shop, "r", "--dataset", "me/short", "--batches", 1).refuses("too short")
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_costs_no_other_result(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training deletes it (keep_checkpoints) while another model is measured."""
+    other = shutil.copytree(shop.runs / "r", shop.runs / "s", symlinks=True)
+    measure_text = HeldOutText.measure
+
+    def measure_and_delete(text: HeldOutText, *arguments: Any) -> Any:
+        shutil.rmtree((other / "checkpoints" / "best").resolve(), ignore_errors=True)
+        return measure_text(text, *arguments)
+
+    monkeypatch.setattr(HeldOutText, "measure", measure_and_delete)
+    done = measure(shop, "r", "s")
+    assert "Loss on the test split" in done.stdout
+    assert "runs/s/checkpoints" in done.error_lines[0]
+    assert done.status == 2
 
 
 def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:

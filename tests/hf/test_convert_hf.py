@@ -284,13 +284,17 @@ def hugging_face_model(folder: Path, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(("tied", "sharded"), [(False, True), (True, False)])
 def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharded: bool) -> None:
-    theirs = hugging_face_model(tmp_path / "hf", tie_word_embeddings=tied)
+    rates = {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3 if tied else 0.1}
+    theirs = hugging_face_model(tmp_path / "hf", tie_word_embeddings=tied, **rates)
     if sharded:
         theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
         assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
         (tmp_path / "hf" / "model.safetensors").unlink(missing_ok=True)
     ours = imported(tmp_path)
     assert (ours.config.tie_weights, ours.config.qkv_bias) == (tied, True)
+    found = ours.config.drop_rates
+    assert [found.embedding, found.attention_weights, found.attention_output] == [*rates.values()]
+    assert found.mlp_output == rates["resid_pdrop"]
     assert_same_logits(ours, theirs)
     printed = InProcess(tmp_path).script("test_smoke.py", "r", "--prompt", "def f(", "--temperature", "0").stdout
     assert printed.startswith("def f(")

@@ -183,6 +183,14 @@ for name in names:
     mask[1, :4] = 0
     out["padded"] = generated(torch.cat((tokens[:1, :9], left)), attention_mask=mask)
     out["beams"] = generated(tokens[:1, :9], num_beams=3)
+    for use_cache in (True, False):
+        try:
+            model.generate(tokens[:, :9], max_new_tokens=99, eos_token_id=None, pad_token_id=0, use_cache=use_cache)
+            raise AssertionError("more tokens than the context length")
+        except ValueError as error:
+            assert "context length" in str(error)
+    # Else Trainer expects `forward` to divide the loss by `num_items_in_batch`, which it ignores.
+    assert not model.accepts_loss_kwargs
     out["beams without cache"] = generated(tokens[:1, :9], num_beams=3, use_cache=False)
     found = {key: each.detach() for key, each in out.items()}
     found["tokenizer"] = AutoTokenizer.from_pretrained(name).encode("def f(x)")
