@@ -88,6 +88,9 @@ class Checkpointer:
                 with experiment.initial_weights_errors():
                     self.model.load_checkpoint_tensors(self.world.broadcast(lambda: load_weights(initial)), initial)
             aside = self.world.on_rank0(self.run.set_results_aside)
+            self.world.on_each_node(
+                self.run.set_results_aside
+            )  # a machine may have results of its own, of an older run
             if aside:
                 say(self.world, f"Earlier results are now in {aside}")
             self.reporter.starting(self.step.precision)

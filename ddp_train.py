@@ -25,6 +25,8 @@ from harness.common.errors import (
     SPEAKER_PATIENCE_SECONDS,
     RunStopped,
     UserError,
+    end_for_good,
+    exit_if_ended,
     survive_closed_output,
 )
 from harness.common.libraries import configure_libraries, load
@@ -102,8 +104,8 @@ class Trainer:
         self.compile_cache.save()
         state, position = self.state, self.prepared.position
         try:
-            if evaluation := self.prepared.interrupted_evaluation:
-                self.after_step(state.global_step, interrupted_evaluation=evaluation)
+            if self.prepared.unfinished_work:
+                self.after_step(state.global_step, self.prepared.unfinished_work)
             steps = range(position.first_step, position.total_steps)
             # Raises RunStopped before the next step if there is a reason to, and the error of a background save.
             for step in self.stop.steps_until_stop(self.world, steps, between=self.checkpointer.writer.check):
@@ -131,12 +133,12 @@ class Trainer:
             self.reporter.stopped(request.reason, state)
             # All ranks wait for the upload, because torchrun ends all of them once the first one has exited.
             self.world.on_rank0(self.prepared.uploads.finish)
+            end_for_good(request.exit_status)
             raise
 
-    def after_step(self, step: int, *, interrupted_evaluation: str | None = None) -> None:
-        """Do the work that is due after global step `step`. The checkpoint comes last, because it records the results
-        of the other work. If `interrupted_evaluation` is "validation" or "benchmarks", an earlier process was
-        interrupted in that evaluation of this step, and only that evaluation and the work after it are done.
+    def after_step(self, step: int, due: set[str] | None = None) -> None:
+        """Do the work that is due after global step `step`, or the work `due` (see `Position.due_after`) of which an
+        earlier process has done the rest. The checkpoint comes last, because it records the results of the other work.
 
         Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
         also raises it if any rank was asked to stop before the checkpoint was saved, or, with `stop_if_diverged`, if
@@ -144,7 +146,7 @@ class Trainer:
         `Checkpointer.check_weights` do.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
-        due = position.due_after(step, config, interrupted_evaluation)
+        is_repeated, due = due is not None, due or position.due_after(step, config)
         if "report" in due:
             self.report(step)
         if "validation" in due:
@@ -166,7 +168,12 @@ class Trainer:
             self.checkpointer.check_weights(state)
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
-        if "report" in due and config.stop_if_diverged and state.has_diverged and step != position.last_step:
+        if (
+            ("report" in due or is_repeated)
+            and config.stop_if_diverged
+            and state.has_diverged
+            and step != position.last_step
+        ):
             raise RunStopped(DIVERGED)
 
     def report(self, step: int) -> None:
@@ -243,6 +250,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """
     exit_when_launcher_dies()
+    exit_if_ended()
     if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file() or "*" in run:  # the shell may have expanded *
         words = " ".join([run, str(datasets_dir), *checkpoints])
         raise UserError(f"{words}: give one RUN, then DATASETS_DIR; to train several runs, use sweep_runs.py")

@@ -104,7 +104,7 @@ if ! "$is_begun"; then
 fi
 if begin plan; then "${training[@]}" --plan; fi
 if begin train; then
-    if [ -n "$on_end" ]; then trap 'sh -c "$on_end"' EXIT; fi
+    if [ -n "$on_end" ]; then trap 'trap "" PIPE; sh -c "$on_end"' EXIT; fi # the output may have no reader
     "${training[@]}" &
     # Without this, bash would end at once, and COMMAND would run while training saves its last checkpoint.
     trap 'kill -TERM "$!"' TERM INT HUP

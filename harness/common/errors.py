@@ -196,7 +196,8 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     with suppress(OSError):
         sys.stdout.flush()
-    EXIT.before_end(end.exit_status)
+    # A rank that torchrun has stopped, because another one has failed, has failed, too.
+    EXIT.before_end(RunError.exit_status if EXIT.has_lost_peer else end.exit_status)
     os._exit(end.exit_status)
 
 
@@ -249,6 +250,28 @@ def say_last(text: str) -> None:
     content = json.dumps({"message": {"message": text.strip(), "extraInfo": extra}})
     with suppress(OSError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
+
+
+def _mark_of_the_end() -> Path | None:
+    """Return the file by which a rank learns that an earlier start of the ranks by the same torchrun ended for good.
+    Its folder, one for each torchrun, is that of torchrun's logs: TORCHELASTIC_ERROR_FILE is
+    attempt_N/LOCAL_RANK/error.json in it. Return None if torchrun has not started this process."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parents[2] / "ended-for-good" if file else None
+
+
+def end_for_good(status: int) -> None:
+    """Let `exit_if_ended` end the ranks that torchrun starts again on this machine. torchrun (--max-restarts) takes the
+    orderly stop of a run for a failure, because its exit status is not 0, and would start the ranks again."""
+    if mark := _mark_of_the_end():
+        with suppress(OSError):
+            mark.write_text(str(status))
+
+
+def exit_if_ended() -> None:
+    """Exit with the status of `end_for_good` if a rank on this machine called it at an earlier start by torchrun."""
+    if (mark := _mark_of_the_end()) and mark.exists():
+        os._exit(int(mark.read_text() or 1))
 
 
 # Signals that ask to stop, and output that nobody reads any more ----------------------------------------------------

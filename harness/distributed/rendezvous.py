@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import PeerError, RunError
+from harness.common.errors import PeerError, RunError, end_for_good, launcher_number
 from harness.common.messages import tell
 from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
@@ -36,6 +36,7 @@ CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
 # message says more, and it knows which work may take long. The longer timeout is for collectives that the watchdog does
 # not guard.
 BACKSTOP_SECONDS = 3600.0
+STARTING_SECONDS = 60.0  # in which torchrun on another machine notices a failure and starts its ranks again
 WAITING_SECONDS = 15.0  # after this time, a rank prints that it waits for other ranks
 # Texts of errors that mean that the process at the other end has closed its connection or cannot be reached.
 PEER_GONE_TEXTS = (
@@ -70,21 +71,28 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # NCCL's own monitor would otherwise abort after 480 s, before the watchdog, with pages of C++ stack frames.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-    # With variables left over from another job, this rank would wait silently for hours. So it prints what it waits
-    # for.
+    # If torchrun starts the ranks again, another machine may be gone for good, so the wait is shorter. Then, and
+    # with variables left over from another job, this rank prints what it waits for.
+    is_again = launcher_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if is_again else timeout
     text = (
         f"rank {here.rank} of {here.world_size} waits for the other {here.world_size - 1} at "
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
-        "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     )
+    if not is_launched():
+        text += "; for a single process: unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
     timer = threading.Timer(WAITING_SECONDS, tell, (text,))
     timer.daemon = True
-    if not is_launched():  # not needed with a launcher, which starts all ranks
+    if is_again or not is_launched():  # else not needed: the launcher starts all ranks
         timer.start()
     with connection_errors_as_peer_errors():  # the store is in torchrun's process, which may be killed meanwhile
         try:
-            store = _open_store(timeout)
-            restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
+            store = _open_store(patience)
+            restart_id = agree_on_restart_id(store, here.rank, here.world_size, patience.total_seconds())
+        except RunError as error:
+            if is_again:
+                end_for_good(error.exit_status)
+            raise
         finally:
             timer.cancel()
         dist.init_process_group(

@@ -158,9 +158,10 @@ class TrainState(Progress):
         self.has_diverged = self.global_step - since >= patience * interval and not is_near_lowest
 
     def close_loss_period(self) -> None:
-        """Set `train_loss` to the mean loss over the reports since the previous call, or None if there were none.
-        Called before each planned checkpoint (see `CheckpointMeta`)."""
-        self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
+        """Set `train_loss` to the mean loss over the reports since the previous call, if there were any. Called before
+        each planned checkpoint (see `CheckpointMeta`)."""
+        if self.loss_count:
+            self.train_loss = self.loss_sum / self.loss_count
         self.loss_sum, self.loss_count = 0.0, 0
 
     def record_if_best(self, loss: float | None) -> None:

@@ -217,7 +217,14 @@ def run_on_end(command: list[str], run: RunDirectory, state: str) -> str | None:
     variables: dict[str, Any] = {"RUN": run.path.name, "STATE": state, "DIRECTORY": run.path}
     environment = os.environ | {f"DDP_PRETRAIN_{name}": str(value) for name, value in variables.items()}
     try:
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=LONGEST_SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            timeout=LONGEST_SECONDS,
+            check=False,
+            restore_signals=False,  # SIGPIPE stays ignored, because the output may have no reader any more
+        )
     except subprocess.TimeoutExpired:
         return f"was killed after {LONGEST_SECONDS:g} s"
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.common.errors import PeerError, RunError, RunStopped, UserError
+from harness.common.errors import EXIT, PeerError, RunError, RunStopped, UserError
 from harness.common.memory import is_out_of_memory
 from harness.distributed.rendezvous import connection_errors_as_peer_errors
 from harness.distributed.signals import StopRequest
@@ -23,6 +23,7 @@ def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None
             yield
     except PeerError:
         if stop.signal:  # torchrun has already asked this rank to stop
+            EXIT.has_lost_peer = True
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError, OSError, ImportError) as error:

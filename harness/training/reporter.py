@@ -174,7 +174,7 @@ class Reporter:
         # Estimate the time left from the time per token since this process started, without its setup.
         seconds_here = sum(clock[phase] - self._seconds_at_start[phase] for phase in clock if phase != "setup")
         tokens_here = tokens - self.prepared.position.tokens_seen
-        seconds_left = seconds_here * (self._tokens - tokens_here) / tokens_here
+        seconds_left = seconds_here * (self._tokens - tokens_here) / max(1, tokens_here)
         shown["left"] = tqdm.format_interval(seconds_left)
         if self.clock.price_per_hour is not None:
             so_far = sum(self.clock.spent()["dollars"].values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import click
 import torch
 
 from harness.common.device import idle_gpus
-from harness.common.errors import CEILING, RunStopped, UserError
+from harness.common.errors import UserError
 from harness.common.lock import RunLock
 from harness.common.options import TrainOptions
 from harness.data.fetch import ensure_dataset
@@ -24,6 +24,7 @@ from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
 from harness.runs import checkpoints
+from harness.runs.budget import wanted_tokens
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import unknown_peak
@@ -47,16 +48,11 @@ class PreparedRun(Plan):
     step_config: TrainConfig  # train.json with its precision resolved and its scaling rules applied
     uploads: Uploads  # sends to the run's mirror what rank 0 writes; does nothing on other ranks
     changed: list[str]  # changes that affect the result, made when this or an earlier process resumed the run
-
-    @property
-    def interrupted_evaluation(self) -> str | None:
-        """Evaluation of the checkpoint's last step that a request to stop interrupted: "validation", "benchmarks" or
-        None. This process must repeat that evaluation and do the work that follows it."""
-        return self.meta.interrupted_evaluation if self.meta else None
+    unfinished_work: set[str]  # see `find_unfinished_work`
 
     @property
     def is_finished(self) -> bool:
-        return self.meta is not None and self.position.is_finished and self.interrupted_evaluation is None
+        return self.meta is not None and self.position.is_finished and not self.unfinished_work
 
     def state(self, world: World) -> TrainState:
         """Return the TrainState that training starts with: the checkpoint's, or a new one if there is no checkpoint. If
@@ -117,8 +113,9 @@ def prepare(
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run))
     assert plan.position is not None, "the dataset is here"
-    if not plan.position.is_finished or (meta and meta.interrupted_evaluation):
-        world.on_rank0(lambda: check_ceilings(experiment, clock, is_restart=lock.began_before))
+    unfinished_work = find_unfinished_work(experiment.config, plan.position, meta)
+    if not plan.position.is_finished or unfinished_work:
+        world.on_rank0(lambda: check_ceilings(experiment, clock))
         world.on_rank0(run.check_outputs)
     world.on_rank0(lambda: say_plan(plan))
     checkpoints.check_tokenizer(data.tokenizer)
@@ -126,7 +123,7 @@ def prepare(
     here = {"world_size": world.size, "device": world.device_name, "precision": precision}
     here["accumulation_steps"] = layout.accumulation_steps
     changed = [*meta.changed] if meta else []
-    if meta and not plan.position.is_finished:
+    if meta and (unfinished_work or not plan.position.is_finished):
         changed += changes_of_result(meta, provenance.train, here)
     mirror, lease = (mirrors[0] if mirrors else None) or (None, None)
     keep, start_step = experiment.config.keep_checkpoints, plan.position.first_step - 1
@@ -143,16 +140,31 @@ def prepare(
         step_config=plan.scaled.apply(experiment.config).model_copy(update={"precision": precision}),
         uploads=uploads,
         changed=changed,
+        unfinished_work=unfinished_work,
     )
 
 
-def check_ceilings(experiment: Experiment, clock: Clock, *, is_restart: bool = False) -> None:
-    """Raise UserError if earlier processes of the run have already reached train.json's max_hours or max_dollars. If
-    torchrun has restarted this process (`is_restart`), raise RunStopped instead: the command ends as its first start
-    did, so that `on_end` and `notify` get the state "stopped"."""
+def find_unfinished_work(config: TrainConfig, position: Position, meta: CheckpointMeta | None) -> set[str]:
+    """Return the names (see `Position.due_after`) of the work after the checkpoint's last step that is still to be
+    done: because a request to stop interrupted an evaluation, or because this is the run's last step now, and was not
+    when the checkpoint was saved. The run's budget may have been lowered since then."""
+    if meta is None or meta.is_from_notebook:
+        return set()
+    step = meta.global_step
+    if meta.interrupted_evaluation:
+        return position.due_after(step, config, meta.interrupted_evaluation)
+    wanted = wanted_tokens(meta.train, meta.budget)
+    was_last = "planned" not in meta.model_fields_set or (meta.planned and meta.tokens_seen >= (wanted or 0))
+    if was_last or not position.is_finished:
+        return set()
+    was_due = replace(position, total_steps=position.total_steps + 1).due_after(step, config)
+    missing = position.due_after(step, config) - was_due
+    return missing | {"checkpoint"} if missing else missing
+
+
+def check_ceilings(experiment: Experiment, clock: Clock) -> None:
+    """Raise UserError if earlier processes of the run have already reached train.json's max_hours or max_dollars."""
     for key, left in clock.ceilings(experiment.config).items():
-        if left <= 0 and is_restart:
-            raise RunStopped(CEILING)
         if left <= 0:
             raise UserError(
                 f'{experiment.run.train_json}: key "{key}": the run has reached {getattr(experiment.config, key):g} '
@@ -223,8 +235,8 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
     if found > newest:
         raise UserError(
             f"{run.checkpoints}: {host} has checkpoints up to step {found:,}, but rank 0 is on another machine, which "
-            f"{f'has none after step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them "
-            "to rank 0's machine, or use --restart"
+            f"{f'has none after step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, or copy "
+            "them to rank 0's machine; to train without them, move them away there, or use --restart"
         )
 
 

@@ -173,6 +173,28 @@ def test_faults_in_turn(pair: Pair, start: Start, straight: Path, exhaustive: bo
         assert_same_end(straight, run)
 
 
+@pytest.mark.fault(
+    "a node is told to stop, or vanishes, under torchrun --max-restarts=2 on both nodes",
+    "the other node ends, too; its ranks are not started again, or wait no longer than the time-out",
+)
+def test_not_restarted_by_torchrun(pair: Pair) -> None:
+    run = add_run(pair, "ended", min_train_tokens=128 * 400)
+    processes = pair.torchrun(run.name, "--max-restarts=2")
+    await_step(run, 20, processes)
+    processes[1].terminate()
+    ends = wait_for(processes, timeout=END_SECONDS)
+    assert all(end.status != 0 for end in ends), ends
+    assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+    assert ends[0].stdout.count("starting 2 processes") == 1
+    processes = pair.torchrun(run.name, "--max-restarts=2")
+    stopped_at = int(ends[0].error_lines[0].partition("global step ")[2].partition(";")[0])
+    await_step(run, stopped_at // 5 * 5 + 20, processes)
+    pair.second.crash()
+    ends = wait_for(processes, timeout=START_SECONDS)
+    assert ends[0].stdout.count("starting 2 processes") == 2
+    assert "rank 1 has not joined" in ends[0].stderr
+
+
 @pytest.mark.fault("two nodes whose files differ", "refused with the file, the difference and both hosts named")
 def test_other_files_on_one_node(pair: Pair) -> None:
     run, own = add_run(pair, "different"), pair.second.shop

@@ -175,6 +175,16 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None
     for_each(cases, tell, at_once=3)
 
 
+@pytest.mark.fault("a rank is told to stop under torchrun --max-restarts=2", "the run stops; no rank is started again")
+def test_a_stop_under_torchrun_is_final(shop: Workshop) -> None:
+    run = shop.add_run("final", **SETTINGS)
+    job = Torchrun(shop, run, are_forked=True)
+    told = f"before(STEP, tell({signal.SIGTERM:d}), rank=1, step=2)"
+    result = finish([job.start(told, "--max-restarts=2")], expect=1, timeout=240)
+    assert_stopped(run, result, signal.SIGTERM, SETTINGS["validation_interval"])
+    assert result.stdout.count("starting 2 processes") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.fault(
     "torchrun is told to stop, or killed, during a download", "all ranks end; the same command then trains"

@@ -105,6 +105,28 @@ def test_steps_that_are_asked_for_later_are_that_many_in_all(shop: InProcess) ->
     assert "is finished: 10 global steps" in shop.train_here().stdout
 
 
+@pytest.mark.parametrize("interval", [None, 7], ids=["stopped", "at-a-checkpoint"])
+def test_a_budget_that_is_lowered_to_what_is_done_ends_the_run_with_a_validation(
+    shop: InProcess, interval: int | None
+) -> None:
+    """The run ends as one that had this budget from its start. It was stopped after step 7, in one case with a
+    checkpoint that was due there."""
+    keys = {"min_train_tokens": None, "validation_interval": 4, "report_interval": 3, "learning_rate": 0.01}
+    keys |= {"checkpoint_interval": interval}
+    straight, cut = shop.add_run("straight", **keys, train_steps=8), shop.add_run("cut", **keys, train_steps=12)
+    shop.train_here("straight")
+    shop.train("cut", prelude=STOP.format(step=6), expect=128 + 15, ranks=1)
+    shop.add_run("cut", **keys, train_steps=8)
+    shop.train_here("cut")
+    if interval is None:  # else metrics.jsonl has two lines for the checkpoint
+        assert_same_end(straight, cut)
+    losses = [{key: value for key, value in end_of(run)[1].items() if "loss" in key} for run in (straight, cut)]
+    assert losses[0] == losses[1]
+    assert losses[0]["best_loss"] == losses[0]["final_validation_loss"]
+    assert (cut / "checkpoints" / "best").resolve() == (cut / "checkpoints" / "latest").resolve()
+    assert "is finished" in shop.train_here("cut").stdout
+
+
 def test_a_tied_heads_own_rate_is_refused(shop: InProcess) -> None:
     shop.add_run(model={"tie_weights": True}, head_learning_rate=0.1)
     for arguments in ([], ["--plan"]):

@@ -165,3 +165,15 @@ def test_a_stop_before_the_end_changes_nothing(shop: Workshop) -> None:
         shop.train("interrupted", prelude=f"{faults}before(STEP, tell(SIGTERM), step={step})", expect=143)
     shop.train("interrupted", expect=4)
     assert_same_end(shop.runs / "straight", run)
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_last_validation_changes_nothing(shop: Workshop) -> None:
+    keys = RISING | {"validation_interval": 1}
+    shop.add_run("validated", **keys)
+    shop.train("validated", expect=4)
+    run, last = shop.add_run("cut", **keys), metrics(shop.runs / "validated")[-1]["global_step"]
+    told = f"from tests.support.faults import *\nbefore(VALIDATION, tell(SIGTERM), rank=0, call={last + 1})"
+    shop.train("cut", prelude=told, expect=143)
+    shop.train("cut", expect=4)
+    assert metrics(run)[-1]["global_step"] == last

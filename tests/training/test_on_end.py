@@ -94,6 +94,16 @@ def test_torchrun_starts_a_run_again_that_a_ceiling_has_stopped(shop: Workshop) 
     assert endings(run) == ["stopped ceiling"]
 
 
+def test_a_rank_that_torchrun_stops_because_another_failed_has_failed(shop: Workshop) -> None:
+    """Rank 0 sees the signal and the end of rank 1 only after a long step."""
+    run = shop.add_run("busy", **SHORT)
+    error = "def fail(): raise RuntimeError('CUDA error')\n"
+    prelude = f"{error}before(STEP, fail, rank=1, step=2); before(STEP, pause(3), rank=0, step=2)"
+    finish([Torchrun(shop, run, are_forked=True).start(prelude)], expect=1, timeout=240)
+    wait_until(lambda: endings(run))
+    assert endings(run) == ["failed busy"]
+
+
 def test_it_runs_without_the_launchers_variables(shop: Workshop) -> None:
     """A command of this program in it would take itself for a rank of the job that has ended."""
     run = shop.add_run("clean", **SHORT | {"on_end": ["sh", "-c", 'env > "$DDP_PRETRAIN_DIRECTORY/ended"']})
@@ -137,6 +147,15 @@ def test_what_a_failed_run_has_not_sent_is_sent(shop: Workshop, tmp_path: Path) 
     assert "not everything was sent" not in done.stderr
     sent = {Path(line).parent.name for line in endings(run)}
     assert sent == {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")}
+
+
+def test_its_output_needs_no_reader(shop: Workshop) -> None:
+    """Such as that of a pipe to `tee` in a terminal that was closed."""
+    command = ["sh", "-c", 'echo to nobody; echo "$DDP_PRETRAIN_STATE" >> "$DDP_PRETRAIN_DIRECTORY/ended"']
+    run = shop.add_run("nobody", **SHORT | {"on_end": command})
+    prelude = "import os\nreader, writer = os.pipe()\nos.dup2(writer, 1)\nos.dup2(writer, 2)\nos.close(reader)\n"
+    shop.train("nobody", ranks=1, prelude=prelude, expect=None)
+    assert endings(run) == ["stopped"]
 
 
 @pytest.mark.parametrize("error_output", ["os.open('/dev/full', os.O_WRONLY)", "full_pipe()"])
