@@ -7,6 +7,7 @@ folder. Therefore a sweep that was killed can simply be started again.
 
 from __future__ import annotations
 
+import calendar
 import ctypes
 import errno
 import math
@@ -48,8 +49,11 @@ REPORT_SECONDS = 60.0  # between two reports of progress, if the output is not a
 PR_SET_PDEATHSIG = 1  # prctl(2)
 C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
-START_MARK = re.compile(r"^\$ .* UTC(?:, 1 of (\d+) groups)?$", re.MULTILINE)  # written by `_open_process`
-TIME_MARK = re.compile(r"^# took (\d+\.\d) s$", re.MULTILINE)  # written by `SweepRunner._end`
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
+# The lines that `SweepRunner._open_process` and `SweepRunner._end` write into sweep.log
+ATTEMPT_MARK = re.compile(
+    r"^\$ .* # (\d+-\d+-\d+ \d+:\d+:\d+ UTC)(?:, 1 of \d+ groups)?$|^# took (\d+\.\d) s$", re.MULTILINE
+)
 
 # Devices that train one run at a time: their name, which is "" for the whole machine, and the environment variables
 # that give a process these devices.
@@ -85,24 +89,46 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
     return [(f"GPU {share}", {"CUDA_VISIBLE_DEVICES": share}) for share in shares]
 
 
-def groups_before(run: DerivedRun) -> int:
-    """Return the number of device groups into which the machine was divided when earlier sweeps trained the run, as
-    recorded in the run's sweep.log. Return the smallest number if there are several, so that the run's share of the
-    cost is not underestimated, or 1 if the log has none. Also return 1 if metrics.jsonl is newer than the log, because
-    then the run was last trained outside a sweep."""
-    log, metrics = run.directory.sweep_log, run.directory.metrics
-    if not log.is_file() or (metrics.is_file() and metrics.stat().st_mtime > log.stat().st_mtime):
-        return 1
-    marks = START_MARK.findall(log.read_text(encoding="utf-8", errors="replace"))
-    return min((int(groups or 1) for groups in marks), default=1)
-
-
-def logged_seconds(run: DerivedRun) -> float:
-    """Return the number of seconds for which earlier sweeps trained the run, from the run's sweep.log. Unlike the run's
-    own records, it includes attempts that ended before the run had recorded anything. Returns 0 without a log."""
+def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
+    """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
+    the run, from its sweep.log. A sweep that was killed has logged no duration. The last attempt without one gets the
+    seconds that the other attempts lack of `recorded`, the time in the run's own records."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    return sum(map(float, TIME_MARK.findall(text)))
+    begins: list[float] = []
+    durations: list[float] = []
+    for begun, took in ATTEMPT_MARK.findall(text):
+        if begun:
+            begins.append(calendar.timegm(time.strptime(begun, TIME_FORMAT)))
+            durations.append(0.0)
+        elif durations:
+            durations[-1] = float(took)
+    if 0.0 in durations:
+        last = len(durations) - 1 - durations[::-1].index(0.0)
+        durations[last] = max(0.0, recorded - sum(durations))
+    return list(zip(begins, durations, strict=True))
+
+
+def earlier_costs(statuses: Sequence[Status]) -> tuple[dict[str, float], float, float]:
+    """Return what earlier commands have spent: the dollars of each run at the price of the whole machine, by the run's
+    name; the dollars of all runs together; and the seconds for which sweeps have used the machine. Attempts that
+    overlap share the machine, and a group without a run does not make it cheaper. Training outside of sweeps counts in
+    the dollars alone."""
+    by_run: dict[str, float] = {}
+    attempts: list[tuple[float, float, float]] = []
+    dollars = seconds = end = 0.0
+    for status in statuses:
+        own, price = earlier_attempts(status.run, status.seconds), status.run.train_config.price_per_hour or 0.0
+        if status.dollars and status.seconds:  # the price may have been another one then
+            price = 3600 * status.dollars / status.seconds
+        in_sweeps = cost(sum(duration for _, duration in own), price)
+        by_run[status.run.name] = max(status.dollars, in_sweeps)
+        dollars += by_run[status.run.name] - in_sweeps
+        attempts += [(begin, duration, price) for begin, duration in own]
+    for begin, duration, price in sorted(attempts):
+        added = max(0.0, min(duration, begin + duration - end))
+        dollars, seconds, end = dollars + cost(added, price), seconds + added, max(end, begin + duration)
+    return by_run, dollars, seconds
 
 
 @dataclass
@@ -176,17 +202,7 @@ class SweepRunner:
         self.waiting = [each.run for each in statuses if each.needs_training]
         # `dollars` has what each run has cost at the price of the whole machine, by the run's name. `spent` is what all
         # runs have cost together: runs that were trained at the same time shared the machine's cost.
-        self.dollars = {
-            run.name: max(status.dollars, cost(logged_seconds(run), run.train_config.price_per_hour or 0.0))
-            for run, status in zip(runs, statuses, strict=True)
-        }
-        self.spent = sum(self.dollars[run.name] / groups_before(run) for run in runs)
-        # A sweep that was killed has not logged the time of the runs that were under way, but they have recorded it.
-        earlier = sum(
-            max(status.seconds, logged_seconds(run)) / groups_before(run)
-            for run, status in zip(runs, statuses, strict=True)
-            if run.directory.sweep_log.exists()
-        )
+        self.dollars, self.spent, earlier = earlier_costs(statuses)
         self.max_hours, self.ends_at = max_hours, time.monotonic() + 3600 * (max_hours or math.inf) - earlier
         self.attempts: list[Attempt] = []
         self.stop_reason: str | None = None  # why no more runs are started; None while runs are started
@@ -319,7 +335,7 @@ class SweepRunner:
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.directory.path.parent), "--processes", str(self.planner.processes)]
         shared = f", 1 of {self.planner.groups} groups" if self.planner.groups > 1 else ""
-        begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        begun = time.strftime(TIME_FORMAT, time.gmtime())
         path = run.directory.sweep_log
         if path.is_fifo():  # opening a pipe waits until somebody reads it
             raise OSError(errno.EINVAL, "not a regular file", str(path))

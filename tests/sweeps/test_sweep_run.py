@@ -242,26 +242,34 @@ def test_runs_under_way_are_counted_and_share_the_machine(shop: Workshop) -> Non
 
 
 def test_a_group_without_a_run_costs_as_much(shop: Workshop) -> None:
-    """A single run costs 50 dollars, at the price of the whole machine, although the second group is idle."""
-    assert run(shop, make(shop, vary={"random_seed": [1]}), groups=2, max_dollars=1000.0).spent == 50.0
+    """A single run costs 50 dollars, at the price of the whole machine, although the second group is idle. It costs as
+    much in the sums of a later command."""
+    sweep = make(shop, vary={"random_seed": [1]})
+    for _ in range(2):
+        assert run(shop, sweep, groups=2, max_dollars=1000.0).spent == 50.0
 
 
-def test_what_one_group_has_spent_is_not_divided_by_todays_groups(shop: Workshop) -> None:
-    """A run that shared the machine with three others has cost a fourth of what it would have cost alone. The number of
-    groups in a later command does not change that."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_earlier_commands_have_spent_the_time_of_the_machine(shop: Workshop, is_killed: bool) -> None:
+    """Attempts that overlap shared the machine, and an idle group made it no cheaper, whatever the number of groups in
+    a later command. Seconds count at the price of their time: here 60 of 100 s are seed1's, at a dollar each, and the
+    price has risen to ten dollars since. A killed sweep has logged no duration, but the run has recorded it."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
-    for each in sweep.runs[:2]:
-        add_summary(each, dollars={"total": 12.0})
-    start = "$ python ddp_train.py  # 2026-01-01 00:00:00 UTC"
-    (shop.runs / "s-seed1" / "sweep.log").write_text(f"\n{start}\n")
-    log = shop.runs / "s-seed2" / "sweep.log"
-    log.write_text(f"\n{start}, 1 of 4 groups\n")
-    ended = run(shop, sweep, groups=2, max_dollars=15.0)
-    assert ended.stop_reason == "max_dollars (15.00) is spent"
-    (shop.runs / "s-seed2" / "metrics.jsonl").touch()
-    os.utime(log, (0, 0))
-    ended = run(shop, sweep, groups=2, max_dollars=24.0)
-    assert ended.stop_reason == "max_dollars (24.00) is spent", "it was trained anew without a sweep since"
+    add_summary(sweep.runs[0], dollars={"total": 60.0}, seconds={"total": 60.0})
+    add_summary(sweep.runs[1], dollars={"total": 70.0}, seconds={"total": 70.0})
+    first, second = (
+        f"$ python ddp_train.py  # 2026-01-01 00:0{begin} UTC, 1 of 2 groups\n" for begin in ("0:00", "1:00")
+    )
+    sweep.runs[0].directory.sweep_log.write_text(f"\n{first}\n# took 60.0 s\n")
+    end = "" if is_killed else "\n# took 40.0 s\n"
+    log = sweep.runs[1].directory.sweep_log
+    log.write_text(f"\n{first}\n# took 30.0 s\n# failed with exit status 1\n\n{second}{end}")
+    for groups in (1, 4):
+        ended = run(shop, sweep, groups=groups, max_dollars=100.0)
+        assert (ended.stop_reason, ended.spent) == ("max_dollars (100.00) is spent", 100.0)
+    assert run(shop, sweep, max_hours=100 / 3600).said == [], "nothing is begun"
+    log.write_text(f"\n{first}\n# took 30.0 s\n")
+    assert run(shop, sweep, max_dollars=100.0).spent == 100.0, "40 s without a sweep, which were not shared"
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
