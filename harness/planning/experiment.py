@@ -137,6 +137,8 @@ def changes_of_result(meta: CheckpointMeta, train: Mapping[str, Any], here: Mapp
     depends_on_length = train["lr_schedule"] != "constant" or train["warmup_period_percent"]
     if not depends_on_length and not scale.get("reference_train_tokens"):
         ignored |= {*BUDGETS}  # the first steps of a longer run are those of a shorter one
+    elif train["min_train_tokens"] == -1:
+        ignored -= {"epochs"}  # they decide the length
     then = {**meta.train, **here, **{key: value for key in here if (value := getattr(meta, key)) is not None}}
     now = {**{key: value for key, value in train.items() if key not in ignored}, **here}
     return [f"{change} after global step {meta.global_step}" for change in changed_settings(then, now)]

@@ -103,6 +103,15 @@ def test_seeds_of_weights_and_dropout(shop: InProcess) -> None:
     assert not are_equal(dropped[0], run("f", 0.2, random_seed=2))
 
 
+def test_another_number_of_passes_changes_a_falling_rate(shop: InProcess) -> None:
+    keys: dict[str, Any] = {"min_train_tokens": -1, "lr_schedule": "cosine"}
+    for epochs in (None, 2.0):
+        run = shop.add_run("again", **keys, epochs=epochs)
+        shop.train_here("again")
+    [change] = json.loads((run / "summary.json").read_text())["changed"]
+    assert change.startswith("epochs: null -> 2.0 after global step ")
+
+
 def test_what_cannot_be_continued_is_refused_by_name(shop: InProcess) -> None:
     begun = {"min_train_tokens": 256, "shuffle": True, "epochs": 1}
     shop.add_run("begun", **begun)
