@@ -185,7 +185,7 @@ class Trainer:
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world, self.world.watchdog.own_seconds())
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
-            interval = config.report_interval
+            interval = min(filter(None, (config.report_interval, config.validation_interval, config.checkpoint_every)))
             patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))
             self.state.follow_level(patience=patience, interval=interval)
             self.reporter.training(metrics, self.state, self.optimizer_step.learning_rate)

@@ -115,8 +115,8 @@ class TrainState(Progress):
         self.skipped_steps += skipped_steps
 
     def follow_level(self, *, patience: int, interval: int) -> None:
-        """Update `has_diverged` after a report has been added. `patience` is a number of reports, `interval` the number
-        of global steps between two reports.
+        """Update `has_diverged` after a report has been added. `patience` is a number of reports, `interval` the
+        largest number of global steps between two reports.
 
         The level is the exponential moving average of the loss, in which a new report has the weight 2 / `patience`
         (the first `patience` / 2 reports have equal weights). The run has diverged if the level has been more than

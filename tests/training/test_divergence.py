@@ -136,6 +136,11 @@ def test_a_run_that_diverges_ends_with_a_checkpoint(shop: Workshop) -> None:
     assert metrics(again)[-1]["global_step"] == last + 1, "the same command spends no more than a step"
 
 
+def test_reports_of_validations_alone_suffice(shop: Workshop) -> None:
+    shop.add_run("rare", **RISING | {"report_interval": 200, "validation_interval": 2})
+    shop.train("rare", expect=4)
+
+
 def test_a_sweep_takes_it_as_a_result(shop: Workshop) -> None:
     """No run is started, and the sweep is at its end."""
     shop.add_run("base", **RISING)
