@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from harness.comparison.arms import SEED, SEEDS, WITHOUT_EFFECT
-from harness.comparison.table import RunsTable
+from harness.comparison.table import Cell, RunsTable
 from harness.runs.train_config import Affects, keys_affecting
 
 LEAST_BATCHES = 3
+UNFINISHED = ("going on", "stopped", "failed", "diverged")  # states of runs whose losses are not those at the end
+LARGEST_RATIO = 1.02  # of tokens: a budget is rounded to whole global batches
 # Settings that may differ between the runs of the fit over the global batch. The machine may differ, because the batch
 # is chosen to suit it.
 LEFT_OPEN = {
@@ -29,25 +32,33 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size; it takes at least three different batch sizes, and is inconclusive if another setting
-    that affects the loss differs between the runs. The second fit is of device memory over microbatch size, both as
+    over the global batch size; it takes at least three different batch sizes, leaves unfinished runs out, and is
+    inconclusive if another setting that affects the loss, or the number of tokens, differs between the runs. The second
+    fit is of device memory over microbatch size, both as
     reported by others (reported.json). It has one point for each memory size, with the smallest microbatch reported for
     it, and takes at least two different microbatch sizes."""
     columns = {column.key: column.cells for column in table.columns}
-    batches = columns.get("global_batch", ())
-    if "reported_global_batch" in columns:
-        pairs = zip(batches, columns["reported_global_batch"], strict=True)
-        batches = tuple(own if own.value is not None else theirs for own, theirs in pairs)
+
+    def numbers(key: str) -> list[Any]:
+        """Return a column's numbers: each run's own or, without one, the reported one, or None."""
+        own = columns.get(key, (Cell(None, ""),) * len(table.records))
+        theirs = columns.get(f"reported_{key}", own)
+        return [mine.value if mine.value is not None else other.value for mine, other in zip(own, theirs, strict=True)]
+
+    rows = list(zip(table.records, numbers("global_batch"), numbers("tokens"), strict=True))
     for losses in (columns.get(key, ()) for key in ("test_loss", "validation_loss")):
-        points = [
-            (batch.value, loss.value)
-            for batch, loss in zip(batches, losses, strict=False)
-            if None not in (batch.value, loss.value)
+        found = [
+            (batch, loss.value, tokens)
+            for (record, batch, tokens), loss in zip(rows, losses, strict=False)
+            if record.state.word not in UNFINISHED and None not in (batch, loss.value)
         ]
-        if len({batch for batch, _ in points}) >= LEAST_BATCHES:
+        if len({batch for batch, _, _ in found}) >= LEAST_BATCHES:
             others = [each.key for each in table.columns if each.is_setting and each.key not in LEFT_OPEN]
+            tokens = [each for _, _, each in found if each is not None]
+            if tokens and max(tokens) > LARGEST_RATIO * min(tokens):
+                others.append("tokens")
             reason = f"Loss over the global batch: inconclusive, because {others[0]} differs, too" if others else ""
-            yield reason or _batch_fit(points)
+            yield reason or _batch_fit([(batch, loss) for batch, loss, _ in found])
             break
     # The smallest microbatch that is reported for each device memory, because it fits on all devices with this memory.
     smallest: dict[float, float] = {}

@@ -110,9 +110,10 @@ def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str,
 
 
 def wanted_tokens(train: Mapping[str, Any], recorded: Budget | None) -> int | None:
-    """Return the number of tokens that a whole run is to train on: that of its recorded budget or, without one, the
-    recorded `min_train_tokens`, which is not rounded up to whole batches. Returns None if neither gives a number."""
-    if recorded is not None:
+    """Return the number of tokens that a whole run is to train on: that of its recorded budget or, if `train` has
+    another one, its `min_train_tokens`, which is not rounded up to whole batches. Returns None if neither gives a
+    number."""
+    if recorded is not None and train.get(recorded.key) == recorded.value:
         return recorded.tokens
     tokens = train.get("min_train_tokens")
     return tokens if isinstance(tokens, int) and tokens > 0 else None

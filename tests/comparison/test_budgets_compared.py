@@ -36,6 +36,8 @@ def test_progress_is_the_share_of_a_budget_in_steps(tmp_path: Path) -> None:
     longer.directory.train_json.write_text(json.dumps(longer.train))
     assert status_of(longer).state == "stopped"
     assert RunRecord.read(longer.directory).state.word == "stopped", "compare_runs says the same as the sweep"
+    longer.directory.summary.unlink()
+    assert "%" not in status_of(longer).said, "the recorded budget is not that of train.json any more"
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(tmp_path: Path) -> None:

@@ -234,6 +234,13 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
         "Loss over the global batch: inconclusive, because learning_rate differs, too"
     ]
     assert [*fits(table_of(*alike[:2]))] == []
+    young = run(10, 4.0).add_checkpoint(LATEST, "latest", microbatch_size=10)
+    young.directory.summary.unlink()
+    assert [*fits(table_of(*alike[:2], young))] == [], "an unfinished run gives no point"
+    longer = run(10, 2.2).finish(microbatch_size=10, tokens_seen=25_600)
+    assert [*fits(table_of(*alike, longer))] == [
+        "Loss over the global batch: inconclusive, because tokens differs, too"
+    ]
 
 
 def test_lines_are_of_80_columns(tmp_path: Path) -> None:
