@@ -184,12 +184,13 @@ def _mean_curve(label: str, runs: Sequence[Mapping[int, tuple[float, float]]]) -
 
 def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     """Return the name of the field that holds an event's place on the axis, and the factor that converts the field into
-    the axis's unit. Raises UserError for the axis "dollars" if the run's cost or time is not known, and for "flops" if
-    its model's FLOPs per token are not known."""
+    the axis's unit. Raises UserError for the axis "dollars" if the run's cost or time is not known, or if it cost
+    nothing, and for "flops" if its model's FLOPs per token are not known."""
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
-        if dollars is None or not seconds:
-            missing = "no seconds are recorded" if not seconds else 'train.json has no "price_per_hour"'
+        if not dollars or not seconds:
+            missing = "it cost nothing" if dollars == 0 else 'train.json has no "price_per_hour"'
+            missing = missing if seconds else "no seconds are recorded"
             raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
         return "seconds", dollars / seconds  # on average, if the price has changed
     if axis == "flops":

@@ -53,7 +53,7 @@ def render(
             *(f"{column.title}: measured on {column.about}" for column in columns if column.about),
             *(problem for record in table.records for problem in record.problems),
             *fits(table),
-            *charts[0].problems,
+            *dict.fromkeys(problem for chart in (charts[0], *drawn) for problem in chart.problems),
         ],
         charts=[(chart.kind, AXES[chart.axis], Markup(svg(chart, references))) for chart in drawn],
         chart_note=chart_note(comparison, charts[0]),

@@ -87,7 +87,10 @@ def test_a_baseline_is_a_run_or_an_arm(tmp_path: Path) -> None:
         said = compare(tmp_path, "--baseline", baseline).stdout
         assert "Against lr-0.001 (2 runs)" in said
         assert "lr-0.002 is better than lr-0.001 by 0.10" in " ".join(said.split())
-    assert "Against lr-0.001 (2 runs)" in compare(tmp_path, "lr-0.002*", "--baseline", "lr-0.001").stdout
+    for baseline in ("lr-0.001-seed-2", "lr-0.001"):
+        assert "Against lr-0.001 (2 runs)" in compare(tmp_path, "lr-0.002*", "--baseline", baseline).stdout
+    alone = compare(tmp_path, "lr-0.00*-seed-2", "--baseline", "lr-0.001-seed-2").stdout
+    assert "Against lr-0.001-seed-2 (1 run)" in alone, "if it is named among the runs, the others of its arm are not"
 
 
 def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Path) -> None:

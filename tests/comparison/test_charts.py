@@ -93,6 +93,8 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
     assert [each.label for each in chart.curves] == ["paid"]
     assert chart.problems == ['free: train.json has no "price_per_hour", so its losses cannot be drawn over dollars']
+    chart = chart_of(trained(tmp_path, "own", price_per_hour=0.0), axis="dollars")
+    assert (chart.curves, chart.problems) == ([], ["own: it cost nothing, so its losses cannot be drawn over dollars"])
     unknown = chart_of(RunFolder(tmp_path, "f").train_to(0, 10))
     assert (unknown.curves, unknown.problems) == ([], ["the text that losses were measured on is not recorded"])
 

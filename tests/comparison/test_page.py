@@ -87,3 +87,14 @@ def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None
     assert '<p class="verdict">no verdict, and why</p>' in page
     assert ">parameters</th>" in page
     assert "The same for all" not in page
+
+
+def test_a_replicate_without_a_price_is_named(tmp_path: Path) -> None:
+    """The curve over dollars is drawn without the replicate, and a remark says so."""
+    runs = [
+        RunFolder(tmp_path, f"a-seed{seed}", {"random_seed": seed, "price_per_hour": price}).finish().train_to(0, 10)
+        for seed, price in ((1, 36.0), (2, None))
+    ]
+    page = render(RunsTable.of([RunRecord.read(run.directory) for run in runs]), None, {})
+    assert page.count("<svg") == 5
+    assert "a-seed2: train.json has no &#34;price_per_hour&#34;, so its losses cannot be drawn over dollars" in page
