@@ -66,6 +66,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
     """
     from harness.common.files import check_name
     from harness.data.dataset import did_you_mean, is_present
+    from harness.data.fetch import check_obtainable
     from harness.sweeps.derived_runs import derive_for_dataset, load_base, write_runs
 
     folder = runs_dir / check_name(new, "run")
@@ -75,12 +76,15 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         raise UserError(f"{folder}: exists already; choose another name, or move it away")
     run = derive_for_dataset(parent, new, changes, datasets_dir)
     run.check_startable()
+    datasets = run.train_config.dataset_weights if "dataset" in changes else ()
+    for dataset in datasets:
+        check_obtainable(datasets_dir, dataset, [], ask_hub=False)
     write_runs([run])
     with_what = "with" if run.differs else "without changes; --set KEY=VALUE changes a key"
     click.echo(f"{folder}: {parent.name} {with_what}")
     for key, values in run.differs.items():
         click.echo(f"  {key}: {json.dumps(values['base'])} -> {json.dumps(values['here'])}")
-    for dataset in run.train_config.dataset_weights if "dataset" in changes else ():
+    for dataset in datasets:
         if not is_present(datasets_dir, dataset, []):
             how = "makes it" if dataset.startswith("builtin/") else "will look for it on the Hugging Face Hub"
             absent = f", so {new} is not adapted to it; training {how}"

@@ -126,9 +126,10 @@ class Plan:
         model = self.experiment.model
         return model.parameters * WEIGHT_BYTES + optimizer_state_bytes(self.config, model) + OTHER_BYTES
 
-    def added_checkpoints(self) -> int:
-        """Return the largest number of checkpoints that will be on the disk in addition to those that are there now.
-        Checkpoints that training moves to `aside/` are never pruned, so they make no room for new ones."""
+    def added_checkpoints(self, *, at_end: bool = False) -> int:
+        """Return the largest number of checkpoints that will be on the disk in addition to those that are there now: at
+        any time or, with `at_end`, once the run has finished without a further stop. Checkpoints that training moves to
+        `aside/` are never pruned, so they make no room for new ones."""
         assert self.position is not None
         steps = [at for at, _ in list_checkpoints(self.experiment.run.checkpoints)] if self.is_continued else []
         there = sum(at < self.position.first_step for at in steps)
@@ -137,7 +138,8 @@ class Plan:
         # Besides the newest `keep_checkpoints`, `prune` keeps `best`, `latest` and the one that a process continued
         # from (a new run may be stopped and continued, too); one more is being written. The first save comes before
         # anything is pruned.
-        return min(self.checkpoints(), max(1, self.config.keep_checkpoints + 4 - there))
+        others = 2 + self.is_continued if at_end else 4
+        return min(self.checkpoints(), max(1, self.config.keep_checkpoints + others - there))
 
     def disk_bytes(self) -> int:
         """Return the number of free bytes that the plan's checkpoints need."""

@@ -181,20 +181,27 @@ class SweepPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all checkpoints that are still to be written. Runs of unknown length are left out."""
-        return sum(each.plan.disk_bytes() for each in self.left if each.plan.position is not None)
+        """Bytes that the checkpoints need: those that stay of all runs, and those that the runs of each group have only
+        while they are trained. Runs of unknown length are left out."""
+        plans = [each.plan for each in self.left if each.plan.position is not None]
+        stay = [plan.added_checkpoints(at_end=True) * plan.checkpoint_bytes() for plan in plans]
+        more = (plan.disk_bytes() - size for plan, size in zip(plans, stay, strict=True))
+        return sum(stay) + sum(heapq.nlargest(self.planner.groups, more))
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """Return a message with a remedy if the disk of `folder` cannot hold all checkpoints that are still to be
-        written, or None if it can."""
+        """Return a message with a remedy if the disk of `folder` cannot hold the checkpoints of the unfinished runs, or
+        None if it can."""
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
             return None
         needed, available = distinct_sizes(self.disk_bytes, free)
+        remedy = ""
+        if any(each.plan.config.keep_checkpoints != 1 for each in self.left):
+            remedy = 'put "keep_checkpoints": 1 into the sweep\'s "set" (and into train.json of the runs that exist '
+            remedy += "already), or "
         return (
-            f"the checkpoints of the sweep's {len(self.left):,} unfinished runs need {needed}, but "
-            f'{available} are free; put "keep_checkpoints": 1 into the sweep\'s "set" (and into '
-            "train.json of the runs that exist already), or use another disk (--runs-dir)"
+            f"the checkpoints of the sweep's {len(self.left):,} unfinished runs need {needed}, but {available} are "
+            f"free; {remedy}use another disk (--runs-dir)"
         )
 
     def seconds(self) -> float:

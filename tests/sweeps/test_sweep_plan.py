@@ -116,6 +116,17 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     assert [each.name for each in shop.runs.iterdir() if each.is_dir()] == ["base"]
 
 
+def test_runs_that_have_ended_need_less_disk(shop: Workshop) -> None:
+    """A run that has ended keeps its best, its latest and `keep_checkpoints` other checkpoints. Only the runs that are
+    being trained, one in each group, need two more. There is no remedy that is in force already."""
+    few = {"keep_checkpoints": 1, "checkpoint_interval": 1}
+    for groups in (1, 3):
+        found = plan(shop, groups=groups, set=few, vary={"random_seed": [*range(10)]})
+        assert found.disk_bytes == (10 * 3 + groups * 2) * found.left[0].plan.checkpoint_bytes()
+    many = plan(shop, set=few | {"min_train_tokens": 10**13}, vary={"emb_dim": [2**14, 2**15]})
+    assert str(many.disk_shortage(shop.runs)).endswith(" are free; use another disk (--runs-dir)")
+
+
 def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
     """A plan gives dollars only on the machine whose price is in train.json. The model is wide, so that speeds can be
     estimated on both machines."""

@@ -394,6 +394,9 @@ def test_notes_of_derive_run(shop: Workshop) -> None:
     said = "note: microbatch_size is lowered so that the validation split of local/small fills a microbatch"
     assert note("short", "dataset=local/small") == said
     assert note("asked", "dataset=local/small", "microbatch_size=1") == note("other", "learning_rate=1") == ""
+    unknown = command(shop, "derive_run.py", "base", "unknown", "--set", "dataset=builtin/nope")
+    assert "no builtin dataset has this name; choose from builtin/python-stdlib" in unknown.refuses()
+    assert not (shop.runs / "unknown").exists()
     done = command(shop, "derive_run.py", "base", "same")
     assert done.stdout == f"{shop.runs / 'same'}: base without changes; --set KEY=VALUE changes a key\n"
 
