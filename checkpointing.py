@@ -276,11 +276,12 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
     A checkpoint written by the training program of Giles Thomas's lab notebook (see harness/runs/upstream.py) has its
     optimizer state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer
-    begins with an empty one.
+    begins with an empty one; so it does if this program saved the state again before its first step.
 
     Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
     """
-    if saved.meta.is_from_notebook and not saved.optimizer:
+    is_untrained = saved.meta.is_from_notebook or saved.meta.foreign_tokens == saved.meta.tokens_seen
+    if is_untrained and not saved.optimizer:
         return
     with state_errors_as_user_errors(path / OPTIMIZER):
         named = saved.optimizer

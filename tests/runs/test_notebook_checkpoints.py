@@ -181,6 +181,18 @@ def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
     assert not (shop.runs / "r" / "summary.json").exists()
 
 
+def test_a_ceiling_before_the_first_step_leaves_a_checkpoint_to_continue(tmp_path: Path) -> None:
+    """The notebook's checkpoint has no optimizer state, and so the one saved at the ceiling has none."""
+    shop, _, folder = workshop(tmp_path)
+    (folder / "optimizer.pt").unlink()
+    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, max_hours=1.0)
+    late = "from tests.support.faults import *\nbefore(WARM_UP, two_hours_later)"
+    ended = shop.train("r", NAME, ranks=1, prelude=late, expect=3)
+    assert "stopped by max_hours" in ended.error_lines[0]
+    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, max_hours=9.0)
+    assert shop.attempt().status == 0
+
+
 def test_damaged_notebooks_checkpoints(tmp_path: Path) -> None:
     shop, _, folder = workshop(tmp_path)
     for file, damage, words in (
