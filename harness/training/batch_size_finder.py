@@ -43,8 +43,8 @@ from harness.data.training_data import TrainingData
 from harness.distributed.world import World, say
 from harness.model.kernels import explain_failed_attention, explain_nondeterminism, should_compile
 from harness.model.weights import save_weights
-from harness.planning.experiment import Experiment
-from harness.planning.plan import make_plan
+from harness.planning.experiment import Experiment, check_continuable
+from harness.planning.plan import make_plan, planned_start
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.results import now, write_search
@@ -93,12 +93,18 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if world.is_main:
         searcher.report(found, is_all_data=found == ceiling)
 
+    meta = None
+    with suppress(UserError, RunError):  # training will report the error
+        if start := planned_start(experiment, world.size, None):
+            check_continuable(start, experiment.run.checkpoints, experiment.provenance(data))
+            meta = start
+
     def refusal(size: int) -> str | None:
         """Return the message of the error with which training would refuse a microbatch of `size`, or None if training
-        would accept it. A larger microbatch can need more tokens than a split has, or leave fewer steps than the
-        warm-up has."""
+        would accept it. A larger microbatch can need more tokens than a split has (after the checkpoint from which
+        training resumes), or leave fewer steps than the warm-up has."""
         try:
-            make_plan(replace(experiment, config=config.model_copy(update={"microbatch_size": size})), world.size, None)
+            make_plan(replace(experiment, config=config.model_copy(update={"microbatch_size": size})), world.size, meta)
         except UserError as error:
             return str(error)
         return None

@@ -258,6 +258,21 @@ def test_write_changes_one_number_and_nothing_else(
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
 
+def test_write_chooses_a_size_with_which_a_run_continues(tmp_path: Path) -> None:
+    """After four steps of 5 sequences, 40 of 60 are left. A new run could have a microbatch of 60."""
+    shop = InProcess(tmp_path)
+    shop.add_dataset(tokens=60 * 16 + 1)
+    keys: dict[str, Any] = {"microbatch_size": 5, "gradient_accumulation_steps": 1}
+    keys |= {"validation_batches": None, "validation_sequences": 5}
+    shop.add_run(**keys, min_train_tokens=20 * 16)
+    shop.train_here()
+    shop.add_run(**keys, min_train_tokens=60 * 16)
+    result = shop.attempt("-f", "--write")
+    assert answer(result) == 60
+    assert "microbatch_size is now 40" in result.stdout
+    shop.train_here()
+
+
 def test_write_refuses_a_key_that_it_cannot_find(tmp_path: Path) -> None:
     shop = InProcess(tmp_path)
     shop.add_dataset(tokens=117)
