@@ -158,7 +158,9 @@ class Trainer:
                 scores = self.evaluations.benchmark_scores(step)
             self.reporter.benchmarks(scores, state)
         if "sample" in due:
-            self.reporter.sample(self.evaluations.sample(), state)
+            with self.prepared.clock.phase("validation"):
+                text = self.evaluations.sample()
+            self.reporter.sample(text, state)
         if "checkpoint" in due:
             self.checkpointer.save(state, planned=True)
             self.reporter.checkpoint(state)

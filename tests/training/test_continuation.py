@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from harness.data.tokenizers import train_bpe
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_search
+from harness.training.evaluations import Evaluations
 from tests.runs.test_results import SEARCH
 from tests.support.in_process import InProcess, module_shop
 from tests.support.launch import Workshop, finish, metrics
@@ -274,6 +276,17 @@ def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: InProcess) -> N
     shop.add_run("sampled", sample_prompt="def", sample_interval=2)
     result = shop.train_here("sampled")
     assert "no sample: " in result.stdout + result.stderr
+
+
+def test_samples_take_no_time_of_the_setup(shop: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(_: Evaluations) -> str:
+        time.sleep(0.4)
+        return "text"
+
+    monkeypatch.setattr(Evaluations, "sample", sample)
+    run = shop.add_run("timed", **SHORT, sample_prompt="def", sample_interval=1)
+    shop.train_here("timed")
+    assert json.loads((run / "summary.json").read_text())["seconds"]["validation"] >= 4 * 0.4
 
 
 @pytest.mark.fault("killed while it goes back", "the same command goes back; the run does not count as finished")
