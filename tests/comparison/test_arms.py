@@ -140,6 +140,7 @@ def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said
     [
         {"changed": ["learning_rate: 0.001 -> 0.0015 after global step 27"]},
         {"tokens_seen": 1000, "trained_tokens": 600},  # another program trained the others
+        {"tokens_seen": 1600, "trained_tokens": 1600},  # its budget was lowered when it had seen more
     ],
     ids=str,
 )

@@ -278,6 +278,21 @@ def test_a_sample_that_cannot_be_made_does_not_end_the_run(shop: InProcess) -> N
     assert "no sample: " in result.stdout + result.stderr
 
 
+def test_a_run_that_a_lower_budget_ends_is_validated_there(shop: InProcess) -> None:
+    """It is not taken for a run that had the lower budget, and so another schedule, from the start."""
+    shop.add_run("shorter", **COMMON, validation_interval=50)
+    shop.train("shorter", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=5)", expect=143)
+    run = shop.add_run("shorter", **SHORT, validation_interval=50)
+    shop.train_here("shorter")
+    summary = json.loads((run / "summary.json").read_text())
+    last = [each for each in metrics(run) if each["event"] == "validation"][-1]
+    assert last["global_step"] == summary["global_steps"] - 1 > 3
+    assert summary["final_validation_loss"] == pytest.approx(last["loss"])
+    assert summary["train"]["min_train_tokens"] == 256
+    assert summary["changed"] == [f"min_train_tokens: 2560 -> 256 after global step {last['global_step']}"]
+    assert "is finished" in shop.train_here("shorter").stdout
+
+
 def test_samples_take_no_time_of_the_setup(shop: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(_: Evaluations) -> str:
         time.sleep(0.4)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.comparison.records import RunRecord
-from harness.runs.checkpoint_meta import TrainState
+from harness.runs.checkpoint_meta import TrainState, read_meta, write_meta
 from harness.runs.directory import RunDirectory
 from harness.sweeps.derived_runs import write_runs
 from tests.support.launch import Workshop, metrics
@@ -141,6 +141,15 @@ def test_reports_of_validations_alone_suffice(shop: Workshop) -> None:
     shop.train("rare", expect=4)
 
 
+def test_it_ends_at_once_if_only_a_validation_was_interrupted(shop: Workshop) -> None:
+    run = Path(shutil.copytree(shop.runs / "ended", shop.runs / "validated", symlinks=True))
+    latest, last = (run / "checkpoints" / "latest").resolve(), metrics(run)[-1]["global_step"]
+    write_meta(latest, read_meta(latest).model_copy(update={"validation_due": True}))
+    shop.add_run("validated", **RISING | {"validation_interval": last})
+    shop.train("validated", expect=4)
+    assert metrics(run)[-1]["global_step"] == last
+
+
 def test_a_sweep_takes_it_as_a_result(shop: Workshop) -> None:
     """No run is started, and the sweep is at its end."""
     shop.add_run("base", **RISING)
@@ -170,15 +179,3 @@ def test_a_stop_before_the_end_changes_nothing(shop: Workshop) -> None:
         shop.train("interrupted", prelude=f"{faults}before(STEP, tell(SIGTERM), step={step})", expect=143)
     shop.train("interrupted", expect=4)
     assert_same_end(shop.runs / "straight", run)
-
-
-@pytest.mark.slow
-def test_a_stop_in_the_last_validation_changes_nothing(shop: Workshop) -> None:
-    keys = RISING | {"validation_interval": 1}
-    shop.add_run("validated", **keys)
-    shop.train("validated", expect=4)
-    run, last = shop.add_run("cut", **keys), metrics(shop.runs / "validated")[-1]["global_step"]
-    told = f"from tests.support.faults import *\nbefore(VALIDATION, tell(SIGTERM), rank=0, call={last + 1})"
-    shop.train("cut", prelude=told, expect=143)
-    shop.train("cut", expect=4)
-    assert metrics(run)[-1]["global_step"] == last
