@@ -114,9 +114,12 @@ if begin train; then
     trap - TERM INT HUP
     [ "$status" = 0 ] || exit "$status"
 fi
+failed=0 # a model that cannot be measured is published all the same; only Ctrl-C ends the script
 if begin test; then
-    uv run test_loss.py "$datasets" "$run" "${where[@]}"
+    uv run test_loss.py "$datasets" "$run" "${where[@]}" || failed=$?
+    [ "$failed" != 130 ] || exit 130
     if [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}"; fi
 fi
 if [ -n "$publish" ]; then begin publish && uv run convert_hf.py publish "$run" "$publish" "${where[@]}"; fi
+[ "$failed" = 0 ] || exit "$failed"
 printf '\n== done after %d min %d s\n' $((SECONDS / 60)) $((SECONDS % 60))

@@ -116,6 +116,19 @@ def test_the_mirror_is_that_of_train_json_unless_given(shop: Workshop, given: li
     assert ("--mirror none" if given else f"--mirror {url} --wait") in plan
 
 
+@pytest.mark.parametrize(
+    ("status", "parts"), [(2, ["test_loss.py", "mirror.py", "convert_hf.py"]), (130, ["test_loss.py"])]
+)
+def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: int, parts: list[str]) -> None:
+    """Its dataset may have no held-out split. Ctrl-C during the test ends the script instead."""
+    uv = f'#!/bin/sh\necho "$2" >> {shop.path}/calls\nif [ "$2" = test_loss.py ]; then exit {status}; fi\n'
+    (shop.path / "bin" / "uv").write_text(uv)
+    given = ["--mirror", f"file://{shop.path}/store", "--publish", "me/m", "--on-end", f"echo end >> {shop.path}/calls"]
+    result = finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=status, timeout=60)
+    assert (shop.path / "calls").read_text().split() == ["mirror.py", "ddp_train.py", *parts, "end"]
+    assert "== done" not in result.stdout
+
+
 @pytest.mark.slow
 def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
     """The script alone gets the signal."""
