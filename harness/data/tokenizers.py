@@ -274,7 +274,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
 
     The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
     `vocab_size` is at least 257 (every byte, and end-of-text) plus the number of `special_tokens`. Raises UserError if
-    training on the texts yields fewer tokens, or OSError if the file cannot be written.
+    training on the texts yields fewer tokens, or a token that is spelt like a special token. Raises OSError if the file
+    cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -294,5 +295,13 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path, special_tokens:
         raise UserError(
             f"the text is too small for a vocabulary of {vocab_size} tokens: give more text, or a "
             f"--train-tokenizer of at most {reached}"
+        )
+    # A learned token or a byte that is spelt like a special token gets that token's id.
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    learned = {*pre_tokenizers.ByteLevel.alphabet(), *map("".join, merges)}
+    if taken := [name for name in special_tokens if name in learned]:
+        raise UserError(
+            f"--special-token {taken[0]}: also a common part of the text, which would be encoded as the special token; "
+            "give a name such as <|user|>"
         )
     path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")

@@ -63,6 +63,18 @@ def test_further_special_tokens(preparer: Preparer, tmp_path: Path) -> None:
         assert words in mine.run("a.jsonl", "datasets/me/b", *arguments, status=2)
 
 
+@pytest.mark.parametrize("name", ["###", "User", "a", "é"])
+def test_a_special_token_that_text_would_be_encoded_as_is_refused(tmp_path: Path, name: str) -> None:
+    """The tokenizer learns the text's common words, and always has each byte, as a is one and é stands for one."""
+    mine = Preparer(tmp_path)
+    write_json_lines(tmp_path / "a.jsonl", ["###\nUser asks for 日本 and waits\n" * 50] * 5)
+    given = ["a.jsonl", "datasets/me/a", "--train-tokenizer", "275", "--special-token"]
+    line = mine.run(*given, name, status=2)
+    assert f"--special-token {name}: also a common part of the text" in line
+    mine.run(*given, f"<|{name}|>")
+    mine.run("--verify", "datasets/me/a")
+
+
 @pytest.mark.parametrize("option", ["--max-documents", "--max-tokens"])
 @pytest.mark.parametrize("share", [0.02, 0.4, 2.0])
 def test_the_beginning_of_a_text(
