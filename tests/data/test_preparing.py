@@ -216,6 +216,25 @@ def test_one_book_is_cut_at_a_line(preparer: Preparer) -> None:
     preparer.run("--verify", folder)
 
 
+def test_the_end_of_one_book_is_the_same_whatever_the_tokenizer(tmp_path: Path) -> None:
+    """Its last tokens have other numbers of bytes than the rest. In the given order, shares are of the tokens, as in
+    earlier versions."""
+    mine, ends = Preparer(tmp_path), []
+    book = "".join(f"{text}\n" for text in [*texts(300, longest=20), *["日本の本"] * 800])
+    (tmp_path / "book.txt").write_text(book, newline="")
+    for size in (257, 300, 400):
+        given = ["--train-tokenizer", size, "--test-fraction", 0.02]
+        folder = mine.prepare("book.txt", f"book{size}", *given)
+        test = tokenizer_of(folder).decode(splits_of(folder)["test"].tolist())
+        ends.append([test, *documents_of(folder, "validation")])
+        splits = splits_of(mine.prepare("book.txt", f"given{size}", *given, *IN_ORDER))
+        wanted = sum(map(len, splits.values())) * np.array([0.02, 0.01])
+        assert [len(splits[name]) for name in ("test", "validation")] == pytest.approx(wanted, abs=14)
+    assert ends[0] == ends[1] == ends[2]
+    shares = [len(text.encode()) / len(book.encode()) for text in ends[0]]
+    assert shares == pytest.approx([0.02, 0.01], abs=13 / len(book.encode()))
+
+
 def test_one_line_is_cut_in_its_middle(preparer: Preparer) -> None:
     (preparer.path / "line.txt").write_text("word " * 200 + "\n")
     splits = splits_of(preparer.prepare("line.txt", "line", "--train-tokenizer", "257"))

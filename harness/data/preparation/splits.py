@@ -150,9 +150,9 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
     """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
     last documents are the validation split, and the documents before them are the test split.
 
-    If the number of documents of a split is 0 after rounding (as for a single book), the splits are ranges of tokens.
-    Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would have no
-    text at all.
+    If the number of documents of a split is 0 after rounding (as for a single book), the splits are ranges of tokens,
+    with shares of the bytes, of which an end-of-text token counts as one. Each range begins at the beginning of a line,
+    if a line begins nearby. Raises UserError if a split would have no text at all.
     """
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]
@@ -167,8 +167,13 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
         found = zip(names, starts.tolist(), counts, totals.tolist(), strict=True)
         splits = [Split(name, start, tokens, count, length) for name, start, count, (tokens, length) in found]
     else:
-        held = list(shares.values())
-        wanted = [size.tokens - round(sum(held[at:]) * size.tokens) for at in range(len(held))]
+        held, lengths = list(shares.values()), tokenizer.token_byte_lengths()
+        lengths[tokenizer.eot_token] = 1
+        if rules.order == "given":
+            lengths[:] = 1  # earlier versions, which had only this order, took shares of the tokens
+        blocks = range(0, size.tokens, COUNTED_AT_ONCE)
+        total = sum(int(lengths[stream.read(at, COUNTED_AT_ONCE)].sum()) for at in blocks)
+        wanted = [_token_at(stream, total - round(sum(held[at:]) * total), lengths) for at in range(len(held))]
         bounds = [0, *(_next_line(stream, at, tokenizer) for at in wanted), size.tokens]
         splits = [_counted(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
     for split in splits:
@@ -180,6 +185,19 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
                 f"give more text, or {change}, and --restart"
             )
     return splits
+
+
+def _token_at(stream: TokenStream, place: int, lengths: np.ndarray) -> int:
+    """Return the position of the first token that begins `place` bytes after the stream's beginning or later, or the
+    number of tokens if there is none. Token id i has `lengths[i]` bytes."""
+    before = 0
+    for at in range(0, stream.size.tokens, COUNTED_AT_ONCE):
+        of_tokens = lengths[stream.read(at, COUNTED_AT_ONCE)]
+        starts = before + np.cumsum(of_tokens) - of_tokens
+        if starts[-1] >= place:
+            return at + int(np.searchsorted(starts, place))
+        before += int(of_tokens.sum())
+    return stream.size.tokens
 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
