@@ -96,9 +96,11 @@ setup_font() {
         say "the xkcd font is installed: $FONT_FILE"
         return 0
     fi
-    mkdir -p "${FONT_FILE%/*}"
     # The temporary file is in the font's own folder, so that mv is one rename and never leaves an incomplete font.
-    temporary="$(mktemp "${FONT_FILE%/*}/.download.XXXXXX")"
+    if ! { mkdir -p "${FONT_FILE%/*}" && temporary="$(mktemp "${FONT_FILE%/*}/.download.XXXXXX")"; } 2>/dev/null; then
+        warn "${FONT_FILE%/*}: cannot be written; charts will use matplotlib's own font. Run this again to retry."
+        return 0
+    fi
     if ! fetch "$FONT_URL" "$temporary" || ! is_font "$temporary"; then
         rm -f "$temporary"
         temporary=""

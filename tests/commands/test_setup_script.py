@@ -137,6 +137,15 @@ def test_a_font_that_cannot_be_had_is_a_warning(ready_machine: Machine, font: st
     assert (ready_machine.home / FONT).exists()
 
 
+def test_a_font_folder_that_cannot_be_made_is_a_warning(ready_machine: Machine) -> None:
+    (ready_machine.home / ".local").write_text("a file")
+    result = ready_machine.run()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("ready\n")
+    assert result.stderr.startswith(f"warning: {ready_machine.home}/.local/share/fonts: cannot be written")
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("fakes", "has_font", "words"),
     [
