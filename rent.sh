@@ -99,8 +99,9 @@ elif [ -n "$mirror" ]; then
     fi
 fi
 if ! "$is_begun"; then
-    if begin check; then uv run check_machine.py "$run" --processes "$processes" "${where[@]}"; fi
+    # First -f, because the check trains with train.json's microbatch, and the plan needs the speed that it measures.
     if "$fits"; then begin fit && uv run ddp_train.py "$run" "$datasets" -f --write --processes "$processes" "${where[@]}"; fi
+    if begin check; then uv run check_machine.py "$run" --processes "$processes" "${where[@]}"; fi
 fi
 if begin plan; then "${training[@]}" --plan; fi
 if begin train; then

@@ -129,6 +129,15 @@ def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: in
     assert "== done" not in result.stdout
 
 
+def test_the_check_trains_with_the_microbatch_that_fits(shop: Workshop) -> None:
+    (shop.path / "bin" / "uv").write_text(f'#!/bin/sh\necho "$*" >> {shop.path}/calls\n')
+    finish([rent(shop, "r", "--fit", "--skip", "setup,train,test")], expect=0, timeout=60)
+    fit, check, plan = (shop.path / "calls").read_text().splitlines()
+    assert fit.startswith("run ddp_train.py r datasets -f --write")
+    assert check.startswith("run check_machine.py r")
+    assert "--plan" in plan
+
+
 @pytest.mark.slow
 def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
     """The script alone gets the signal."""
