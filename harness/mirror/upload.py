@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import sys
 import threading
 import time
@@ -107,8 +108,10 @@ class Uploads:
         missing = [] if self._mirror is None else self.missing()
         if missing and not (self._ended.is_set() and not self.lost):
             names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
-            where = f"{self.run.path.name} {self.mirror.url}"
-            self._say(f"not in the mirror: {names}; `uv run mirror.py push {where}` sends the rest")
+            command = f"mirror.py push {self.run.path.name} {shlex.quote(self.mirror.url)}"
+            if (runs := self.run.path.parent) != Path("runs"):
+                command += f" --runs-dir {shlex.quote(str(runs))}"
+            self._say(f"not in the mirror: {names}; `uv run {command}` sends the rest")
 
     def missing(self) -> list[str]:
         """Return the names of the newest and the best checkpoint, if they are not in the mirror, and of the small files

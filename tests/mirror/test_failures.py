@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ faulty_store.watch("file", faulty_store.fail(TimeoutError("no answer"), window=r
 def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=20_000)
-    run = shop.add_run(**SETTINGS | {"min_train_tokens": 64 * 200}, mirror=f"file://{tmp_path}/store")
+    run = shop.add_run(**SETTINGS | {"min_train_tokens": 64 * 200}, mirror=f"file://{tmp_path}/my store")
     slowly = "from tests.support.faults import *\nbefore(STEP, pause(0.1))\n"
     (process,) = start(shop, "r", prelude=faulty_store.HASTE + CUT + slowly)
     error = process.base.with_suffix(".err")  # type: ignore[union-attr]
@@ -102,8 +103,11 @@ def test_a_stopped_run_names_what_is_missing_once(tmp_path: Path) -> None:
     wait_until(lambda: "waiting for the mirror" in error.read_text(), process)
     process.send_signal(signal.SIGTERM)
     assert wait_for(process, 20) == 128 + signal.SIGTERM
-    assert error.read_text().count("not in the mirror: ") == 1
+    [missing] = [line for line in error.read_text().splitlines() if "not in the mirror: " in line]
     assert (run / "checkpoints" / "latest").exists()
+    command = shlex.split(missing.split("`")[1])
+    assert command[:2] == ["uv", "run"]
+    assert shop.script(*command[2:]).stdout.endswith(": complete\n")
 
 
 @pytest.mark.fault("stopped while the mirror does not answer", "ends, with what is missing named")
