@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,9 @@ def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
     assert found(source / "*.py") == DOCUMENTS
     one, *others = sorted(source.glob("*.py"))
     assert found(*others, one, source) == [*DOCUMENTS, "a file of a folder that is named besides"]
+    (preparer.path / "way").symlink_to(source)
+    others = [source / ".." / "src" / one.name, preparer.path / "way" / "*.py"]
+    assert found(source / "*.py", *others, os.path.relpath(source / "*.py")) == DOCUMENTS, "each file once"
     with pytest.raises(UserError, match='"nowhere": names no input files'):
         found(one, "nowhere")
 

@@ -128,7 +128,8 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     A folder is searched recursively for files whose names show that they are text (`is_surely_text`). A line on
     standard error names some of the folder's other files, links to folders and broken links. Hidden files and folders
     are neither read nor named. A file that is given by name or matches a glob is read in any case, as plain text if its
-    suffix is not that of a known format. Raises UserError if a pattern matches no file.
+    suffix is not that of a known format. A file that is named several times, also by different paths, is read once.
+    Raises UserError if a pattern matches no file.
     """
     found: dict[str, Path] = {}
     ignored: list[str] = []
@@ -159,8 +160,11 @@ def find_text(patterns: Sequence[str]) -> TextSource:
     if ignored:
         names = printable(abbreviated(ignored))
         tell(f"not read (perhaps not text, or a link to a folder; give a glob to read them): {names}")
+    once: dict[Path, tuple[str, Path]] = {}  # by the path without links to folders and without ".."
+    for name, path in sorted(found.items()):
+        once.setdefault(path.parent.resolve() / path.name, (name, path))
     files = []
-    for number, (name, path) in enumerate(sorted(found.items())):
+    for number, (name, path) in enumerate(once.values()):
         status = path.stat()
         files.append(TextFile(number, name, path, status.st_size, version_of(status)))
     return TextSource(abbreviated(patterns), files, {"input": short_name(patterns), "files": len(files)})
