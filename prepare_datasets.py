@@ -207,7 +207,8 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> It
     if options["exclude"]:
         from harness.data.overlap import HeldOutSplits
 
-        held_out = HeldOutSplits(options["exclude"], output_dir.absolute().parent.parent)
+        datasets = output_dir.absolute().parent.parent if len(output_dir.parts) > 1 else Path("datasets")
+        held_out = HeldOutSplits(options["exclude"], datasets)
     splits, vocab_size = make_dataset(inputs, output_dir, options, held_out)
     for split in splits:
         tokens, documents = counted(split.tokens, "token"), document_count(split.documents)

@@ -170,6 +170,16 @@ def test_how_much_of_a_split_is_in_another_text(tmp_path: Path, monkeypatch: pyt
         }
 
 
+@pytest.mark.parametrize("target", ["out", "datasets/me/out", "datasets/me/../out2/x"])
+def test_the_datasets_are_beside_the_output(tmp_path: Path, target: str) -> None:
+    """They are in datasets/ for an output of one name, which the printed command moves there."""
+    mine, options = Preparer(tmp_path), ["--train-tokenizer", 257, "--validation-fraction", 0]
+    write_json_lines(tmp_path / "held.jsonl", HELD_OUT[:5])
+    write_json_lines(tmp_path / "all.jsonl", [*HELD_OUT[:5], *OWN[:5]])
+    mine.prepare("held.jsonl", "held", *options)
+    assert "5 documents left out" in mine.run("all.jsonl", target, *options, "--exclude", "me/held:train")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
