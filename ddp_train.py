@@ -186,6 +186,8 @@ class Trainer:
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world, self.world.watchdog.own_seconds())
+            if not metrics.microbatches:  # an earlier process has reported this step
+                return
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
             interval = min(filter(None, (config.report_interval, config.validation_interval, config.checkpoint_every)))
             patience = max(LEAST_PATIENCE, math.ceil(PATIENCE * self.prepared.position.total_steps / interval))

@@ -256,7 +256,8 @@ def _mark_of_the_end() -> Path | None:
     """Return the file by which a rank learns that an earlier start of the ranks by the same torchrun ended for good.
     Its folder, one for each torchrun, is that of torchrun's logs: TORCHELASTIC_ERROR_FILE is
     attempt_N/LOCAL_RANK/error.json in it. Return None if torchrun has not started this process."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # A scheduler, too, may set the first variable.
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     return Path(file).parents[2] / "ended-for-good" if file else None
 
 
@@ -270,7 +271,8 @@ def end_for_good(status: int) -> None:
 
 def exit_if_ended() -> None:
     """Exit with the status of `end_for_good` if a rank on this machine called it at an earlier start by torchrun."""
-    if (mark := _mark_of_the_end()) and mark.exists():
+    is_again = launcher_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    if is_again and (mark := _mark_of_the_end()) and mark.exists():
         os._exit(int(mark.read_text() or 1))
 
 

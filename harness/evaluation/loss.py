@@ -160,7 +160,8 @@ class HeldOutText:
                 "model; give a dataset made with the model's tokenizer"
             )
         if batches is None:  # a split with fewer sequences than a batch has one smaller batch
-            batch_size = min(batch_size, (len(tokens) - (start_token or 0) - 1) // length) or batch_size
+            there = max(0, len(tokens) - (start_token or 0) - 1) // length
+            batch_size = min(batch_size, there) or batch_size
         layout = BatchLayout(1, 1, batch_size, length)
         is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN + layout.microbatch_tokens
         start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token

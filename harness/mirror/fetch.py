@@ -7,10 +7,12 @@ meta.json lists are there. Their hashes are verified when they are fetched.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -165,9 +167,12 @@ def _bring_checkpoint(
                 rename_whole(drafted, lambda: run.checkpoints / best)
         fetch_results(run, mirror, files)
         fetch_metrics(run, mirror, meta)
-        if not run.summary.exists() and (content := retried(mirror, lambda: mirror.read(run.summary.name))):
-            with atomic_file(run.summary) as summary:
-                summary.write_bytes(content)
+        summary = retried(mirror, lambda: mirror.read(run.summary.name)) or b""
+        with suppress(ValueError, LookupError, TypeError):  # if there is none, or it is damaged
+            is_stale = json.loads(summary)["tokens_seen"] > meta.tokens_seen  # it is of results that were set aside
+            if not (is_stale or run.summary.exists()):
+                with atomic_file(run.summary) as file:
+                    file.write_bytes(summary)
         rename_whole(draft, lambda: run.checkpoints / name)
     point(run.checkpoints, LATEST, run.checkpoints / name)
     if best is not None and (run.checkpoints / best).is_dir():

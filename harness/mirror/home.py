@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file
+from harness.common.lock import is_held
 from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, refuse_if_set_aside, retried
 from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
@@ -76,8 +77,9 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
             content = retried(mirror, partial(mirror.read, each)) or b""
             with atomic_file(run.path / each) as draft:
                 draft.write_bytes(content)
-    if owner := retried(mirror, lambda: mirror.read(OWNER)):
-        run.lock_file.write_bytes(owner)  # so the run's state is that of a run on another machine
+    owner = retried(mirror, lambda: mirror.read(OWNER))
+    if (with_weights or not is_held(run.lock_file)) and (owner or run.lock_file.exists()):
+        run.lock_file.write_bytes(owner or b"")  # names the owner, so the run's state is that of a run elsewhere
     return run.path
 
 

@@ -255,14 +255,20 @@ class Uploads:
 
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
-        continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay.
-        Removes the renamed files from `there`, the sizes of the mirror's files."""
+        continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay. Then
+        delete summary and chart if the run has none any more. Removes these files from `there`, the sizes of the
+        mirror's files."""
+        stale: set[str] = set()
         for name in names_in(there):
             if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
                 if content := self.mirror.read(f"checkpoints/{name}/{META}"):
                     self.mirror.write(f"checkpoints/{name}/{ASIDE}", content)
                 self.mirror.delete(f"checkpoints/{name}/{META}")
                 del there[f"checkpoints/{name}/{META}"]
+                stale |= {file.name for file in (self.run.summary, self.run.chart) if not file.exists()}
+        for file in stale & there.keys():
+            self.mirror.delete(file)
+            del there[file]
 
     def _prune(self, there: dict[str, int]) -> None:
         """Delete checkpoints by the rule of `keep_checkpoints`, and incomplete checkpoints, which lost machines have

@@ -91,8 +91,9 @@ def device_groups(groups: int, processes: int) -> list[DeviceGroup]:
 
 def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, float]]:
     """Return the start, in seconds since 1970, and the duration, in seconds, of each attempt of earlier sweeps to train
-    the run, from its sweep.log. A sweep that was killed has logged no duration. The last attempt without one gets the
-    seconds that the other attempts lack of `recorded`, the time in the run's own records."""
+    the run, from its sweep.log. A sweep that was killed has logged no duration. Attempts without one share the seconds
+    that the others lack of `recorded`, the time in the run's own records: from the last attempt back, each lasted at
+    most until the next one began."""
     log = run.directory.sweep_log
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     begins: list[float] = []
@@ -103,9 +104,12 @@ def earlier_attempts(run: DerivedRun, recorded: float) -> list[tuple[float, floa
             durations.append(0.0)
         elif durations:
             durations[-1] = float(took)
-    if 0.0 in durations:
-        last = len(durations) - 1 - durations[::-1].index(0.0)
-        durations[last] = max(0.0, recorded - sum(durations))
+    missing, next_begin = max(0.0, recorded - sum(durations)), time.time()
+    for at in reversed(range(len(begins))):
+        if not durations[at]:
+            durations[at] = min(missing, max(0.0, next_begin - begins[at]))
+            missing -= durations[at]
+        next_begin = begins[at]
     return list(zip(begins, durations, strict=True))
 
 

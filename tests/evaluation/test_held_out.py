@@ -378,6 +378,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["r", "--start-token", "484"],
         "wanted 581 tokens (1 batch of 6 sequences of 16 tokens from token 484), but there are 500",
     ),
+    (["r", "--start-token", "1000"], "wanted 1,097 tokens (1 batch of 6 sequences"),
     (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
     (["--run", "rl-*"], "no run in runs has such a name"),
 ]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.common.lock import release
 from harness.mirror import home
+from harness.runs.directory import RunDirectory
 from tests.mirror.test_two_machines import add_machine, names, remote
 from tests.support.in_process import InProcess
 from tests.support.launch import metrics
@@ -69,9 +71,27 @@ def test_a_fetched_run_that_trains_elsewhere_is_not_stopped(
 ) -> None:
     store, here = Path(shutil.copytree(remote(trained).parent, tmp_path / "store")), at_home(tmp_path)
     (store / "r" / "summary.json").unlink()
+    owner = store / "r" / "owner.json"
+    owner.write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": 1e12}))
+
+    def fetched_state() -> str:
+        here.script("mirror.py", "fetch", f"file://{store}", "r", *weights)
+        return str(json.loads(here.script("compare_runs.py", "r", "--json").stdout)["runs"][0]["state"])
+
+    assert fetched_state() == "going on"
+    owner.unlink()  # the run has stopped there
+    assert fetched_state() == "stopped"
+
+
+def test_fetching_metrics_leaves_the_lock_of_a_run_that_trains_here(trained: InProcess, tmp_path: Path) -> None:
+    store, here = Path(shutil.copytree(remote(trained).parent, tmp_path / "store")), at_home(tmp_path)
     (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "pid": 7, "id": "x", "heard": 1e12}))
-    here.script("mirror.py", "fetch", f"file://{store}", "r", *weights)
-    assert json.loads(here.script("compare_runs.py", "r", "--json").stdout)["runs"][0]["state"] == "going on"
+    run = RunDirectory(Path(shutil.copytree(trained.runs / "r", here.runs / "r", symlinks=True)))
+    run.lock()
+    before = run.lock_file.read_bytes()
+    home.fetch_run(f"file://{store}", "r", here.runs, with_weights=False)
+    assert run.lock_file.read_bytes() == before
+    release(run.lock_file)
 
 
 def test_fetch_of_an_unknown_run_is_refused(trained: InProcess, tmp_path: Path) -> None:

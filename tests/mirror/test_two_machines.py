@@ -148,6 +148,19 @@ def test_a_finished_run_is_brought_with_its_summary(first: InProcess) -> None:
     assert (second.runs / "r" / "summary.json").read_bytes() == before
 
 
+def test_a_run_that_was_restarted_and_lost_is_not_finished(first: InProcess) -> None:
+    """The mirror has no summary of the results that the restart has set aside, and none is fetched from a mirror that
+    an earlier version has left so."""
+    stale = (remote(first) / "summary.json").read_bytes()
+    told = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={})\n"
+    first.train("r", "--restart", prelude=told.format(0), ranks=1, expect=143)
+    assert not (remote(first) / "summary.json").exists()
+    (remote(first) / "summary.json").write_bytes(stale)
+    second = add_machine(first.path.parent, "second", **STOP)
+    second.train("r", prelude=told.format(2), ranks=1, expect=143)
+    assert not (second.runs / "r" / "summary.json").exists()
+
+
 def test_a_checkpoint_that_was_set_aside_does_not_hide_the_best(first: InProcess) -> None:
     """The machine that set it aside had a clock that was behind, so this checkpoint seems to be the newer one."""
     changed = {"learning_rate": 10.0}  # so the best checkpoint is not the newest

@@ -272,6 +272,22 @@ def test_earlier_commands_have_spent_the_time_of_the_machine(shop: Workshop, is_
     assert run(shop, sweep, max_dollars=100.0).spent == 100.0, "40 s without a sweep, which were not shared"
 
 
+def test_several_killed_sweeps_have_spent_their_time(shop: Workshop) -> None:
+    """Three sweeps were killed after 20 s, the next one finished the run in 10 s, and another run took 20 s."""
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    begun = [f"\n$ python ddp_train.py  # 2026-01-01 00:00:{begin} UTC\n" for begin in ("00", "20", "40")]
+    log = "".join(begun) + "\n$ python ddp_train.py  # 2026-01-01 00:01:00 UTC\n\n# took 10.0 s\n"
+    for derived, seconds, text in zip(
+        sweep.runs,
+        (70.0, 20.0),
+        (log, "\n$ python ddp_train.py  # 2026-01-01 00:01:10 UTC\n\n# took 20.0 s\n"),
+        strict=True,
+    ):
+        add_summary(derived, dollars={"total": seconds}, seconds={"total": seconds})
+        derived.directory.sweep_log.write_text(text)
+    assert run(shop, sweep, max_dollars=90.0).spent == 90.0
+
+
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,18 @@ def test_a_budget_that_is_lowered_to_what_is_done_ends_the_run_with_a_validation
     assert "is finished" in shop.train_here("cut").stdout
 
 
+def test_a_budget_that_is_lowered_to_a_step_that_was_reported(shop: InProcess) -> None:
+    """Its report is due again, since the interval has changed, but there is nothing to report."""
+    keys: dict[str, Any] = {"min_train_tokens": None, "validation_interval": 4}
+    run = shop.add_run(**keys, report_interval=3, train_steps=12)
+    shop.train("r", prelude=STOP.format(step=5), expect=128 + 15, ranks=1)
+    reports = [event["global_step"] for event in metrics(run) if event["event"] == "train"]
+    shop.add_run(**keys, report_interval=4, train_steps=reports[-1] + 1)
+    shop.train_here()
+    assert [event["global_step"] for event in metrics(run) if event["event"] == "train"] == reports
+    assert [event["global_step"] for event in metrics(run) if event["event"] == "validation"][-1] == reports[-1]
+
+
 def test_a_tied_heads_own_rate_is_refused(shop: InProcess) -> None:
     shop.add_run(model={"tie_weights": True}, head_learning_rate=0.1)
     for arguments in ([], ["--plan"]):

@@ -334,3 +334,11 @@ def test_torchrun_starts_one_rank_again_whose_checkpoint_is_gone(tmp_path: Path)
     finish([job.start(died, "--nproc_per_node=1", "--max-restarts=3", arguments=[name])], expect=0, timeout=240)
     assert (run / "summary.json").exists()
     assert len((tmp_path / "lives").read_text().splitlines()) == 2
+
+
+def test_a_schedulers_error_file_is_not_torchruns(shop: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command continues a run that was stopped."""
+    monkeypatch.setitem(shop.environment, "TORCHELASTIC_ERROR_FILE", "/error.json")
+    shop.add_run("scheduled", **SHORT)
+    shop.train("scheduled", ranks=1, prelude=f"{FAULTS}before(STEP, tell(SIGTERM), step=1)", expect=143)
+    assert "continuing from" in shop.train("scheduled", ranks=1).stdout

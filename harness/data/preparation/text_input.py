@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
@@ -161,8 +162,9 @@ def find_text(patterns: Sequence[str]) -> TextSource:
         names = printable(abbreviated(ignored))
         tell(f"not read (perhaps not text, or a link to a folder; give a glob to read them): {names}")
     once: dict[Path, tuple[str, Path]] = {}  # by the path without links to folders and without ".."
+    resolved = cache(Path.resolve)
     for name, path in sorted(found.items()):
-        once.setdefault(path.parent.resolve() / path.name, (name, path))
+        once.setdefault(resolved(path.parent) / path.name, (name, path))
     files = []
     for number, (name, path) in enumerate(once.values()):
         status = path.stat()
