@@ -88,9 +88,6 @@ class Checkpointer:
                 with experiment.initial_weights_errors():
                     self.model.load_checkpoint_tensors(self.world.broadcast(lambda: load_weights(initial)), initial)
             aside = self.world.on_rank0(self.run.set_results_aside)
-            self.world.on_each_node(
-                self.run.set_results_aside
-            )  # a machine may have results of its own, of an older run
             if aside:
                 say(self.world, f"Earlier results are now in {aside}")
             self.reporter.starting(self.step.precision)
@@ -276,7 +273,8 @@ def restore_optimizer(step: OptimizerStep, saved: Checkpoint, path: Path) -> Non
 
     A checkpoint written by the training program of Giles Thomas's lab notebook (see harness/runs/upstream.py) has its
     optimizer state in torch's own form, which is converted. If such a checkpoint has no optimizer state, the optimizer
-    begins with an empty one; so it does if this program saved the state again before its first step.
+    begins with an empty one. The same holds for a checkpoint that this program saved after it had loaded such a
+    checkpoint, and before its own first step.
 
     Raises UserError, naming the file, if a state does not fit this optimizer or scaler.
     """

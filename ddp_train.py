@@ -137,8 +137,9 @@ class Trainer:
             raise
 
     def after_step(self, step: int, due: set[str] | None = None) -> None:
-        """Do the work that is due after global step `step`, or the work `due` (see `Position.due_after`) of which an
-        earlier process has done the rest. The checkpoint comes last, because it records the results of the other work.
+        """Do the work that is due after global step `step`. If an earlier process has done a part of it, `due` names
+        the rest (see `Position.due_after`). The checkpoint comes last, because it records the results of the other
+        work.
 
         Raises RunStopped on every rank if any rank is asked to stop during an evaluation. Unless this is the last step,
         also raises it if any rank was asked to stop before the checkpoint was saved, or, with `stop_if_diverged`, if
@@ -146,7 +147,7 @@ class Trainer:
         `Checkpointer.check_weights` do.
         """
         state, config, position = self.state, self.prepared.experiment.config, self.prepared.position
-        is_repeated, due = due is not None, due or position.due_after(step, config)
+        due = due or position.due_after(step, config)
         if "report" in due:
             self.report(step)
         if "validation" in due:
@@ -170,12 +171,8 @@ class Trainer:
             self.checkpointer.check_weights(state)
         if due:  # an evaluation may have compiled more
             self.compile_cache.save()
-        if (
-            ("report" in due or is_repeated)
-            and config.stop_if_diverged
-            and state.has_diverged
-            and step != position.last_step
-        ):
+        is_reported = due & {"report", "validation", "benchmarks"}  # perhaps by an earlier process
+        if is_reported and config.stop_if_diverged and state.has_diverged and step != position.last_step:
             raise RunStopped(DIVERGED)
 
     def report(self, step: int) -> None:

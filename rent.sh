@@ -85,7 +85,7 @@ if [ -n "$(ls "$here/checkpoints" 2>/dev/null)" ]; then
     is_begun=true
 elif [ -n "$mirror" ]; then
     listed="$(uv run mirror.py list "$mirror")" # a mirror that cannot be read ends the script
-    if [[ $'\n'"$listed" == *$'\n'"$run: "* ]]; then
+    if [[ $'\n'"$listed" == *$'\n'"$run: "* && $'\n'"$listed" != *$'\n'"$run: no whole checkpoint"* ]]; then
         is_begun=true
         rm -rf "$runs/.from-mirror"
         uv run mirror.py fetch "$mirror" "$run" --without-weights --runs-dir "$runs/.from-mirror"
@@ -99,7 +99,7 @@ elif [ -n "$mirror" ]; then
     fi
 fi
 if ! "$is_begun"; then
-    # First -f, because the check trains with train.json's microbatch, and the plan needs the speed that it measures.
+    # -f comes first, because the check trains with train.json's microbatch.
     if "$fits"; then begin fit && uv run ddp_train.py "$run" "$datasets" -f --write --processes "$processes" "${where[@]}"; fi
     if begin check; then uv run check_machine.py "$run" --processes "$processes" "${where[@]}"; fi
 fi

@@ -196,7 +196,7 @@ def _exit_because_of(end: UserError | RunError, *, is_first: bool) -> NoReturn:
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     with suppress(OSError):
         sys.stdout.flush()
-    # A rank that torchrun has stopped, because another one has failed, has failed, too.
+    # If another rank is gone, the run has failed, even if this rank was then asked to stop.
     EXIT.before_end(RunError.exit_status if EXIT.has_lost_peer else end.exit_status)
     os._exit(end.exit_status)
 
@@ -273,7 +273,7 @@ def exit_if_ended() -> None:
     """Exit with the status of `end_for_good` if a rank on this machine called it at an earlier start by torchrun."""
     is_again = launcher_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
     if is_again and (mark := _mark_of_the_end()) and mark.exists():
-        os._exit(int(mark.read_text() or 1))
+        os._exit(int(mark.read_text() or 1))  # empty if another rank is writing it
 
 
 # Signals that ask to stop, and output that nobody reads any more ----------------------------------------------------

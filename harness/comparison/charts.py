@@ -189,8 +189,8 @@ def _place_on(axis: str, record: RunRecord) -> tuple[str, float]:
     if axis == "dollars":
         dollars, seconds = record.dollars.get("total"), record.seconds.get("total")
         if not dollars or not seconds:
-            missing = "it cost nothing" if dollars == 0 else 'train.json has no "price_per_hour"'
-            missing = missing if seconds else "no seconds are recorded"
+            without_price = "it cost nothing" if dollars == 0 else 'train.json has no "price_per_hour"'
+            missing = without_price if seconds else "no seconds are recorded"
             raise UserError(f"{missing}, so its losses cannot be drawn over dollars")
         return "seconds", dollars / seconds  # on average, if the price has changed
     if axis == "flops":

@@ -32,11 +32,10 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """Yield a sentence on each fit that the runs allow. The first fit is of test losses, or else of validation losses,
-    over the global batch size; it takes at least three different batch sizes, leaves unfinished runs out, and is
-    inconclusive if another setting that affects the loss, or the number of tokens, differs between the runs. The second
-    fit is of device memory over microbatch size, both as
-    reported by others (reported.json). It has one point for each memory size, with the smallest microbatch reported for
-    it, and takes at least two different microbatch sizes."""
+    over the global batch size; it leaves unfinished runs out, takes at least three different batch sizes, and is
+    inconclusive if the number of tokens or another setting that affects the loss differs between the runs. The second
+    fit is of device memory over microbatch size, both as reported by others (reported.json). It has one point for each
+    memory size, with the smallest microbatch reported for it, and takes at least two different microbatch sizes."""
     columns = {column.key: column.cells for column in table.columns}
 
     def numbers(key: str) -> list[Any]:
@@ -56,7 +55,7 @@ def fits(table: RunsTable) -> Iterator[str]:
             others = [each.key for each in table.columns if each.is_setting and each.key not in LEFT_OPEN]
             tokens = [each for _, _, each in found if each is not None]
             if tokens and max(tokens) > LARGEST_RATIO * min(tokens):
-                others.append("tokens")
+                others.append("the number of tokens")
             reason = f"Loss over the global batch: inconclusive, because {others[0]} differs, too" if others else ""
             yield reason or _batch_fit([(batch, loss) for batch, loss, _ in found])
             break

@@ -71,8 +71,9 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # NCCL's own monitor would otherwise abort after 480 s, before the watchdog, with pages of C++ stack frames.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-    # If torchrun starts the ranks again, another machine may be gone for good, so the wait is shorter. Then, and
-    # with variables left over from another job, this rank prints what it waits for.
+    # After a restart by torchrun, another machine may be gone for good, so this rank waits for a shorter time. It
+    # prints what it waits for after a restart, and without a launcher, because the variables may be those of an
+    # earlier job.
     is_again = launcher_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
     patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if is_again else timeout
     text = (

@@ -137,10 +137,10 @@ class HeldOutText:
         has it, or else "validation".
 
         The text consists of whole batches of `batch_size` sequences, or of one smaller batch if the split has fewer
-        sequences. By default it begins at the split's first token
-        and has as many batches as the split. If a validation split has at least one batch after NOTEBOOK_START_TOKEN,
-        the text begins at that token by default, and has at most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are
-        those of Giles Thomas's lab notebook, the project that this one grew from.
+        sequences. By default it begins at the split's first token and has as many batches as the split. If a validation
+        split has at least one batch after NOTEBOOK_START_TOKEN, the text begins at that token by default, and has at
+        most NOTEBOOK_BATCHES batches. The NOTEBOOK_ values are those of Giles Thomas's lab notebook, the project that
+        this one grew from.
 
         Also raises UserError if there is no such dataset, if the split is too short, if it has token ids that are not
         in the model's vocabulary, or if the dataset's tokenizer is not the one in the meta.json beside the weights.

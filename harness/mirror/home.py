@@ -103,8 +103,8 @@ def follow_run(url: str, name: str) -> Iterator[str]:
     done, seen, changed = 0, None, time.monotonic()
     while True:
         owner, silent = retried(mirror, partial(owner_of, mirror))
-        if (content := retried(mirror, lambda: mirror.read(OWNER))) != seen:
-            seen, changed = content, time.monotonic()
+        if (owner_json := retried(mirror, lambda: mirror.read(OWNER))) != seen:
+            seen, changed = owner_json, time.monotonic()
         content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
         if len(content) < done:  # the run went back to an earlier checkpoint
             done = 0

@@ -285,6 +285,7 @@ class CheckpointMeta(ProgramAndSettings, Progress):
     global_step: Count
     # Why the checkpoint was saved, and which work was still to be done
     is_best: bool = False
+    last_step: Count | None = None  # of the whole run, by its budget then; None in files of earlier versions
     planned: bool = False  # True: saved at an interval of train.json or after the last step; False: at an early stop
     # At most one of these two is true; `interrupted_evaluation` says which.
     validation_due: bool = False  # the run was stopped before this step's validation was done

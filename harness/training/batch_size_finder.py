@@ -45,7 +45,7 @@ from harness.model.kernels import explain_failed_attention, explain_nondetermini
 from harness.model.weights import save_weights
 from harness.planning.experiment import Experiment, check_continuable
 from harness.planning.plan import make_plan, planned_start
-from harness.runs.checkpoint_meta import read_meta
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.results import now, write_search
 from harness.runs.throughput import KERNEL_KEYS
@@ -93,11 +93,15 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if world.is_main:
         searcher.report(found, is_all_data=found == ceiling)
 
-    meta = None
-    with suppress(UserError, RunError):  # training will report the error
-        if start := planned_start(experiment, world.size, None):
-            check_continuable(start, experiment.run.checkpoints, experiment.provenance(data))
-            meta = start
+    def find_start() -> CheckpointMeta | None:
+        """Return the meta.json of the checkpoint from which training would resume, or None if it would not or fails."""
+        with suppress(UserError, RunError):
+            if start := planned_start(experiment, world.size, None):
+                check_continuable(start, experiment.run.checkpoints, experiment.provenance(data))
+                return start
+        return None
+
+    meta = world.on_rank0(find_start)
 
     def refusal(size: int) -> str | None:
         """Return the message of the error with which training would refuse a microbatch of `size`, or None if training

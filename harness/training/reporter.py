@@ -288,6 +288,7 @@ class Reporter:
         return CheckpointMeta(
             **state.values(),
             is_best=state.is_best,
+            last_step=prepared.position.last_step,
             planned=planned,
             validation_due=interrupted_evaluation == "validation",
             benchmarks_due=interrupted_evaluation == "benchmarks",

@@ -24,7 +24,6 @@ from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, changes_of_result, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan
 from harness.runs import checkpoints
-from harness.runs.budget import wanted_tokens
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import unknown_peak
@@ -148,14 +147,12 @@ def find_unfinished_work(config: TrainConfig, position: Position, meta: Checkpoi
     """Return the names (see `Position.due_after`) of the work after the checkpoint's last step that is still to be
     done: because a request to stop interrupted an evaluation, or because this is the run's last step now, and was not
     when the checkpoint was saved. The run's budget may have been lowered since then."""
-    if meta is None or meta.is_from_notebook:
+    if meta is None:
         return set()
     step = meta.global_step
     if meta.interrupted_evaluation:
         return position.due_after(step, config, meta.interrupted_evaluation)
-    wanted = wanted_tokens(meta.train, meta.budget)
-    was_last = "planned" not in meta.model_fields_set or (meta.planned and meta.tokens_seen >= (wanted or 0))
-    if was_last or not position.is_finished:
+    if not position.is_finished or meta.last_step in (None, step):
         return set()
     was_due = replace(position, total_steps=position.total_steps + 1).due_after(step, config)
     missing = position.due_after(step, config) - was_due

@@ -138,6 +138,16 @@ def test_the_check_trains_with_the_microbatch_that_fits(shop: Workshop) -> None:
     assert "--plan" in plan
 
 
+def test_a_run_without_a_checkpoint_in_the_mirror_has_not_begun(shop: Workshop) -> None:
+    """Its settings were sent there. The train.json here is used, and the microbatch is searched for."""
+    listed = 'case "$2 $3" in "mirror.py list") echo "r: no whole checkpoint, 0.00 GB";; esac'
+    (shop.path / "bin" / "uv").write_text(f'#!/bin/sh\necho "$*" >> {shop.path}/calls\n{listed}\n')
+    mirror = ("--mirror", f"file://{shop.path}/store")
+    result = finish([rent(shop, "r", "--fit", "--skip", "setup,train,test", *mirror)], expect=0, timeout=60)
+    assert result.stdout.count("== fit") == 1
+    assert "fetch" not in (shop.path / "calls").read_text()
+
+
 @pytest.mark.slow
 def test_the_rental_ends_after_the_last_checkpoint(shop: Workshop) -> None:
     """The script alone gets the signal."""

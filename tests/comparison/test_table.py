@@ -239,7 +239,7 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
     assert [*fits(table_of(*alike[:2], young))] == [], "an unfinished run gives no point"
     longer = run(10, 2.2).finish(microbatch_size=10, tokens_seen=25_600)
     assert [*fits(table_of(*alike, longer))] == [
-        "Loss over the global batch: inconclusive, because tokens differs, too"
+        "Loss over the global batch: inconclusive, because the number of tokens differs, too"
     ]
 
 

@@ -150,9 +150,10 @@ def assign_splits(stream: TokenStream, rules: SplitRules, tokenizer: Tokenizer) 
     """Return train, test and validation as ranges of the stream, in this order, without splits whose share is 0. The
     last documents are the validation split, and the documents before them are the test split.
 
-    If the number of documents of a split is 0 after rounding (as for a single book), the splits are ranges of tokens,
-    with shares of the bytes, of which an end-of-text token counts as one. Each range begins at the beginning of a line,
-    if a line begins nearby. Raises UserError if a split would have no text at all.
+    If the number of documents of a split is 0 after rounding (as for a single book), the splits are ranges of tokens
+    whose shares are shares of the bytes (an end-of-text token counts as one byte; with --split-order given, every token
+    does). Each range begins at the beginning of a line, if a line begins nearby. Raises UserError if a split would have
+    no text at all.
     """
     size, shares = stream.size, rules.held_out()
     counts = [round(share * size.documents) for share in shares.values()]

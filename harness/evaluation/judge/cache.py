@@ -57,10 +57,8 @@ class JudgeCache:
                     f"{path}: another process is using it; wait until that one ends, or name another file with --cache"
                 )
             content = path.read_bytes()
-        self.records = list(_parse(path, content))
-        for other in others:
-            if other.is_file():
-                self.records += _parse(other, other.read_bytes())
+        contents = {other: other.read_bytes() for other in others if other.is_file()} | {path: content}
+        self.records = [record for file, lines in contents.items() for record in _parse(file, lines)]
         # If a kill has cut off the last line, it is left unchanged, and the next record begins a new line.
         self._on_fresh_line = content[-1:] in (b"", b"\n")
 

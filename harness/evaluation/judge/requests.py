@@ -247,8 +247,7 @@ class Judgment:
 
 def judge(models: Sequence[Responses], settings: JudgeSettings, caches: Sequence[Path]) -> Judgment:
     """Ask the judge for all scores that are not in the cache files, and return all scores. New answers are added to the
-    first file. The models must have
-    different labels and the same questions.
+    first file. The models must have different labels and the same questions.
 
     Raises UserError if the judge cannot be asked with these settings, if another process uses the cache file, or if
     that is no cache file. Raises RunError if the judge does not answer, if there is no valid answer at all after
