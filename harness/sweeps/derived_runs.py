@@ -29,7 +29,7 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
 from harness.runs.budget import COUNTABLE
 from harness.runs.directory import RunDirectory
-from harness.runs.train_config import ALTERNATIVES, BUDGETS, TrainConfig, load_train_config
+from harness.runs.train_config import ALTERNATIVES, BUDGETS, Affects, TrainConfig, keys_affecting, load_train_config
 from harness.runs.upstream import SPELLINGS, translate_upstream
 
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
@@ -74,8 +74,9 @@ class DerivedRun:
         return Experiment(self.directory, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Return True if the run's folder exists. Raises UserError if its path holds something else, such as another
-        run or a file, or if model.json or train.json is damaged."""
+        """Return True if the run's folder exists. Keys that affect no result, such as max_dollars, may have been
+        changed there. Raises UserError if its path holds something else, such as another run or a file, or if
+        model.json or train.json is damaged."""
         folder, files = self.directory.path, (self.directory.train_json, self.directory.model_json)
         other = ""
         if not os.path.lexists(folder):
@@ -88,7 +89,9 @@ class DerivedRun:
             there = _settings(
                 load_model_config(self.directory.model_json), load_train_config(self.directory.train_json)
             )
-            found = (first_difference({key: there.get(key)}, {key: value}) for key, value in self.settings.items())
+            free = {*keys_affecting(Affects.NOTHING)} - {"epochs"}  # with min_train_tokens -1, epochs decide the length
+            own = {key: value for key, value in self.settings.items() if key not in free}
+            found = (first_difference({key: there.get(key)}, {key: value}) for key, value in own.items())
             if different := [each for each in found if each]:
                 other = f"there is another run of this name ({abbreviated(different, SHOWN_DIFFERENCES)})"
         if other:

@@ -289,6 +289,18 @@ def test_what_is_not_the_sweeps_run_is_refused(shop: Workshop, put: Callable[[Pa
     assert not (shop.runs / "s-seed1").exists(), "all runs are made, or none"
 
 
+def test_what_affects_no_result_may_be_changed_in_a_runs_folder(shop: Workshop) -> None:
+    """As messages ask for: a ceiling is raised, and a run that diverged is to go on."""
+    sweep = load(shop, set={"max_hours": 1.0, "price_per_hour": 36.0}, vary={"random_seed": [1, 2]})
+    write_runs(sweep.missing())
+    path = shop.runs / "s-seed1" / "train.json"
+    train = json.loads(path.read_text())
+    path.write_text(json.dumps(train | {"max_hours": 9.0, "price_per_hour": 72.0, "stop_if_diverged": False}))
+    assert sweep.missing() == []
+    path.write_text(json.dumps(train | {"learning_rate": 0.5}))
+    refusal(sweep.missing, begins=f"{shop.runs / 's-seed1'}: there is another run of this name (learning_rate: 0.5")
+
+
 def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     real, renamed = Path.rename, iter([False, False, True])
 
