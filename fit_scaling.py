@@ -125,10 +125,11 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
 
     Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the run's model has
-    experts, or if its train.json does not determine the number of tokens.
+    experts, or if neither its train.json nor what it has recorded determines the number of tokens.
     """
+    from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config
-    from harness.runs.budget import stated_tokens
+    from harness.runs.budget import stated_tokens, wanted_tokens
     from harness.runs.directory import RunDirectory
     from harness.runs.train_config import load_train_config
     from harness.scaling.laws import Plan
@@ -149,7 +150,9 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     remedy = "give --predict parameters=NUMBER,tokens=NUMBER instead of the run"
     if model.moe is not None:
         raise UserError(f'{run.model_json}: key "moe": the laws hold only for dense models; {remedy}')
+    # If only the number of ranks decides the tokens of a step, a run that has begun has recorded its budget.
     wanted = stated_tokens(train, model)
+    wanted = wanted or wanted_tokens(train.model_dump(mode="json"), RunRecord.read(run).recorded("budget"))
     if wanted is None:
         said = f'key "{train.budget_key}": {getattr(train, train.budget_key)} does not determine the number of tokens'
         raise UserError(f"{run.train_json}: {said}; {remedy}")

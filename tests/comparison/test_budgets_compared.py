@@ -67,3 +67,7 @@ def test_fit_scaling_predicts_a_run_by_its_budget(tmp_path: Path) -> None:
     shop.add_run(min_train_tokens=None, train_steps=2)
     refused = run_here("fit_scaling.py", *asked, status=2)
     assert 'key "train_steps": 2 does not determine the number of tokens; give --predict parameters=' in refused.stderr
+    budget = {"key": "train_steps", "value": 2, "tokens": 178_000}
+    RunFolder(shop.runs, "t", {"min_train_tokens": None, "train_steps": 2}).finish(budget=budget)
+    asked[asked.index("r")] = "t"
+    assert "178K tokens" in run_here("fit_scaling.py", *asked).stdout
