@@ -68,7 +68,7 @@ def test_a_run_goes_on_as_it_did(shop: InProcess, name: str) -> None:
     assert (meta.global_step, meta.precision) == (written_by["final_step"], "fp32"), "the run must keep its precision"
     assert summary.measured is not None
     assert summary.measured.tokens == summary.tokens_seen, "seconds of the earlier version on an equal machine count"
-    new = {"precision", "versions", "commit", "last_step", *LEVEL}  # the only keys that the earlier version did not have
+    new = {"precision", "versions", "commit", "last_step", *LEVEL}  # the keys that the earlier version did not have
     keys = [key for key in raw_meta(run / "checkpoints" / "latest") if key not in {*new, "dollars"}]
     assert keys == list(raw_meta(checkpoint_of(then)))
     summaries = [json.loads((each / "summary.json").read_text()) for each in (then, run)]
