@@ -124,8 +124,8 @@ def main(
 
 
 def keep_result(model: TrainedModel, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
-    """If the model is a run's checkpoint, write the scores of all tasks and groups to the run's results. If
-    writing fails, print a warning."""
+    """If the model is a run's checkpoint, write the scores of all tasks and groups to the run's results. If writing
+    fails, print a warning."""
     from dataclasses import asdict
     from importlib.metadata import version
 
