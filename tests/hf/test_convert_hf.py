@@ -404,11 +404,13 @@ def hub_variables(hub: FakeHub, home: Path) -> dict[str, str]:
     return hub.environment(home) | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
 
 
-def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
+def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers and this project's import load a published run with the same weights. The dataset of the run names
     no tokenizer, which means GPT-2's. GPT-2's tokenizer does not fit the run's model, whose vocabulary has 64 tokens.
-    The test therefore replaces the best checkpoint by one with its own tokenizer. Both commands run in processes of
+    The test therefore replaces the best checkpoint by one with its own tokenizer. It can be measured on this dataset,
+    because GPT-2's vocabulary, with which the two would be compared, is not there. Both commands run in processes of
     their own, because huggingface_hub reads the Hub's address when it is imported."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
     shop = InProcess(tmp_path)
     shop.add_dataset()
     run = shop.add_run("r", price_per_hour=36.0, on_end=["true", "SECRET"])
