@@ -36,7 +36,7 @@ AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 @click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
 @click.option("--html", type=PATH, help="Write table, curves and verdicts into one self-contained HTML file.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
-@click.option("--over", type=AXIS, default="tokens", show_default=True, help="X axis of the chart.")
+@click.option("--over", type=AXIS, show_default="tokens", help="X axis of the chart.")
 @click.option(
     "--reference",
     multiple=True,
@@ -53,7 +53,7 @@ def main(
     prices: Path | None,
     html: Path | None,
     chart: Path | None,
-    over: str,
+    over: str | None,
     reference: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -79,6 +79,8 @@ def main(
         raise UserError("--machines and --json: give one of them")
     if machines and not runs:
         raise UserError("--machines: name the runs to estimate; speeds are taken from all runs in --runs-dir")
+    if over and chart is None:
+        raise UserError("--over belongs with --chart")
     if reference and not (html or chart):
         raise UserError("--reference belongs with --html or --chart")
     if chart is not None and chart.suffix.lower() != ".png":
@@ -119,7 +121,7 @@ def main(
         replace_text(html, render(table, comparison, references, baseline, made))
         click.echo(f"Wrote {html}", err=True)
     if chart is not None:
-        [drawn] = charts_of(everything, [over], baseline)
+        [drawn] = charts_of(everything, [over or "tokens"], baseline)
         if not drawn.curves:
             problems = abbreviated(drawn.problems, most=3, separator="; ")
             raise UserError(f"--chart: nothing to draw: {problems}")

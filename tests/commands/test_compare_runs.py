@@ -266,6 +266,7 @@ def test_a_hundred_runs_are_read_about_as_fast_as_their_files_are_parsed_four_ti
         (["--machines"], "--machines: name the runs to estimate"),
         (["a", "--machines", "--json"], "--machines and --json: give one of them"),
         (["a", "--reference", "GPT-2=3.5"], "--reference belongs with --html or --chart"),
+        (["a", "--html", "x.html", "--over", "hours"], "--over belongs with --chart"),
         (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),
         (["a", "--chart", "x.png"], "--chart: nothing to draw: "),
         (["a", "--prices", "x"], "--prices belongs with --machines"),
