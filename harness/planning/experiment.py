@@ -92,8 +92,14 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
         difference = first_difference(then, today)
         if difference:
             raise UserError(f"{path}: made with another {part}: {difference}; restore the old {part}, or use --restart")
+    check_fixed_keys(meta, path, now.train)
+
+
+def check_fixed_keys(meta: CheckpointMeta, path: Path, train: Mapping[str, Any]) -> None:
+    """Raise UserError if one of FIXED_KEYS in train.json (`train`) is not as in the checkpoint at `path`, whose
+    meta.json is `meta`."""
     for key, default in FIXED_KEYS.items():
-        then, today = meta.train.get(key, default), now.train[key]
+        then, today = meta.train.get(key, default), train[key]
         if then != today:
             other = ', or let another run start from its weights ("initial_weights")' if key == "optimizer" else ""
             raise UserError(

@@ -21,7 +21,7 @@ from harness.model.config import WEIGHT_BYTES, ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.planning.estimated_speed import find_device
-from harness.planning.experiment import Experiment, Position, check_continuable
+from harness.planning.experiment import Experiment, Position, check_continuable, check_fixed_keys
 from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.memory import step_bytes
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
@@ -198,8 +198,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     is None.
 
     If the dataset is on this machine, the run is checked against it and against the checkpoint (see
-    `check_continuable`), and all token ids of the dataset are checked. Raises UserError if a check fails, and for
-    settings with which training cannot run.
+    `check_continuable`), and all token ids of the dataset are checked. Otherwise only FIXED_KEYS of train.json are
+    compared with the checkpoint. Raises UserError if a check fails, and for settings with which training cannot run.
     """
     layout, config, model = experiment.layout(world_size), experiment.config, experiment.model
     budget = experiment.budget(layout, meta)
@@ -215,6 +215,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         order = experiment.window_order(split_tokens)
         remark = None if meta else _unused_vocabulary(model, data)
     else:
+        if meta is not None:  # before the download of a dataset that training would refuse
+            check_fixed_keys(meta, experiment.run.checkpoints, config.model_dump(mode="json"))
         missing = next(name for name in config.dataset_weights if not is_present(folder, name, experiment.splits))
         hint = did_you_mean(folder, missing) or ", so the plan is not checked against its tokens"
         remark = f"{missing} is not in {folder}{hint}"

@@ -244,6 +244,14 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     assert "local/elsewhere is not in" in elsewhere
 
 
+def test_a_run_cannot_continue_with_another_dataset_even_if_it_is_not_here(shop: Workshop) -> None:
+    """A plan refuses the change before the new dataset is downloaded."""
+    shop.add_run(min_train_tokens=64)
+    assert shop.attempt().status == 0
+    shop.add_run(dataset="local/elsewhere", min_train_tokens=128)
+    assert 'made with "dataset": "local/letters"' in shop.attempt("--plan").stderr
+
+
 def test_a_vocabulary_far_larger_than_the_datasets_is_remarked_on(shop: Workshop) -> None:
     """A plan prints a note if the model's vocabulary is far larger than the dataset's, but not for a padded vocabulary,
     and not if the run has begun, because the model can then no longer be changed."""
