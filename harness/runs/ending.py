@@ -108,7 +108,7 @@ def main() -> None:
     """Watch the training command that the first line of standard input describes, send its messages, and run its
     `on_end`. Called in the process that `watch_end` starts."""
     for number in STOPPING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     job = json.loads(sys.stdin.readline())
     run, is_begun = RunDirectory(Path(job["run"])), False
     lock = run.lock_file

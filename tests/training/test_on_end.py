@@ -31,6 +31,15 @@ def endings(run: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def test_its_command_can_be_stopped(shop: Workshop) -> None:
+    """SIGTERM and SIGINT, which a shell or `timeout` sends, end the command as in a terminal."""
+    script = "for each in TERM INT; do sh -c 'kill -'$each' $$; echo alive'; done; echo end"
+    shop.add_run("stoppable", min_train_tokens=64, on_end=["sh", "-c", script])
+    said = shop.train("stoppable", ranks=1).stdout
+    assert "end" in said.splitlines()
+    assert "alive" not in said
+
+
 @pytest.mark.fault("finished, stopped or failed, with `on_end`", "the command runs once, with the run's state")
 @pytest.mark.parametrize(
     ("name", "prelude", "status"),
