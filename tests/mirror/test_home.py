@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import shutil
 import threading
@@ -171,6 +172,17 @@ def test_push_sends_again_what_the_mirror_has_lost_or_has_otherwise(tmp_path: Pa
     here = at_home(tmp_path)
     here.script("mirror.py", "fetch", f"file://{tmp_path}/store", "r")
     assert_same_end(machine.runs / "r", here.runs / "r")
+
+
+def test_another_experiment_is_noticed_if_an_editor_has_written_a_byte_order_mark(tmp_path: Path) -> None:
+    first, second = (add_machine(tmp_path, name, mirror=None) for name in ("first", "second"))
+    for machine, seed in ((first, 1), (second, 2)):
+        train_json = machine.add_run("r", random_seed=seed, min_train_tokens=64) / "train.json"
+        train_json.write_bytes(codecs.BOM_UTF8 + train_json.read_bytes())
+        machine.train_here()
+    place = f"file://{tmp_path}/store"
+    first.script("mirror.py", "push", "r", place)
+    second.command("mirror.py", "push", "r", place).refuses("holds another experiment: train.json: random_seed")
 
 
 def test_another_experiment_is_neither_sent_nor_fetched(trained: InProcess, tmp_path: Path) -> None:
