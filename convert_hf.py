@@ -145,9 +145,9 @@ def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> Train
     """Return the files of the model that the command line names. Raises UserError, before torch is imported, if there
     is no such model."""
     from harness.model.tensor_names import WEIGHTS
-    from harness.runs.trained_model import find_model
+    from harness.runs.trained_model import find_model, split_checkpoint
 
-    place = checkpoint.partition(":")[0]
+    place, _ = split_checkpoint(checkpoint)
     if "/" in place and not Path(place).exists():
         raise UserError(
             f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "

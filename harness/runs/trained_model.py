@@ -186,7 +186,7 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         is_run = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
         is_run |= path.name == word and (runs_dir / path).is_dir()
         is_run |= (path / "train.json").is_file() and not (path / WEIGHTS).exists()
-        name = word.rpartition(":")[0] or word
+        name, checkpoint = split_checkpoint(word)
         names_runs = is_run or ("/" not in name and any(each.is_dir() for each in runs_dir.glob(name or ".")))
         is_followed = following.endswith(WEIGHTS_SUFFIX) and not names_runs
         is_model_json = word.endswith(".json") or path.is_file() or is_followed
@@ -197,9 +197,15 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
         elif path.exists() and not is_run:
             found.append(TrainedModel.read(path))
         else:
-            name, colon, checkpoint = word.rpartition(":")
-            found += _models_of(runs_dir, name if colon else word, checkpoint if colon else None)
+            found += _models_of(runs_dir, name, checkpoint)
     return found
+
+
+def split_checkpoint(word: str) -> tuple[str, str | None]:
+    """Split RUN:CHECKPOINT into the run and the checkpoint, which is None if there is none. A path may have folders
+    with a colon in their names."""
+    name, colon, checkpoint = word.rpartition(":")
+    return (name, checkpoint) if colon and "/" not in checkpoint else (word, None)
 
 
 def _models_of(runs_dir: Path, name: str, checkpoint: str | None) -> list[TrainedModel]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_tensors
 
+from convert_hf import find_files
 from gpt import GPTModel, ModelConfig, load_model
 from harness.common.device import device_name
 from harness.common.errors import RunError, UserError
@@ -139,6 +140,14 @@ def test_a_model_stays_the_same_when_best_moves(shop: Workshop, is_path: bool) -
     finally:
         best.unlink()
         best.symlink_to(before.name)
+
+
+@pytest.mark.parametrize("checkpoint", ["", ":best"])
+def test_a_folder_above_a_run_may_have_a_colon_in_its_name(shop: Workshop, tmp_path: Path, checkpoint: str) -> None:
+    runs = tmp_path / "2026-11-28T10:00" / "runs"
+    shutil.copytree(shop.runs / "r", runs / "r", symlinks=True)
+    place = f"{runs / 'r'}{checkpoint}"
+    assert find_model([place], runs).label == find_files(place, None, runs).label == f"r{checkpoint}"
 
 
 def test_a_best_checkpoint_of_step_0_is_named_in_a_warning(shop: Workshop) -> None:
