@@ -43,6 +43,7 @@ class Outcome(BaseModel):
     best_loss: Amount | None = None
     best_step: Count | None = None
     skipped_steps: Count = 0
+    has_diverged: bool = False
     flops_per_token: Count | None = None
     mfu: Amount | None = None
     peak_memory_gib: Amount | None = None
@@ -131,6 +132,7 @@ def summarize(
         best_loss=state.best_loss,
         best_step=state.best_step,
         skipped_steps=state.skipped_steps,
+        has_diverged=state.has_diverged,
         flops_per_token=model.flops_per_token,
         mfu=None if used is None else round(used, 4),
         peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),

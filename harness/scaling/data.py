@@ -238,6 +238,8 @@ def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, obje
         raise UserError("its summary.json, of an earlier version, lacks parameters, FLOPs or tokens")
     if summary.final_validation_loss is None:
         raise UserError("has no finite validation loss at its end")
+    if summary.has_diverged:
+        raise UserError("has diverged: its training loss has long been far above its lowest value")
     if text is None:
         raise UserError("does not record which text its validation losses were measured on")
     flops = float(summary.flops_per_token) * summary.tokens_seen

@@ -94,6 +94,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
         going,
         half,
         run_in(tmp_path, "diverged", final_validation_loss=None),
+        run_in(tmp_path, "rose", has_diverged=True),
         run_in(tmp_path, "tuned", train=whole["train"] | {"initial_weights": "gpt2"}),
         run_in(tmp_path, "changed", changed=["learning_rate: 0.1 -> 0.2 after global step 7"]),
         run_in(tmp_path, "foreign", trained_tokens=640),
@@ -108,6 +109,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
     assert reasons["going"] == "has not finished (no summary.json)"
     assert "not valid JSON" in reasons["half"]
     assert reasons["diverged"] == "has no finite validation loss at its end"
+    assert reasons["rose"].startswith("has diverged")
     assert reasons["tuned"].startswith("begins with weights that were trained before")
     assert reasons["changed"] == "was changed during training: learning_rate: 0.1 -> 0.2 after global step 7"
     assert reasons["foreign"] == "was changed during training: another program trained on the first 640 tokens"

@@ -14,6 +14,7 @@ import pytest
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import TrainState, read_meta, write_meta
 from harness.runs.directory import RunDirectory
+from harness.runs.summary import read_summary
 from harness.sweeps.derived_runs import write_runs
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
@@ -167,6 +168,7 @@ def test_it_continues_to_the_same_end_if_that_is_asked_for(shop: Workshop) -> No
     run = shop.add_run("ended", **RISING, stop_if_diverged=False)
     shop.train("ended")
     assert_same_end(shop.runs / "to-the-end", run)
+    assert read_summary(run / "summary.json").has_diverged
 
 
 @pytest.mark.slow
