@@ -54,6 +54,17 @@ def test_intervals_are_those_of_scipy() -> None:
     assert ends == pytest.approx([theirs.low, theirs.high], abs=0.17)
 
 
+@pytest.mark.parametrize("questions", [1, 3, 5])
+def test_few_questions_give_wide_intervals(questions: int) -> None:
+    """Of 400 pairs of equal models, the 95 % interval of the difference leaves out 0 in about 5 %. Without a correction
+    for few questions, it does in 15 to 97 %."""
+    random = np.random.default_rng(0)
+    found = [compare(random.normal(50, 10, size=(questions, 1, 2)), seed=0) for _ in range(400)]
+    differences = [each.pairs[0].difference for each in found if each is not None]
+    assert len(differences) == 400
+    assert sum(not each.low <= 0 <= each.high for each in differences) <= 0.08 * 400
+
+
 def test_win_rate_counts_ties_as_half() -> None:
     """A tie counts as half a win. Of the four questions, one is won, one is lost, one is a tie, and one is a tie except
     for rounding."""

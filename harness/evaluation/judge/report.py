@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.common.errors import RunError, printable
 from harness.common.messages import abbreviated, tell
-from harness.common.statistics import Estimate, estimate, question_means, resampled_means
+from harness.common.statistics import Estimate, estimate_of_mean, question_means, resampled_means
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.requests import JudgeSettings, Judgment, Tokens, judge
 from harness.runs.directory import RunDirectory
@@ -67,9 +67,15 @@ def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
         for second in ranking[place + 1 :]:
             difference_Q = scores_QxM[:, first] - scores_QxM[:, second]
             wins, ties = (difference_Q > TIE).mean(), (np.abs(difference_Q) <= TIE).mean()
-            difference = estimate(difference_Q.mean(), resampled_BxM[:, first] - resampled_BxM[:, second])
+            resampled_B = resampled_BxM[:, first] - resampled_BxM[:, second]
+            difference = estimate_of_mean(
+                difference_Q.mean(), resampled_B, count=len(difference_Q), bounds=(-100.0, 100.0)
+            )
             pairs.append(Pair(first, second, float(wins + ties / 2), difference))
-    means = tuple(estimate(value, resampled) for value, resampled in zip(values, resampled_BxM.T, strict=True))
+    means = tuple(
+        estimate_of_mean(value, resampled_B, count=len(scores_QxM), bounds=(0.0, 100.0))
+        for value, resampled_B in zip(values, resampled_BxM.T, strict=True)
+    )
     return Comparison(len(scores_QxM), means, tuple(ranking), tuple(pairs))
 
 
