@@ -84,7 +84,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
         check_writable(chart.parent)  # before the fits, which take a long time
     given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
     cost = CostLaw.of(given)
-    plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
+    plans = [plan_of(text, options["runs_dir"], cost, given.text) for text in options["predict"]]
     drawn = {"resamples": options["resamples"], "seed": options["seed"]}
     tolerance, least_sizes = options["tolerance"], options["least_sizes"]
     isoflop = fit_isoflop(given, cost, tolerance=tolerance, least_sizes=least_sizes, **drawn)
@@ -120,12 +120,14 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
     return points_of_runs(list(folders.values()))  # each run once
 
 
-def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
+def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
     """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
     option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
+    `trained_on` is `Points.text` of the points to which the law is fitted.
 
-    Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the run's model has
-    experts, or if neither its train.json nor what it has recorded determines the number of tokens.
+    Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the law does not hold
+    for the run (its model has experts, it begins with trained weights, or its dataset or context length is another
+    one), or if neither its train.json nor what it has recorded determines the number of tokens.
     """
     from harness.comparison.records import RunRecord
     from harness.model.config import load_model_config
@@ -150,6 +152,15 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     remedy = "give --predict parameters=NUMBER,tokens=NUMBER instead of the run"
     if model.moe is not None:
         raise UserError(f'{run.model_json}: key "moe": the laws hold only for dense models; {remedy}')
+    if train.initial_weights is not None:
+        raise UserError(f'{run.train_json}: key "initial_weights": the laws hold only without it; {remedy}')
+    own = (train.model_dump(mode="json")["dataset"], model.context_length)
+    for key, theirs, mine in zip(("dataset", "context_length"), trained_on or own, own, strict=True):
+        if theirs != mine:
+            raise UserError(
+                f"--predict {text}: its {key} is {json.dumps(mine)}, and that of the runs is {json.dumps(theirs)}, so "
+                f"their law does not hold for it; {remedy}"
+            )
     # If only the number of ranks decides the tokens of a step, a run that has begun has recorded its budget.
     wanted = stated_tokens(train, model)
     wanted = wanted or wanted_tokens(train.model_dump(mode="json"), RunRecord.read(run).recorded("budget"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,27 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
     said = "The law and its predictions: inconclusive, because all points have the same size;"
     assert said in " ".join(done.stdout.split())
     assert Path(chart).read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "says"),
+    [
+        ("train", {"initial_weights": "model.safetensors"}, "the laws hold only without it"),
+        ("train", {"dataset": "local/other"}, 'its dataset is "local/other", and that of the runs is "local/letters"'),
+        ("model", {"context_length": 32}, "its context_length is 32, and that of the runs is 16"),
+    ],
+    ids=["initial_weights", "dataset", "context_length"],
+)
+def test_a_run_on_other_text_is_not_predicted(tmp_path: Path, file: str, changed: dict[str, Any], says: str) -> None:
+    run = run_in(tmp_path, "done")
+    summary = json.loads(run.summary.read_text())
+    planned = tmp_path / "planned"
+    planned.mkdir()
+    for part in ("model", "train"):
+        (planned / f"{part}.json").write_text(json.dumps(summary[part] | (changed if part == file else {})))
+    done = fit("done", "--predict", "planned", "--runs-dir", str(tmp_path), status=2)
+    assert says in done.stderr
+    assert "give --predict parameters=NUMBER,tokens=NUMBER instead" in done.stderr
 
 
 def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str, tmp_path: Path) -> None:
