@@ -78,12 +78,18 @@ def text_noise(values: np.ndarray) -> LossEstimate | Inconclusive:
     return LossEstimate(float(values.mean()), float(np.std(means, ddof=1)) / math.sqrt(BATCHES), BATCHES - 1)
 
 
+def variance_of(losses: Sequence[float]) -> float:
+    """Return the unbiased variance of two losses or more. It is exactly 0 if they are equal, which rounding of their
+    mean would prevent."""
+    return float(np.var(np.subtract(losses, losses[0]), ddof=1))
+
+
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
     """Return the variance of a run's loss over seeds, Σ (loss − mean of its arm)² / Σ (n − 1). Each of the `arms` has
     the losses of n runs that differ only in the seed. This assumes that seeds spread the losses of all arms equally.
     Returns None if no arm has two runs."""
     df = sum(len(losses) - 1 for losses in arms if len(losses))
-    squares = sum(float(np.var(losses)) * len(losses) for losses in arms if len(losses))
+    squares = sum(variance_of(losses) * (len(losses) - 1) for losses in arms if len(losses) > 1)
     return Variance(squares / df, df) if df > 0 else None
 
 
@@ -91,10 +97,10 @@ def satterthwaite(value: float, parts: Sequence[Variance]) -> LossEstimate:
     """Return the estimate of a difference `value` whose variance is the sum of the variances in `parts`. Its degrees of
     freedom are Satterthwaite's (1946, Biometrics Bulletin 2: 110). If the parts are the variances of the mean losses
     of two configurations, this is Welch's t test (1947, Biometrika 34: 28)."""
-    variance = sum(part.value for part in parts)
-    if variance == 0:
+    total = sum(part.value for part in parts)
+    if total == 0:
         return LossEstimate(value, 0.0, min(part.df for part in parts))
-    return LossEstimate(value, math.sqrt(variance), variance**2 / sum(part.value**2 / part.df for part in parts))
+    return LossEstimate(value, math.sqrt(total), total**2 / sum(part.value**2 / part.df for part in parts))
 
 
 def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:

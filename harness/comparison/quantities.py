@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from harness.common.messages import abbreviated
 from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import tokens_by_source, validation_text
@@ -387,9 +388,11 @@ def _bits_per_byte(bases: Mapping[Basis, Basis], record: RunRecord) -> Values:
 def judging_basis(result: InstructionResult) -> Basis:
     """Return the basis of an instruction score, which identifies what was measured; scores with the same basis can be
     compared. Scores have the same basis if the answers were judged together. If each model's answers were judged alone,
-    the judge, its URL, the prompt, questions and number of repeats must be the same."""
-    identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
-    words = f"{result.questions} questions ({result.questions_sha256[:8]}), judge {result.judge}"
+    the judge, its URL, the prompt, questions, questions without a score and number of repeats must be the same."""
+    missing = tuple(number for number, score in enumerate(result.scores, start=1) if score is None)
+    identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, missing, result.repeats)
+    some = f" without {abbreviated([str(number) for number in missing])}" if missing else ""
+    words = f"{result.questions} questions{some} ({result.questions_sha256[:8]}), judge {result.judge}"
     if len(result.judged_with) > 1:
         names = ", ".join(result.judged_with)
         return Basis(("judging", *identity, result.judging), f"{words}, judged together: {names}")

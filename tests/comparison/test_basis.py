@@ -149,6 +149,8 @@ def test_scores_of_one_judging_compare_and_so_do_answers_judged_alone(tmp_path: 
     d, e, f = finished(tmp_path, "d", "e", "f")
     judged(d, 20.0, "one"), judged(e, 30.0, "two"), judged(f, 40.0, "three", judge="another")
     assert values(table_of(d, e, f), "instruction_score") == [20.0, 30.0, None]
+    judged(f, 60.0, "four", scores=[None, 60.0])
+    assert values(table_of(d, e, f), "instruction_score") == [20.0, 30.0, None], "a question without a score"
 
 
 def benchmarked(run: RunFolder, value: float, **changes: Any) -> RunFolder:
