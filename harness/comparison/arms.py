@@ -38,11 +38,13 @@ class Arms:
     """Arms of an experiment; the runs of an arm differ only in their seeds. `run_names` has the names of each arm's
     runs, by the name of the arm. `notes` has remarks on runs that are in no arm, or not in the arm where one might
     expect them. `chance` says what the seeds change within the arms: each value of SEEDS (such as "dropout") whose seed
-    differs between two runs of the same arm."""
+    differs between two runs of the same arm. `diverged` has the names of runs that have diverged, and otherwise differ
+    from the runs of an arm only in their seeds, by the name of the arm."""
 
     run_names: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
     chance: tuple[str, ...] = ()
+    diverged: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def arm_of(self, run: str) -> str | None:
         """Return the name of the arm that contains the run `run`, or None if no arm does."""
@@ -78,7 +80,11 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         if again := [record.name for record in members if record.name not in by_seed.values()]:
             repeated.append(f"{abbreviated(again)}: not counted, because another run has the same seed and settings")
         first_runs.setdefault(shared, []).append(counted[0])
-    notes = [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items()]
+    named = _named(arms, {record.name for record in records}, baseline)
+    diverged = _diverged(records, named)
+    for names in diverged.values():  # the verdict on their arm names them
+        unfinished["diverged"] = [name for name in unfinished["diverged"] if name not in names]
+    notes = [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items() if names]
     notes += unknown + repeated
     for firsts in (firsts for firsts in first_runs.values() if len(firsts) > 1):
         facts = {**SURROUNDINGS, "precision": "precision", "attention": "attention"}
@@ -90,10 +96,18 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         differing = [
             f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each} - {UNKNOWN}) > 1
         ]
-        names = ", ".join(record.name for record in firsts)
-        notes.append(f"{names} differ in {' and '.join(differing)}: not counted as replicates")
+        together = ", ".join(record.name for record in firsts)
+        notes.append(f"{together} differ in {' and '.join(differing)}: not counted as replicates")
     chance = tuple(what for key, what in SEEDS.items() if key in varied)
-    return Arms(_named(arms, {record.name for record in records}, baseline), notes, chance)
+    return Arms(named, notes, chance, diverged)
+
+
+def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the runs that have diverged and would belong to an arm if they had not, by the arm's name."""
+    settings = {record.name: settings_of(record, at_end=False) for record in records}
+    lost = [record.name for record in records if record.state.word == "diverged"]
+    found = {arm: tuple(name for name in lost if settings[name] == settings[runs[0]]) for arm, runs in arms.items()}
+    return {arm: names for arm, names in found.items() if names and isinstance(settings[names[0]], tuple)}
 
 
 def seeds_of(record: RunRecord) -> dict[str, Any]:
@@ -132,11 +146,11 @@ def _named(arms: Sequence[tuple[str, ...]], taken: set[str], baseline: str | Non
     return named
 
 
-def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Return two JSON texts of a finished run. Runs that differ only in their seeds (replicates) have the same two
-    texts. The first has the dataset and the settings that affect the result, without seeds, and the changes that were
-    made while the run was trained. The second has torch's version, the device, the number of ranks, and the attention
-    kernel unless torch chose it.
+def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | Inconclusive:
+    """Return two JSON texts of a finished run, or with `at_end` false of any run, without its number of tokens. Runs
+    that differ only in their seeds (replicates) have the same two texts. The first has the dataset and the settings
+    that affect the result, without seeds, and the changes that were made while the run was trained. The second has
+    torch's version, the device, the number of ranks, and the attention kernel unless torch chose it.
 
     Returns Inconclusive if the run's replicates cannot be recognized: because the dataset, torch's version, the device,
     the number of ranks or, for a run with `global_batch_size`, the microbatch size was not recorded, because
@@ -147,7 +161,7 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
     if missing:
         return Inconclusive(f"these were not recorded: {', '.join(missing)}")
-    train = _with_defaults(TrainConfig, as_tokens(record.train, record.summary.budget if record.summary else None))
+    train = _with_defaults(TrainConfig, as_tokens(record.train, record.recorded("budget")))
     if (weights := train["initial_weights"]) is not None:
         if all(seed is None for seed in seeds_of(record).values()):
             return Inconclusive(
@@ -167,11 +181,13 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
     batches, microbatch = train.pop("validation_batches"), train.get("microbatch_size")
     if isinstance(batches, int) and isinstance(microbatch, int):  # another way to give validation_sequences
         train["validation_sequences"] = batches * microbatch
-    if train["min_train_tokens"] == -1:
+    if train["min_train_tokens"] == -1 and at_end:
         train["min_train_tokens"] = record.tokens_seen
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *SEEDS, *WITHOUT_EFFECT}}
-    deciding["tokens_seen"] = record.recorded("tokens_seen")  # more than the budget, if that was lowered
+    deciding["tokens_seen"] = (
+        record.recorded("tokens_seen") if at_end else None
+    )  # more than the budget, if that was lowered
     settings = [_with_defaults(ModelConfig, model), deciding, dataset, record.changes]
     surroundings = [*(known[key] for key in SURROUNDINGS), record.recorded("attention")]
     return json.dumps(settings, sort_keys=True), json.dumps(surroundings)
