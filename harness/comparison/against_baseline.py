@@ -4,7 +4,7 @@ as text. An arm is one run, or several runs that differ only in their seeds."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,8 +72,9 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     their losses on one text. One of the `records` is that of the run `baseline`.
 
     Uses test losses if the baseline's arm and at least one other arm have test losses on the same text. Of several such
-    texts, uses the one with the most runs. Otherwise uses the last validation losses in the same way. If there is no
-    such text, or if the baseline has not finished, the result has no verdicts, and its `title` gives the reason.
+    texts, uses the one with the most runs; notes have the verdicts on others with as many runs. Otherwise uses the last
+    validation losses in the same way. If there is no such text, or if the baseline has not finished, the result has no
+    verdicts, and its `title` gives the reason.
     """
     arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
@@ -90,9 +91,21 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
                 basis: [arm for row in measured if (arm := arms.arm_of(records[row].name))]
                 for basis, measured in by_basis(values).items()
             }
-            for basis, compared in sorted(arms_by_basis.items(), key=lambda each: -len(each[1])):
-                if own in compared and len({*compared}) > 1:
-                    return _compare(own, arms, loss, basis, values, records)
+            usable = {
+                basis: compared for basis, compared in arms_by_basis.items() if own in compared and len({*compared}) > 1
+            }
+            most = max(map(len, usable.values()), default=0)
+            found = [
+                _compare(own, arms, loss, basis, values, records)
+                for basis, compared in usable.items()
+                if len(compared) == most
+            ]
+            if found:
+                first, *others = found
+                sentences = [
+                    f"{other.title} {'; '.join(verdict.sentence for verdict in other.verdicts)}" for other in others
+                ]
+                return replace(first, notes=[*sentences, *first.notes])
         reason = "no other arm has a test loss or validation loss on the same text; test_loss.py measures test losses"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
@@ -127,7 +140,7 @@ def _compare(
                 windows = [*map(read_window_losses, folders, results)]
             except UserError as error:
                 notes.append(str(error))
-        built[name] = Arm(name, losses, windows, [record.name for record, _ in those])
+        built[name] = Arm(name, losses, windows, [record.name for record, _ in those], arms.diverged.get(name, ()))
     baseline = built[own]
     verdicts = compare_arms(baseline, [arm for name, arm in built.items() if name != own])
     left_out: dict[str, list[str]] = {}

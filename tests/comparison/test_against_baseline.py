@@ -12,7 +12,7 @@ from harness.comparison.against_baseline import compare_with
 from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
 from harness.runs.results import LossResult, read_results, write_loss
-from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
 SEEDS = (1, 2, 3)
@@ -139,6 +139,49 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
     assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
         "c against a: inconclusive, because c has no run with this loss"
     ]
+
+
+def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
+    """Each dataset of a mixture is a text of its own, on which another arm may be better."""
+    web = {"sha256": "dd" * 32, "dataset": "me/web"}
+    runs = [
+        RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed})
+        .finish()
+        .test_loss(loss + seed / 1000)
+        .test_loss(on_web + seed / 1000, **web)
+        for name, rate, loss, on_web in [("low", 0.001, 2.5, 3.5), ("hot", 0.01, 2.4, 3.8)]
+        for seed in SEEDS
+    ]
+    found = compare_with("low-seed1", records(*runs))
+    told = [found.title + found.verdicts[0].sentence, *found.notes]
+    assert ["me/web" in each for each in told].count(True) == 1
+    for text, word in (("me/web", "worse"), (DATASET["name"], "better")):
+        (verdict,) = [each for each in told if text in each]
+        assert f"hot is {word} than low" in verdict
+
+
+def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_path: Path) -> None:
+    low, hot = {"learning_rate": 0.001}, {"learning_rate": 0.01}
+    runs = [
+        RunFolder(tmp_path, f"{name}-seed{seed}", rate | {"random_seed": seed}).finish(final_validation_loss=loss)
+        for name, rate, seed, loss in [
+            ("low", low, 1, 2.6),
+            ("low", low, 2, 2.61),
+            ("hot", hot, 1, 2.5),
+            ("hot", hot, 2, 2.51),
+        ]
+    ]
+    assert compare_with("low-seed1", records(*runs)).verdicts[0].word == "better"
+    lost = RunFolder(tmp_path, "hot-seed3", hot | {"random_seed": 3})
+    lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+    found = compare_with("low-seed1", records(*runs, lost))
+    assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3 diverged"
+    assert "in no comparison" not in " ".join(found.notes)
+    other = RunFolder(tmp_path, "hotter-seed1", {"learning_rate": 0.1})
+    other.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+    found = compare_with("low-seed1", records(*runs, other))
+    assert found.verdicts[0].word == "better"
+    assert "hotter-seed1: diverged, and so in no comparison" in found.notes
 
 
 @pytest.mark.parametrize("measured", ["validation", "test"])
