@@ -16,7 +16,15 @@ from harness.common.statistics import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.runs.checkpoint_meta import tokens_by_source, validation_text
 from harness.runs.reported import Reported
-from harness.runs.results import MEASURED_BATCH, AnyResult, BenchmarkResult, InstructionResult, LossResult, Result
+from harness.runs.results import (
+    MEASURED_BATCH,
+    AnyResult,
+    BenchmarkResult,
+    InstructionResult,
+    LossResult,
+    MeasuredWeights,
+    Result,
+)
 from harness.runs.throughput import peak_flops
 
 NATS = "nats/token"
@@ -306,25 +314,38 @@ def _measurements(
     For each basis, the result of the best checkpoint is used, or else that of the latest, or else that of the
     checkpoint with the highest step; of several results of one checkpoint, the newest. The measurement's `remark` names
     this checkpoint, unless it is the best one and no other was measured. A basis is left out if the number of this
-    result is None. Results of an earlier training, whose checkpoints were moved to the run's folder aside/, are left
-    out.
+    result is None, and for a finished run if this checkpoint is neither the best nor the latest, because the number
+    would not be that of the run's end. Results of an earlier training, whose checkpoints were moved to the run's folder
+    aside/, are left out.
     """
+    best_step = record.summary.best_step if record.summary else None
+    steps = record.summary.global_steps if record.summary else None
+
+    def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
+        """Return True if `link` leads to these weights. If the checkpoints are on another machine (`link` is None), the
+        step decides. If it is not known either, the state at the time of the measurement is returned."""
+        if link is not None:
+            return weights.checkpoint == link
+        return recorded if step is None or weights.global_step is None else weights.global_step == step
 
     def preference(result: Result) -> tuple[bool, bool, int, str]:
         weights = result.weights
-        is_best = weights.is_best if record.best is None else weights.checkpoint == record.best
-        is_latest = weights.is_latest if record.latest is None else weights.checkpoint == record.latest
+        is_best = is_at(weights, record.best, best_step, recorded=weights.is_best)
+        is_latest = is_at(weights, record.latest, steps and steps - 1, recorded=weights.is_latest)
         return is_best, is_latest, weights.global_step or 0, result.date
 
     candidates: dict[Basis, list[AnyResult]] = {}
     for result in record.results.of(kind):
         if result.weights.checkpoint not in record.aside and read(result) is not None:
             candidates.setdefault(basis_of(result), []).append(result)
-    found = []
+    found, early = [], []
     for basis, results in candidates.items():
         first, *others = sorted(results, key=preference, reverse=True)
         is_best, is_latest, *_ = preference(first)
         own = first.weights.checkpoint
+        if record.state.word == "finished" and not is_best and not is_latest:
+            early.append(own)
+            continue
         further = sorted({other.weights.checkpoint for other in others} - {own})
         which = "best" if is_best else "latest" if is_latest else "neither best nor latest"
         remark = f"of checkpoint {own} ({which})"
@@ -335,7 +356,8 @@ def _measurements(
         value, error = read(first) or (None, "")
         if value is not None:
             found.append(Measurement(value, basis, remark, error, first))
-    return found or Inconclusive(MEASURED_BY[kind])
+    before_end = f"measured only at {abbreviated(early)}, before the run's end; measure its best checkpoint, too"
+    return found or Inconclusive(before_end if early else MEASURED_BY[kind])
 
 
 def all_test_losses(record: RunRecord) -> Values:

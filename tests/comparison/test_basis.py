@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.comparison.against_baseline import compare_with
 from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable
 from harness.runs.results import (
@@ -102,8 +103,7 @@ def test_the_best_checkpoints_result_is_taken_or_else_the_latests(
 
 def test_the_best_checkpoint_is_the_one_that_the_link_names_today(tmp_path: Path) -> None:
     """The best checkpoint is the one that the link `best` names when the table is made. If the run's checkpoints are
-    missing, it is the one that the link named when the result was measured. Results of a checkpoint that was set aside
-    do not count."""
+    missing, it is that of the summary's best step. Results of a checkpoint that was set aside do not count."""
     run = RunFolder(tmp_path, "a").finish().test_loss(2.6, LATEST).test_loss(2.5, BEST)
     assert values(table_of(run), "test_loss") == [2.5]
     run.add_checkpoint(LATEST, "best", "latest")
@@ -111,6 +111,29 @@ def test_the_best_checkpoint_is_the_one_that_the_link_names_today(tmp_path: Path
     for name in (BEST, LATEST):
         (run.path / "aside" / "20260105Z000000" / "checkpoints" / name).mkdir(parents=True)
     assert columns(table_of(run), "test_loss") == []
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_loss_measured_before_the_end_is_not_that_of_a_finished_run(tmp_path: Path, is_here: bool) -> None:
+    """The checkpoint was the best one when it was measured. The verdict is then one by validation loss, which is better
+    although the early test loss is worse."""
+    runs = [
+        RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed}).finish(
+            final_validation_loss=loss + seed / 100
+        )
+        for name, rate, loss in (("a", 0.1, 2.6), ("b", 0.2, 2.4))
+        for seed in (1, 2)
+    ]
+    for run in runs:
+        run.test_loss(2.5) if run.path.name.startswith("a") else run.test_loss(3.5, OLDER, is_best=True)
+        if is_here:
+            run.add_checkpoint(OLDER).add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    (column,) = columns(table_of(*runs), "test_loss")
+    assert [cell.value for cell in column.cells] == [2.5, 2.5, None, None]
+    assert column.cells[2].remark.startswith(f"measured only at {OLDER}, before the run's end")
+    found = compare_with("a-seed1", [RunRecord.read(run.directory) for run in runs])
+    assert found.title.startswith("Against a (2 runs), by validation loss")
+    assert found.verdicts[0].word == "better"
 
 
 def test_training_losses_on_other_data_do_not_compare(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class RunFolder:
             "final_train_loss": 2.5,
             "final_validation_loss": 2.6,
             "best_loss": 2.6,
-            "best_step": 99,
+            "best_step": 80,
             "mfu": 0.25,
             "peak_memory_gib": 1.5,
             "device": "NVIDIA H100",
@@ -144,7 +144,7 @@ class RunFolder:
             checkpoint=checkpoint,
             sha256=f"{self.path.name}{checkpoint}",
             global_step=int(checkpoint.rpartition("-")[2]),
-            is_best=checkpoint == BEST,
+            is_best=changes.pop("is_best", checkpoint == BEST),
             is_latest=checkpoint == LATEST,
         )
         values: dict[str, Any] = {"precision": "fp32", "bits_per_byte": None if loss is None else loss / 2, **changes}
