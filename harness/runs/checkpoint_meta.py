@@ -51,8 +51,9 @@ class Progress(BaseModel):
 
     global_step: int = -1  # the last completed step; -1 before the first
     tokens_seen: Count = 0
-    # Mean loss of the last report. Before a planned checkpoint (see `CheckpointMeta`), `close_loss_period` replaces it
-    # with the mean over all reports since the previous planned checkpoint.
+    reported_loss: Loss | None = None  # mean loss of the last report
+    # As reported_loss. Before a planned checkpoint (see `CheckpointMeta`), `close_loss_period` replaces it with the
+    # mean over all reports since the previous planned checkpoint.
     train_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     best_loss: Loss | None = None  # lowest val_loss of a planned checkpoint; null without validation
@@ -109,7 +110,7 @@ class TrainState(Progress):
     def add_report(self, loss: float, microbatches: int, skipped_steps: int) -> None:
         """Add the results of the steps since the previous report: the mean loss over `microbatches` microbatches of all
         ranks, and the number of skipped steps."""
-        self.train_loss = loss
+        self.reported_loss = self.train_loss = loss
         self.loss_sum += loss * microbatches
         self.loss_count += microbatches
         self.skipped_steps += skipped_steps

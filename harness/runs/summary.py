@@ -127,7 +127,8 @@ def summarize(
         tokens_per_second=None if rate is None else round(rate, 1),
         measured=measured.model_copy(update={"seconds": round(measured.seconds, 3)}),
         global_steps=state.global_step + 1,
-        final_train_loss=state.train_loss,
+        # An earlier version's checkpoint has only the mean since the planned checkpoint before it.
+        final_train_loss=state.train_loss if state.reported_loss is None else state.reported_loss,
         final_validation_loss=state.val_loss,
         best_loss=state.best_loss,
         best_step=state.best_step,

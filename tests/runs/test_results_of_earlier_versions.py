@@ -68,7 +68,8 @@ def test_a_run_goes_on_as_it_did(shop: InProcess, name: str) -> None:
     assert (meta.global_step, meta.precision) == (written_by["final_step"], "fp32"), "the run must keep its precision"
     assert summary.measured is not None
     assert summary.measured.tokens == summary.tokens_seen, "seconds of the earlier version on an equal machine count"
-    new = {"precision", "versions", "commit", "last_step", *LEVEL}  # the keys that the earlier version did not have
+    # the keys that the earlier version did not have
+    new = {"precision", "versions", "commit", "last_step", "reported_loss", *LEVEL}
     keys = [key for key in raw_meta(run / "checkpoints" / "latest") if key not in {*new, "dollars"}]
     assert keys == list(raw_meta(checkpoint_of(then)))
     summaries = [json.loads((each / "summary.json").read_text()) for each in (then, run)]
@@ -92,7 +93,7 @@ def test_a_checkpoint_is_whole_and_says_what_it_said(name: str, tmp_path: Path) 
     state = loaded.meta.state()
     assert (state.global_step, state.best_step, state.measured_from_step) == (5, 5, -1)
     recorded = {key: value for key, value in raw_meta(path).items() if key in vars(state)}
-    assert state.values() == {**recorded, **LEVEL}
+    assert state.values() == {**recorded, **LEVEL, "reported_loss": None}
     hashes = {key: value for key, value in loaded.meta.sha256.items() if key != META}
     write_meta(tmp_path, loaded.meta.model_copy(update={"sha256": hashes}))
     assert (tmp_path / META).read_bytes() == (path / META).read_bytes()

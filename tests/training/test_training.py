@@ -91,6 +91,18 @@ def test_summary_and_what_is_printed(trained: tuple[InProcess, Path, Result]) ->
     assert line.endswith(f" norm {last['gradient_norm']:.2f}")
 
 
+@pytest.mark.parametrize("interval", [2, 8])
+def test_the_final_loss_is_that_of_the_last_report(shop: Workshop, interval: int) -> None:
+    """It does not depend on how often checkpoints are saved."""
+    unvalidated = dict.fromkeys(("validation_interval", "validation_batches", "start_val_token"))
+    run = shop.add_run(f"every{interval}", **unvalidated, checkpoint_interval=interval, min_train_tokens=64 * 9)
+    result = shop.attempt(run=run.name)
+    assert result.status == 0, result
+    last = [event["loss"] for event in metrics(run) if event["event"] == "train"][-1]
+    assert json.loads((run / "summary.json").read_text())["final_train_loss"] == last
+    assert f"Final train loss: {last:.3f}\n" in result.stdout
+
+
 def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[InProcess, Path, Result]) -> None:
     shop, run, _ = trained
 
