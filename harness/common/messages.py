@@ -20,6 +20,7 @@ SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 200  # of another library's error, which may quote a damaged file
 ALIKE = 0.76  # least similarity (difflib's ratio) of two names; with 0.6, difflib's default, `epochs` would match `eps`
 GIB = 2**30
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LEAST_CENTS = 2  # least number of decimal places of an amount of money
 SMALLEST_AMOUNT = 1e-9  # dollars; smaller amounts are shown as 0.00
 
@@ -27,6 +28,12 @@ SMALLEST_AMOUNT = 1e-9  # dollars; smaller amounts are shown as 0.00
 def tell(text: str) -> None:
     """Print a line (a note or a warning) on standard error at once."""
     print(text, file=sys.stderr, flush=True)
+
+
+def escape_controls(text: str) -> str:
+    """Return the text with control characters escaped, except for newlines and tabs. A model's text may contain any,
+    and could clear the terminal or switch it to another character set."""
+    return CONTROLS.sub(lambda found: repr(found.group())[1:-1], text)
 
 
 def quoted(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt import GPTModel
 from harness.common.errors import RunError, UserError
-from harness.common.messages import is_unicode, quoted
+from harness.common.messages import escape_controls, is_unicode, quoted
 from harness.data.tokenizers import Tokenizer
 from harness.model.inference import KeyValueCache, evaluating
 
@@ -229,12 +229,12 @@ def print_samples(
             added = continue_prompts(model, tokenizer, [tokens] * samples, count, sampling)
             for sample, more in enumerate(added, start=1):
                 click.echo(f"--- {which}{', ' if which else ''}sample {sample} of {samples} ---")
-                click.echo(tokenizer.decode(tokens + more))
+                click.echo(escape_controls(tokenizer.decode(tokens + more)))
             continue
         if which:
             click.echo(f"--- {which} ---")
-        click.echo(prompt, nl=False)
+        click.echo(escape_controls(prompt), nl=False)
         drawn = islice(sample_tokens(model, tokens, sampling, tokenizer.vocab_size), count)
         for piece in tokenizer.decode_stream(takewhile(lambda token: token != tokenizer.eot_token, drawn)):
-            click.echo(piece, nl=False)
+            click.echo(escape_controls(piece), nl=False)
         click.echo()

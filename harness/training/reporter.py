@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from harness.common.errors import CEILING, DIVERGED, UserError, described, say_last
 from harness.common.memory import peak_bytes
-from harness.common.messages import GIB
+from harness.common.messages import GIB, escape_controls
 from harness.common.program import program_commit, program_versions
 from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
@@ -208,7 +208,8 @@ class Reporter:
         """Print a sample, or the error that prevented it. Only a sample is written to metrics.jsonl."""
         if isinstance(sample, str):
             self.record(SampleEvent, state, text=sample)
-        self._announce(sample if isinstance(sample, str) else f"no sample: {sample}", state, draws=False)
+        text = escape_controls(sample) if isinstance(sample, str) else f"no sample: {sample}"
+        self._announce(text, state, draws=False)
 
     def checkpoint(self, state: TrainState) -> None:
         """Write a line for a planned checkpoint to metrics.jsonl. In a run without validation, also draw the chart."""

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from gpt import GPTModel, load_model, load_model_config
 from harness.common.errors import UserError
+from harness.common.messages import escape_controls
 from harness.data.tokenizers import load_tokenizer, train_bpe
 from harness.evaluation.generation import (
     GREEDY,
@@ -137,8 +139,16 @@ def test_what_is_streamed_is_what_whole_passes_sample(model_files: tuple[Path, P
     for options, sampling in ((("--temperature", "0"), GREEDY), (("--seed", "3", "--top-k", "9"), Sampling(1.0, 9, 3))):
         new = sample_without_cache(model, prompt, sampling, 40)
         new = new[: new.index(tokenizer.eot_token)] if tokenizer.eot_token in new else new
-        expected = tokenizer.decode(prompt + new) + "\n"
+        expected = escape_controls(tokenizer.decode(prompt + new)) + "\n"
         assert smoke(model_files, "--prompt", "the lazy", "--num-tokens", "40", *options) == expected
+
+
+@pytest.mark.parametrize("samples", ["1", "2"])
+def test_control_characters_cannot_change_the_terminal(model_files: tuple[Path, Path], samples: str) -> None:
+    """Tokens of a byte-level tokenizer are bytes, such as ESC and shift-out, which an untrained model samples."""
+    text = smoke(model_files, "--prompt", "a\x1b[2J\x0eb\tc", "--num-tokens", "40", "--samples", samples)
+    assert text.count("a\\x1b[2J\\x0eb\tc") == int(samples)
+    assert not [each for each in text if unicodedata.category(each) == "Cc" and each not in "\n\t"]
 
 
 def test_prompts_from_a_file_and_several_samples(model_files: tuple[Path, Path], tmp_path: Path) -> None:
