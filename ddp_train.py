@@ -22,7 +22,9 @@ import click
 from harness.common.errors import (
     CEILING,
     DIVERGED,
+    EXIT,
     SPEAKER_PATIENCE_SECONDS,
+    PeerError,
     RunStopped,
     UserError,
     end_for_good,
@@ -131,9 +133,12 @@ class Trainer:
                 self.checkpointer.save(state, planned=False, interrupted_evaluation=request.interrupted_evaluation)
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
-            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited.
-            self.world.on_rank0(self.prepared.uploads.finish)
             end_for_good(request.exit_status)
+            EXIT.has_own_reason = True  # so that the watchdog does not end the upload because other ranks are silent
+            # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. A torchrun
+            # that was asked to stop kills its ranks half a minute later, which is no failure, since all is saved.
+            with suppress(PeerError):
+                self.world.on_rank0(self.prepared.uploads.finish)
             raise
 
     def after_step(self, step: int, due: set[str] | None = None) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
-from tests.support.launch import Result, Workshop
+from tests.support.launch import ROOT, Result, Workshop
 from tests.support.same_end import assert_same_end
-from tests.support.two_hosts import Pair, two_hosts, wait_for
+from tests.support.two_hosts import Host, Pair, two_hosts, wait_for
 from tests.support.warm import WarmProcess
 
 TIMEOUT_SECONDS = 8
@@ -31,6 +31,24 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 0.01,
     "clipping_max_norm": 0.5,
 }
+
+# ddp_train.py with weights that take longer to upload than the watchdog waits for a silent rank
+SLOW_UPLOAD = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import ddp_train
+from harness.mirror.store import Mirror
+send = Mirror.send
+
+def slowly(mirror, path, *given):
+    if path.endswith("model.safetensors"):
+        time.sleep({2 * TIMEOUT_SECONDS})
+    return send(mirror, path, *given)
+
+Mirror.send = slowly
+ddp_train.main()
+"""
+training = Host.training
 
 Start = Callable[[str], list[WarmProcess]]
 pytestmark = pytest.mark.slow
@@ -193,6 +211,25 @@ def test_not_restarted_by_torchrun(pair: Pair) -> None:
     ends = wait_for(processes, timeout=START_SECONDS)
     assert ends[0].stdout.count("starting 2 processes") == 2
     assert "rank 1 has not joined" in ends[0].stderr
+
+
+@pytest.mark.fault(
+    "a node is told to stop, and the last upload takes longer than torchrun's --shutdown-timeout",
+    "the upload ends; the other node's ranks stop as they were told to, and are not started again",
+)
+def test_a_long_upload_after_a_stop(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "training", lambda host, name: [str(host.work / "slow.py"), *training(host, name)[1:]])
+    for host in pair.hosts:
+        (host.shop.path / "slow.py").write_text(SLOW_UPLOAD)
+    run = add_run(pair, "slow", min_train_tokens=128 * 400, mirror=f"file://{pair.first.work}/store")
+    processes = pair.torchrun(run.name, "--max-restarts=2", "--shutdown-timeout=2")
+    await_step(run, 20, processes)
+    processes[1].terminate()
+    ends = wait_for(processes, timeout=END_SECONDS)
+    assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+    assert ends[0].stdout.count("starting 2 processes") == 1
+    newest = (run / "checkpoints" / "latest").resolve().name
+    assert (pair.first.shop.path / "store" / "slow" / "checkpoints" / newest / "meta.json").exists(), ends
 
 
 @pytest.mark.fault("two nodes whose files differ", "refused with the file, the difference and both hosts named")
