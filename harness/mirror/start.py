@@ -20,12 +20,11 @@ from harness.runs.directory import RunDirectory
 
 def mirror_url(experiment: Experiment, options: TrainOptions) -> str | None:
     """Return the URL of the run's mirror, from --mirror or train.json, or None if it has none. Raises UserError if the
-    mirror is the run's own folder, or if --wait or --take-over is given without a mirror."""
+    mirror is the run's own folder, or if --take-over is given without a mirror."""
     url = experiment.config.mirror if options.mirror is None else options.mirror
     if url is None or url == "none":
-        if options.wait or options.take_over:
-            option = "--wait" if options.wait else "--take-over"
-            raise UserError(f'{option} belongs with a mirror; give --mirror URL, or the key "mirror" in train.json')
+        if options.take_over:
+            raise UserError('--take-over belongs with a mirror; give --mirror URL, or the key "mirror" in train.json')
         return None
     refuse_own_folder(url, experiment.run)
     return url

@@ -72,6 +72,13 @@ def test_a_sweep_is_a_job_for_each_run(tmp_path: Path) -> None:
     assert "RUN" in skypilot_task()["envs"]
 
 
+def test_jobs_that_are_started_again_wait_for_the_mirror() -> None:
+    """A machine that was lost keeps its lease on a run's mirror for minutes."""
+    for script in (slurm_script(), skypilot_task()["run"]):
+        assert '"$RUN" datasets' in script
+        assert "--wait" in script
+
+
 @pytest.mark.parametrize("time_is_up", [True, False])
 def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: bool) -> None:
     """A job that its time limit stopped is requeued, and a job that failed is not, although torchrun ends with status 1

@@ -256,13 +256,18 @@ def test_what_is_no_mirror_is_refused(shop: InProcess) -> None:
         (["--mirror", run.as_uri()], "is the folder of the run itself"),
         (["--mirror", ""], "unknown scheme"),
         (["--mirror", "none", "--take-over"], "--take-over belongs with a mirror"),
-        (["--mirror", "none", "--wait"], "--wait belongs with a mirror"),
     ):
         shop.attempt(*options).refuses(said)
         assert not (run / "metrics.jsonl").exists()
     for words in (["push", "r", f"file://{shop.runs}"], ["fetch", f"file://{shop.runs}", "r"]):
         result = shop.command("mirror.py", *words, "--runs-dir", str(shop.runs))
         result.refuses("is the folder of the run itself")
+
+
+def test_without_a_mirror_there_is_nothing_to_wait_for(shop: InProcess) -> None:
+    """A scheduler's script can say --wait for all runs."""
+    shop.add_run("alone", min_train_tokens=64)
+    assert shop.attempt("--wait", run="alone").status == 0
 
 
 def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InProcess) -> None:
