@@ -65,6 +65,17 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
+# Send to the mirror what a training that failed or was killed has left here, then run COMMAND.
+end_rental() {
+    trap "" PIPE # the output may have no reader
+    trap : TERM INT HUP # end a push, but not this function
+    [ "$status" != 137 ] || sleep 15 # ranks whose launcher was killed save a checkpoint
+    if [ "$status" != 0 ] && [ -n "$mirror" ]; then
+        timeout 3600 uv run mirror.py push "$run" "$mirror" "${where[@]}" || true
+    fi
+    sh -c "$on_end"
+}
+
 PATH="$PATH:${HOME:-/root}/.local/bin" # where setup_lambda.sh installs uv
 if begin setup; then
     ./setup_lambda.sh
@@ -105,11 +116,11 @@ if ! "$is_begun"; then
 fi
 if begin plan; then "${training[@]}" --plan; fi
 if begin train; then
-    if [ -n "$on_end" ]; then trap 'trap "" PIPE; sh -c "$on_end"' EXIT; fi # the output may have no reader
+    status=0
+    if [ -n "$on_end" ]; then trap end_rental EXIT; fi
     "${training[@]}" &
     # Without this, bash would end at once, and COMMAND would run while training saves its last checkpoint.
     trap 'kill -TERM "$!"' TERM INT HUP
-    status=0
     wait "$!" || status=$?
     while kill -0 "$!" 2>/dev/null; do wait "$!" || status=$?; done
     trap - TERM INT HUP

@@ -129,6 +129,24 @@ def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: in
     assert "== done" not in result.stdout
 
 
+@pytest.mark.parametrize("status", [1, 137])
+def test_what_a_failed_training_has_left_is_sent_before_the_rental_ends(shop: Workshop, status: int) -> None:
+    uv = f'#!/bin/sh\necho "$2 $3" >> {shop.path}/calls\nif [ "$2" = ddp_train.py ]; then exit {status}; fi\n'
+    (shop.path / "bin" / "uv").write_text(uv)
+    (shop.path / "bin" / "sleep").write_text(f'#!/bin/sh\necho "sleep $1" >> {shop.path}/calls\n')
+    (shop.path / "bin" / "sleep").chmod(0o755)
+    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {shop.path}/calls"]
+    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=status, timeout=60)
+    wait = ["sleep 15"] if status == 137 else []  # for the ranks' last checkpoint
+    assert (shop.path / "calls").read_text().splitlines() == [
+        "mirror.py list",
+        "ddp_train.py r",
+        *wait,
+        "mirror.py push",
+        "end",
+    ]
+
+
 def test_the_check_trains_with_the_microbatch_that_fits(shop: Workshop) -> None:
     (shop.path / "bin" / "uv").write_text(f'#!/bin/sh\necho "$*" >> {shop.path}/calls\n')
     finish([rent(shop, "r", "--fit", "--skip", "setup,train,test")], expect=0, timeout=60)
