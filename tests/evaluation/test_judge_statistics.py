@@ -56,7 +56,7 @@ def test_intervals_are_those_of_scipy() -> None:
 
 @pytest.mark.parametrize("questions", [1, 3, 5])
 def test_few_questions_give_wide_intervals(questions: int) -> None:
-    """Of 400 pairs of equal models, the 95 % interval of the difference leaves out 0 in about 5 %. Without a correction
+    """The 95 % interval of the difference leaves out 0 in about 5 % of 400 pairs of equal models. Without a correction
     for few questions, it does in 15 to 97 %."""
     random = np.random.default_rng(0)
     found = [compare(random.normal(50, 10, size=(questions, 1, 2)), seed=0) for _ in range(400)]
