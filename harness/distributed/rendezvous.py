@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import PeerError, RunError, end_for_good, launcher_number
+from harness.common.errors import PeerError, RunError, end_for_good
 from harness.common.messages import tell
 from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
@@ -36,7 +36,7 @@ CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
 # message says more, and it knows which work may take long. The longer timeout is for collectives that the watchdog does
 # not guard.
 BACKSTOP_SECONDS = 3600.0
-STARTING_SECONDS = 60.0  # in which torchrun on another machine notices a failure and starts its ranks again
+STARTING_SECONDS = 60.0  # in which the ranks of a launcher start, or torchrun notices a failure and starts them again
 WAITING_SECONDS = 15.0  # after this time, a rank prints that it waits for other ranks
 # Texts of errors that mean that the process at the other end has closed its connection or cannot be reached.
 PEER_GONE_TEXTS = (
@@ -71,11 +71,9 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # NCCL's own monitor would otherwise abort after 480 s, before the watchdog, with pages of C++ stack frames.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-    # After a restart by torchrun, another machine may be gone for good, so this rank waits for a shorter time. It
-    # prints what it waits for after a restart, and without a launcher, because the variables may be those of an
-    # earlier job.
-    is_again = launcher_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if is_again else timeout
+    # Launchers start all ranks at the same time, after torchrun's agents on all machines have met. A rank that does not
+    # come has been refused or lost, perhaps with its machine. Without a launcher, people may start ranks by hand.
+    patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if is_launched() else timeout
     text = (
         f"rank {here.rank} of {here.world_size} waits for the other {here.world_size - 1} at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -84,14 +82,14 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         text += "; for a single process: unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
     timer = threading.Timer(WAITING_SECONDS, tell, (text,))
     timer.daemon = True
-    if is_again or not is_launched():  # else not needed: the launcher starts all ranks
+    if here.world_size != here.local_world_size or not is_launched():  # else the launcher ends all ranks if one fails
         timer.start()
     with connection_errors_as_peer_errors():  # the store is in torchrun's process, which may be killed meanwhile
         try:
             store = _open_store(patience)
             restart_id = agree_on_restart_id(store, here.rank, here.world_size, patience.total_seconds())
         except RunError as error:
-            if is_again:
+            if is_launched():
                 end_for_good(error.exit_status)
             raise
         finally:

@@ -214,6 +214,20 @@ def test_not_restarted_by_torchrun(pair: Pair) -> None:
 
 
 @pytest.mark.fault(
+    "a node's ranks are refused before they join",
+    "the other node says that it waits, and ends a minute after the time-out, not started again",
+)
+def test_a_node_that_does_not_join(pair: Pair) -> None:
+    run = add_run(pair, "absent")
+    shutil.rmtree(pair.second.shop.runs / run.name)
+    ends = wait_for(pair.torchrun(run.name, "--max-restarts=1"), timeout=START_SECONDS)
+    assert "no such run" in ends[1].stderr
+    assert "rank 0 of 2 waits for the other 1 at 10.77.0.1:29500\n" in ends[0].stderr
+    assert "error: rank 1 has not joined the others in time" in ends[0].stderr
+    assert ends[0].stdout.count("starting 2 processes") == 1
+
+
+@pytest.mark.fault(
     "a node is told to stop, and the last upload takes longer than torchrun's --shutdown-timeout",
     "the upload ends; the other node's ranks stop as they were told to, and are not started again",
 )
