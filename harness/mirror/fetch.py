@@ -29,6 +29,7 @@ from harness.runs.checkpoints import BEST, LATEST, choose_start, point
 from harness.runs.directory import CHECKPOINT_NAME, RunDirectory
 
 ASIDE = "meta-aside.json"  # new name of a checkpoint's meta.json after the run has gone back to an earlier step
+RESULTS_ASIDE = "results-aside"  # folder of measurements of checkpoints that the run has gone back behind
 FETCHING_PREFIX = ".fetching-"
 FETCHING_TRIES = 6  # the pauses between them double from one second on
 Check = Callable[[CheckpointMeta], None]
@@ -135,12 +136,15 @@ def refuse_if_set_aside(run: RunDirectory, mirror: Mirror, files: dict[str, int]
     """Raise UserError if another machine has set the run's latest checkpoint aside among the mirror's `files`: there
     the run went back behind this checkpoint or was restarted, and this machine would overwrite what came of it."""
     start = choose_start(run.checkpoints, None)
-    folder = f"checkpoints/{start.name}" if start else ""
-    if f"{folder}/{ASIDE}" in files and f"{folder}/{META}" not in files:
+    if start and _is_set_aside(files, start.name):
         raise UserError(
             f"mirror {mirror.name}: another machine has restarted this run, or continued it without {start}; move "
             f"{run.checkpoints} away to continue that machine's run here, or give another mirror"
         )
+
+
+def _is_set_aside(files: dict[str, int], name: str) -> bool:
+    return f"checkpoints/{name}/{ASIDE}" in files and f"checkpoints/{name}/{META}" not in files
 
 
 def _bring_checkpoint(
@@ -261,13 +265,25 @@ def fetch_metrics(run: RunDirectory, mirror: Mirror, meta: CheckpointMeta) -> No
 
 
 def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> None:
-    """Fetch the files of results/ and compile-cache/ that the run's folder does not have. Raises RunError if the mirror
-    cannot be read."""
+    """Fetch the files of results/ and compile-cache/ that the run's folder does not have. Measurements of checkpoints
+    that were set aside in the mirror are not fetched; those that are here are moved to a folder below `aside/`. Raises
+    RunError if the mirror cannot be read, or if a move fails."""
+
+    def is_old(file: str) -> bool:
+        checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this
+        return f"{RESULTS_ASIDE}/{file}" in files or (checkpoint is not None and _is_set_aside(files, checkpoint[0]))
+
+    if old := [path for path in run.results.glob("*") if is_old(path.name)]:
+        folder = run.new_aside() / run.results.name
+        folder.mkdir()
+        for path in old:
+            move(path, folder / path.name)
     folders = {folder.name: folder for folder in (run.results, run.compile_cache)}
-    for path in files:
-        name, _, file = path.partition("/")
-        if name in folders and SAFE_NAME.fullmatch(file) and not (folders[name] / file).exists():
-            content = retried(mirror, partial(mirror.read, path))
+    for remote in files:
+        name, _, file = remote.partition("/")
+        is_wanted = name in folders and SAFE_NAME.fullmatch(file) and not is_old(file)
+        if is_wanted and not (folders[name] / file).exists():
+            content = retried(mirror, partial(mirror.read, remote))
             folders[name].mkdir(exist_ok=True)
             with atomic_file(folders[name] / file) as draft:
                 draft.write_bytes(content or b"")

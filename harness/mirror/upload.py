@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from harness.common.errors import signals_to
 from harness.common.messages import GIB
-from harness.mirror.fetch import ASIDE, names_in, step_of
+from harness.mirror.fetch import ASIDE, RESULTS_ASIDE, names_in, step_of
 from harness.mirror.owner import REFRESH_SECONDS, Lease, LeaseLost, remember
 from harness.mirror.store import Mirror, reason_of
 from harness.model.tensor_names import META
 from harness.runs.checkpoints import BEST, LATEST, list_checkpoints
-from harness.runs.directory import CACHE_SECRET, RunDirectory
+from harness.runs.directory import CACHE_SECRET, CHECKPOINT_NAME, RunDirectory
 from harness.runs.metrics import rough_duration
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0  # between two tries; each pause is twice the one before
@@ -256,8 +256,8 @@ class Uploads:
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
         continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay. Then
-        delete summary and chart if the run has none any more. Removes these files from `there`, the sizes of the
-        mirror's files."""
+        move measurements after that step to RESULTS_ASIDE, and delete summary and chart, if the run has them no more.
+        Removes these files from `there`, the sizes of the mirror's files."""
         stale: set[str] = set()
         for name in names_in(there):
             if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:
@@ -266,6 +266,13 @@ class Uploads:
                 self.mirror.delete(f"checkpoints/{name}/{META}")
                 del there[f"checkpoints/{name}/{META}"]
                 stale |= {file.name for file in (self.run.summary, self.run.chart) if not file.exists()}
+        for path in there:
+            folder, _, file = path.partition("/")
+            checkpoint = CHECKPOINT_NAME.search(file) if folder == self.run.results.name else None
+            is_later = checkpoint is not None and int(checkpoint.group(1)) > self.start_step
+            if is_later and not (self.run.path / path).exists():
+                self.mirror.write(f"{RESULTS_ASIDE}/{file}", self.mirror.read(path) or b"")
+                stale.add(path)
         for file in stale & there.keys():
             self.mirror.delete(file)
             del there[file]

@@ -139,6 +139,49 @@ def test_restart_leaves_nothing_to_go_back_to(first: InProcess) -> None:
     assert_same_end(first.runs / "r", second.runs / "r")
 
 
+def test_measurements_of_the_training_before_a_restart_are_set_aside(first: InProcess, tmp_path: Path) -> None:
+    """They do not come to a machine that fetches the run, and are moved on one that has fetched them before."""
+    store, measured = f"file://{remote(first).parent}", first.runs / "r" / "results"
+    first.script("test_loss.py", str(first.datasets), "r")
+    first.script("mirror.py", "push", "r", store)
+    old = {path.name: path.read_bytes() for path in measured.iterdir()}
+    home = InProcess(tmp_path / "home")
+    home.runs.mkdir(parents=True)
+    home.script("mirror.py", "fetch", store, "r", "--without-weights")
+    assert {path.name for path in (home.runs / "r" / "results").iterdir()} == {*old}
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    first.train_here("r", "--restart")
+    assert {path.name: path.read_bytes() for path in (remote(first) / "results-aside").iterdir()} == old
+    home.script("mirror.py", "fetch", store, "r", "--without-weights")
+    assert not list((home.runs / "r" / "results").iterdir())
+    assert {path.name for path in (home.runs / "r" / "aside").glob("*/results/*")} == {*old}
+    shutil.rmtree(home.runs / "r")
+    home.script("mirror.py", "fetch", store, "r")
+    assert not (home.runs / "r" / "results").exists()
+
+
+def test_measurements_after_the_checkpoint_that_a_run_went_back_to_are_set_aside(first: InProcess) -> None:
+    early, late = names(first.runs / "r")[0], names(first.runs / "r")[-1]
+    for name in (early, late):
+        first.script("test_loss.py", str(first.datasets), f"r:{name}")
+    first.script("mirror.py", "push", "r", f"file://{remote(first).parent}")
+    first.train_here("r", early)
+    for folder, name in (("results", early), ("results-aside", late)):
+        assert {path.name for path in (remote(first) / folder).glob("*.json") if name in path.name}
+        assert not [path for path in (remote(first) / folder).iterdir() if name not in path.name]
+
+
+def test_old_measurements_that_an_earlier_version_has_left_are_not_fetched(first: InProcess) -> None:
+    first.script("test_loss.py", str(first.datasets), "r")
+    time.sleep(1.1)  # a checkpoint's name has its time in seconds
+    first.train_here("r", "--restart")
+    shutil.copytree(next((first.runs / "r" / "aside").glob("*/results")), remote(first) / "results")
+    second = add_machine(first.path.parent, "second", **STOP)
+    second.train_here()
+    assert names(second.runs / "r")
+    assert not (second.runs / "r" / "results").exists()
+
+
 def test_a_finished_run_is_brought_with_its_summary(first: InProcess) -> None:
     first.train_here()
     before = (remote(first) / "summary.json").read_bytes()
