@@ -48,8 +48,8 @@ def list_runs(url: str) -> None:
 def fetch(url: str, run: str, without_weights: bool, runs_dir: Path) -> None:
     """Bring RUN from URL to this machine: its settings, metrics, results, newest and best checkpoint.
 
-    Checkpoints, results and settings that are here already are kept; summary and chart are replaced. If the fetched
-    checkpoint is newer than those here, it becomes `latest`, and the metrics that belong to it replace those here.
+    Checkpoints, results and settings that are here already are kept; summary, chart and metrics are replaced, unless
+    the run is further here. If the fetched checkpoint is newer than those here, it becomes `latest`.
     """
     from harness.mirror.home import fetch_run
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.common.lock import is_held
-from harness.mirror.fetch import bring, fetch_results, newest_in_mirror, refuse_if_set_aside, retried
+from harness.common.messages import tell
+from harness.mirror.fetch import bring, fetch_results, names_in, newest_in_mirror, refuse_if_set_aside, retried, step_of
 from harness.mirror.owner import LEASE_SECONDS, OWNER, REFRESH_SECONDS, Lease, LeaseLost, owner_of
 from harness.mirror.start import check_same_experiment, refuse_own_folder
 from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
+from harness.model.tensor_names import META
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
@@ -49,8 +51,9 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
-    train.json, results and compiled code are not replaced if they are there; summary and chart are. Metrics are
-    replaced only together with the newest checkpoint, or if there is no checkpoint here.
+    train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
+    unless the run here is further than the mirror's or is being trained. If there is a checkpoint here, metrics are
+    replaced only by longer ones that begin with them; a note says if the mirror's are others.
 
     Raises UserError as `open_mirror` does, if there is no such run, or if the run here is another experiment or is the
     mirror itself. With weights, also raises UserError if another process uses the run, or as `bring` does. Raises
@@ -65,22 +68,34 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
         check_same_experiment(experiment, mirror)
     refuse_if_set_aside(run, mirror, files)
     run.path.mkdir(parents=True, exist_ok=True)
-    small = ["model.json", "train.json", run.summary.name, run.chart.name]
+    is_trained_here = is_held(run.lock_file)
+    there = [step_of(each) for each in names_in(files) if f"checkpoints/{each}/{META}" in files]
+    is_further = any(step > max(there, default=-1) for step, _ in list_checkpoints(run.checkpoints))
     if with_weights:
         run.lock()
         bring(run, mirror, lambda meta: None)
     fetch_results(run, mirror, files)
-    has_own = bool(list_checkpoints(run.checkpoints))
-    for each in [*small, *([] if has_own else [run.metrics.name])]:
-        is_setting = each in ("model.json", "train.json")
-        if each in files and not (is_setting and (run.path / each).exists()):
-            content = retried(mirror, partial(mirror.read, each)) or b""
-            with atomic_file(run.path / each) as draft:
+    replaced = [] if is_further or is_trained_here else [run.summary, run.chart, run.metrics]
+    for path in [*(each for each in (run.model_json, run.train_json) if not each.exists()), *replaced]:
+        content = retried(mirror, partial(mirror.read, path.name)) if path.name in files else None
+        if content is not None and (path != run.metrics or _may_replace_metrics(run, content)):
+            with atomic_file(path) as draft:
                 draft.write_bytes(content)
     owner = retried(mirror, lambda: mirror.read(OWNER))
-    if (with_weights or not is_held(run.lock_file)) and (owner or run.lock_file.exists()):
+    if not is_trained_here and (owner or run.lock_file.exists()):
         run.lock_file.write_bytes(owner or b"")  # names the owner, so the run's state is that of a run elsewhere
     return run.path
+
+
+def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
+    """Return True if the mirror's metrics may replace the run's: there is no checkpoint here, or `content` begins with
+    the metrics here. If neither begins with the other, print a note that those here are kept."""
+    here = run.metrics.read_bytes() if run.metrics.exists() else b""
+    if content.startswith(here) or not list_checkpoints(run.checkpoints):
+        return True
+    if not here.startswith(content):
+        tell(f"note: {run.metrics}: kept, because the mirror's metrics do not begin with its lines")
+    return False
 
 
 def _files_of(mirror: Mirror) -> dict[str, int]:
@@ -100,17 +115,17 @@ def follow_run(url: str, name: str) -> Iterator[str]:
     read."""
     mirror = open_mirror(url, name, writes=False)
     _files_of(mirror)
-    done, seen, changed = 0, None, time.monotonic()
+    printed, seen, changed = b"", None, time.monotonic()
     while True:
         owner, silent = retried(mirror, partial(owner_of, mirror))
         if (owner_json := retried(mirror, lambda: mirror.read(OWNER))) != seen:
             seen, changed = owner_json, time.monotonic()
         content = retried(mirror, lambda: mirror.read("metrics.jsonl")) or b""
-        if len(content) < done:  # the run went back to an earlier checkpoint
-            done = 0
+        if not content.startswith(printed):  # the run went back to an earlier checkpoint
+            printed = b""
             yield "the run has gone back to an earlier checkpoint:"
-        lines = content[done : content.rfind(b"\n") + 1]
-        done += len(lines)
+        lines = content[len(printed) : content.rfind(b"\n") + 1]
+        printed += lines
         for line in lines.splitlines():
             event = parse_event(line)
             if isinstance(event, TrainEvent | ValidationEvent) and event.loss is not None:

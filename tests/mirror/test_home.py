@@ -6,6 +6,7 @@ import codecs
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from harness.common.lock import release
 from harness.mirror import home
 from harness.runs.directory import RunDirectory
-from tests.mirror.test_two_machines import add_machine, names, remote
+from tests.mirror.test_two_machines import SETTINGS, STOP, add_machine, names, remote
 from tests.support.in_process import InProcess
 from tests.support.launch import metrics
 from tests.support.same_end import assert_same_end
@@ -95,6 +96,35 @@ def test_fetching_metrics_leaves_the_lock_of_a_run_that_trains_here(trained: InP
     release(run.lock_file)
 
 
+@pytest.mark.parametrize("weights", [[], ["--without-weights"]], ids=["all", "without-weights"])
+def test_fetch_keeps_the_files_of_a_run_that_is_further_here(
+    trained: InProcess, tmp_path: Path, weights: list[str]
+) -> None:
+    here = InProcess(shutil.copytree(trained.path, tmp_path / "home", symlinks=True))
+    here.add_run(**SETTINGS | {"min_train_tokens": 64 * 13})
+    here.train_here("r", "--mirror", "none")
+    run = RunDirectory(here.runs / "r")
+    kept = {path: path.read_bytes() for path in (run.summary, run.metrics)}
+    here.script("mirror.py", "fetch", url(trained), "r", *weights)
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_fetch_without_weights_brings_the_rest_of_the_metrics(tmp_path: Path) -> None:
+    """A checkpoint of an earlier step is here. Metrics that do not begin as those in the mirror stay, with a note."""
+    away, here = add_machine(tmp_path, "away", **STOP), at_home(tmp_path)
+    away.train_here()
+    here.script("mirror.py", "fetch", url(away), "r")
+    away.add_run(**SETTINGS, mirror=url(away))
+    away.train_here()
+    assert "note" not in here.script("mirror.py", "fetch", url(away), "r", "--without-weights").stderr
+    assert metrics(here.runs / "r") == metrics(away.runs / "r")
+    own = here.runs / "r" / "metrics.jsonl"
+    own.write_text("mine\n")
+    noted = here.script("mirror.py", "fetch", url(away), "r", "--without-weights").stderr
+    assert noted == "note: runs/r/metrics.jsonl: kept, because the mirror's metrics do not begin with its lines\n"
+    assert own.read_text() == "mine\n"
+
+
 def test_fetch_of_an_unknown_run_is_refused(trained: InProcess, tmp_path: Path) -> None:
     here = at_home(tmp_path)
     here.command("mirror.py", "fetch", url(trained), "q").refuses("no such run")
@@ -119,6 +149,26 @@ def test_follow(trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     losses = [f"{event['loss']:.3f}" for event in events]
     assert [line.split("loss ")[1].split()[0] for line in lines[:-1]] == losses
     assert lines[-1] == "no machine trains this run now"
+
+
+def test_follow_a_run_that_goes_back_and_gets_further_between_two_looks(
+    trained: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Path(shutil.copytree(remote(trained).parent, tmp_path / "store"))
+    (store / "r" / "owner.json").write_text(json.dumps({"host": "box", "id": "x", "heard": time.time()}))
+    path = store / "r" / "metrics.jsonl"
+    first, *_ = losses = [event for event in metrics(trained.runs / "r") if event["event"] == "train"]
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in losses[:2]))
+
+    def train_anew(_: float) -> None:
+        path.write_text("".join(f"{json.dumps(event | {'loss': 1.0})}\n" for event in losses))
+        (store / "r" / "owner.json").unlink()
+
+    monkeypatch.setattr("harness.mirror.home.time.sleep", train_anew)
+    lines = list(home.follow_run(f"file://{store}", "r"))
+    assert lines[2] == "the run has gone back to an earlier checkpoint:"
+    assert lines[3].startswith(f"global step {first['global_step']}  loss 1.000")
+    assert len(lines) == 2 + 1 + len(losses) + 1
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
