@@ -75,6 +75,8 @@ NOT_TOGETHER = (
     ("assume_device", "assume_tps_with_validation"),
     ("restart", "find"),
     ("mirror", "find"),
+    ("wait", "find"),
+    ("take_over", "find"),
     ("wait", "take_over"),
 )
 

@@ -146,7 +146,9 @@ class HeldOutText:
         in the model's vocabulary, or if the dataset's tokenizer is not the one in the meta.json beside the weights.
         """
         tokenizer, weights, length = model.tokenizer_file, model.weights, model.config.context_length
-        name = dataset or model.dataset or (NOTEBOOK_DATASET if _is_gpt2s(tokenizer) else None)
+        name = model.dataset if dataset is None else dataset
+        if name is None and _is_gpt2s(tokenizer):
+            name = NOTEBOOK_DATASET
         if name is None:
             raise UserError(f"{weights.parent}: the model's dataset is not known; give it to test_loss.py as --dataset")
         ensure_dataset(datasets_dir, name, [split] if split else [])
@@ -254,7 +256,7 @@ def held_out_texts(
     """Return the texts for testing a model: that of `dataset` or, if it is None, one for each dataset that the model
     was trained on. If those are not known, return the default text of `HeldOutText.choose`. The `options` and errors
     are those of that method."""
-    names: list[str | None] = [dataset] if dataset else [*model.datasets] or [None]
+    names: list[str | None] = [dataset] if dataset is not None else [*model.datasets] or [None]
     return [HeldOutText.choose(model, datasets_dir, dataset=name, **options) for name in names]
 
 

@@ -407,6 +407,8 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
         (["latest", "--restart"], ["CHECKPOINT", "--restart"]),
         (["latest", "-f"], ["CHECKPOINT", "-f"]),
         (["--restart", "-f"], ["--restart", "-f"]),
+        (["--wait", "-f"], ["--wait and -f: give at most one"]),
+        (["--take-over", "-f"], ["--take-over and -f: give at most one"]),
         (["-f", "--memory-limit-gib", "nan"], ["--memory-limit-gib"]),
         (["-f", "--memory-limit-gib", "inf"], ["--memory-limit-gib"]),
         (["-f", "--memory-limit-gib", "1e300"], ["--memory-limit-gib"]),

@@ -389,6 +389,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["r", "--start-token", "1000"], "wanted 1,097 tokens (1 batch of 6 sequences"),
     (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
+    (["r", "--dataset", ""], 'dataset ""'),
     (["--run", "rl-*"], "no run in runs has such a name"),
 ]
 
