@@ -31,7 +31,7 @@ from harness.runs.checkpoint_meta import CheckpointMeta, upgrade_notebook_meta
 from harness.runs.checkpoints import list_checkpoints, open_start
 from harness.runs.directory import RunDirectory
 from harness.runs.optimizer_state import optimizer_state_bytes
-from harness.runs.throughput import cost
+from harness.runs.throughput import cost, cost_by_phase
 from harness.runs.train_config import TrainConfig
 
 PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products is smaller than that
@@ -226,7 +226,9 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
             position = experiment.position(layout, [COUNTABLE] * len(config.dataset_weights), meta, budget)
     plan = Plan(experiment, layout, position, meta is not None, budget, dataset_remark=remark, order=order)
     if meta is not None:
-        plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(meta.costs.values()))
+        # As the training's Clock counts: seconds without a price cost today's price.
+        costs = meta.costs or cost_by_phase(meta.seconds, config.price_per_hour) or {}
+        plan = replace(plan, seconds_before=sum(meta.seconds.values()), dollars_before=sum(costs.values()))
     if position is None:
         return plan
     tokens = position.tokens_seen + plan.tokens()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def plan_speed(
         return PlannedSpeed(options.assume_tps, "assumed")
     if options.assume_tps_with_validation is not None:
         return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
-    measured = _measured_speed(experiment, layout, device)
+    measured = _measured_speed(experiment, layout, own or meant, [] if device else names)
     if measured.tokens_per_second is not None:
         return measured
     reported = None if device else _reported_speed(experiment, layout, own)
@@ -96,18 +97,22 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
     return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY, device=device)
 
 
-def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
+def _measured_speed(
+    experiment: Experiment, layout: BatchLayout, device: GpuSpec | None, here: Sequence[str]
+) -> PlannedSpeed:
     """Return a speed that was measured by this run or by another run in the same folder, or for one of them by
     check_machine.py. Only runs with the same model, the same batch and the same settings that affect the time of a step
-    are used, and only those on `device` if it is given. The result has a reason instead of a number if there is no such
-    run, or if none measured for long enough. A summary is skipped if it is not valid, or if it does not record over how
-    many steps its speed was measured, as those of earlier versions do not.
+    are used, and only those on `device`, if it is given, or on one of the devices `here`, by name. The result has a
+    reason instead of a number if there is no such run, or if none measured for long enough. A summary is skipped if it
+    is not valid, or if it does not record over how many steps its speed was measured, as those of earlier versions do
+    not.
 
-    Speeds that were measured for long enough come first; among these, speeds of this run; among these, speeds of
-    training rather than of check_machine.py; among these, the one that was measured for the longest time.
+    Speeds that were measured for long enough come first; among these, speeds on devices `here`; among these, speeds of
+    this run; among these, speeds of training rather than of check_machine.py; among these, the one that was measured
+    for the longest time.
     """
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
-    found: list[tuple[tuple[bool, bool, bool, float], Path, RunSummary, Measured]] = []
+    found: list[tuple[tuple[bool, bool, bool, bool, float], Path, RunSummary, Measured]] = []
     names = (experiment.run.summary.name, experiment.run.machine_check.name)
     for path in [path for name in names for path in sorted(folder.parent.glob(f"*/{name}"))]:
         with suppress(UserError):  # not a valid summary.json; a plan can do without it
@@ -117,10 +122,11 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec
             is_alike = size == (layout.world_size, layout.microbatch_size, layout.accumulation_steps)
             is_alike = is_alike and summary.has_shape(experiment.model) is True
             is_known = speed is not None and 0 < speed < math.inf
-            is_there = device is None or find_device(summary.device) == device
+            is_here = summary.device in here
+            is_there = device is None or is_here or find_device(summary.device) == device
             if measured and is_alike and is_known and is_there and same_kernels(summary.train, train):
                 is_of_training = path.name == experiment.run.summary.name
-                rank = (measured.is_believable, path.parent == folder, is_of_training, measured.seconds)
+                rank = (measured.is_believable, is_here, path.parent == folder, is_of_training, measured.seconds)
                 found.append((rank, path, summary, measured))
     if not found:
         return PlannedSpeed(None, f"no earlier run measured the speed of this model, batch and settings; {OR_A_DEVICE}")

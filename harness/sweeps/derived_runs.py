@@ -212,8 +212,9 @@ def derive_for_dataset(base: DerivedRun, name: str, changes: Changes, datasets_d
     try:
         run.check_startable(tokens)
     except UserError:
-        if any(key in changes for key in BUDGETS):
+        if any(key in changes for key in BUDGETS) or run.train_config.epochs == "repeat":
             raise
+        run.check_startable()  # raises errors that more tokens would not prevent, such as that of a long warm-up
         fitting["min_train_tokens"] = -1
         warmup = base.train_config.warmup_steps
         if warmup and not {"warmup_steps", "warmup_period_percent"} & changes.keys():

@@ -188,7 +188,8 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
     time_and_cost = rows(where, run.name, **EIGHT)["time and cost"]
     assert time_and_cost.startswith("unknown: no estimated speed for A100 40GB"), "the reported run had other kernels"
     shipped(tmp_path, run.name)
-    add_summary(where, run.name, world_size=8, microbatch_size=13, accumulation_steps=1, tokens_per_second=500_000.0)
+    on_eight = {"world_size": 8, "microbatch_size": 13, "accumulation_steps": 1, "device": "NVIDIA A100-SXM4-40GB"}
+    add_summary(where, run.name, tokens_per_second=500_000.0, **on_eight)
     speed = "500,000 tokens/s of training alone, without validation (measured over 30 steps"
     assert rows(where, run.name, restart=True, **EIGHT)["speed"].startswith(speed)
     (run / "summary.json").unlink()
@@ -287,6 +288,25 @@ def test_a_measured_speed_comes_first(shop: Workshop, device: str, said: str) ->
     shop.add_run(model=LARGE_ENOUGH)
     add_summary(shop, device="NVIDIA H100 80GB HBM3")
     assert said in rows(shop, assume_device=device, restart=True)["speed"]
+
+
+@pytest.mark.parametrize("here", ["NVIDIA H100 80GB HBM3", "NVIDIA L40S"])
+def test_a_speed_measured_here_comes_before_another_machines(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, here: str
+) -> None:
+    """check_machine.py has measured this machine. The run was trained on another one."""
+    run = shop.add_run(model=LARGE_ENOUGH)
+    add_summary(shop, device=here, tokens_per_second=500.0)
+    (run / "summary.json").rename(run / "machine-check.json")
+    add_summary(shop, device="NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(planned_speed, "gpu_names", lambda: [here])
+    assert rows(shop, restart=True)["speed"].startswith("500 tokens/s")
+
+
+def test_a_speed_of_a_rehearsal_on_a_cpu_is_not_that_of_the_rented_machine(shop: Workshop) -> None:
+    shop.add_run(price_per_hour=6.38)  # of 2 x H100
+    add_summary(shop, world_size=2, device="x86_64 CPU")
+    assert "CPU" not in rows(shop, ranks=2, restart=True).get("speed", "")
 
 
 @pytest.mark.parametrize(

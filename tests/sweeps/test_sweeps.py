@@ -387,6 +387,18 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
     command(shop, *derived).refuses(short)
 
 
+def test_a_run_derived_for_a_long_dataset_keeps_its_budget_or_is_refused(shop: Workshop) -> None:
+    """Only a train split that is too short changes the number of tokens."""
+    shop.add_dataset("local/long", tokens=20_000)
+    shop.add_run("warm", warmup_steps=20)
+    derived = ["--set", "dataset=local/long", "--datasets-dir", str(shop.datasets)]
+    refused = command(shop, "derive_run.py", "warm", "large", *derived, "--set", "gradient_accumulation_steps=16")
+    refused.refuses('key "warmup_steps": 20 steps of warm-up are longer than the run')
+    assert not (shop.runs / "large").exists()
+    shop.add_run("endless", epochs="repeat", start_train_token=30_000)
+    command(shop, "derive_run.py", "endless", "behind", *derived).refuses("the train split of local/long is too short")
+
+
 def test_notes_of_derive_run(shop: Workshop) -> None:
     """A note names a dataset that is absent, and suggests the right name if it is misspelt. Another note says that a
     microbatch had to be lowered."""

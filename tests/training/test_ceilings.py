@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_process import InProcess
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
 
@@ -72,6 +73,18 @@ def test_a_ceiling_that_earlier_processes_have_reached_is_refused_and_planned(
     said = " ".join(again.attempt("--plan", "--assume-tps", "1").stdout.split())
     assert re.search(rf"ceiling +{key} 0\.25: [\d.,]+ (s|h) left; the run would stop there, before its end", said)
     assert "would stop there" not in again.attempt("--plan", "--assume-tps", "100000").stdout
+
+
+def test_the_plan_counts_seconds_without_a_price_as_training_does(tmp_path: Path) -> None:
+    """They count at today's price."""
+    again = InProcess(tmp_path)
+    again.add_dataset(tokens=20_000)
+    run = again.add_run(**SETTINGS | {"min_train_tokens": 256, "price_per_hour": None})
+    again.train_here()
+    seconds = sum(json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())["seconds"].values())
+    again.add_run(**SETTINGS | {"price_per_hour": 3600.0, "max_dollars": 0.9 * seconds})
+    assert "max_dollars is reached" in again.attempt("--plan", "--assume-tps", "1").stdout
+    again.attempt().refuses('key "max_dollars": the run has reached')
 
 
 @pytest.mark.fault(
