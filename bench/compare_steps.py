@@ -83,6 +83,7 @@ class Player:
         # Idle OpenMP threads must sleep instead of spinning, or they would take processor time from the other programs.
         # Only our command sets the other variables in SETTINGS, so their effect counts as its advantage.
         shared = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"]}
+        shared["CUDA_VISIBLE_DEVICES"] = ""  # else our command alone would train on a GPU
         if ranks > 1:
             with socket.socket() as found:
                 found.bind(("127.0.0.1", 0))
@@ -160,7 +161,7 @@ def compare(
     """Return a row of the table that compares our command in `precision` with the program `peer`.
 
     The programs take steps in turns until `seconds` are over and each has taken at least `steps` steps after the
-    WARM_UP steps. The program that goes first in a round alternates.
+    WARM_UP steps, or until the last step but one of our run. The program that goes first in a round alternates.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -170,7 +171,7 @@ def compare(
             players.append(Player(name, run, ranks=ranks, threads=threads))
             stack.callback(players[-1].end)
         begun, rounds = time.monotonic(), 0
-        while rounds < WARM_UP + steps or time.monotonic() < begun + seconds:
+        while rounds < WARM_UP + steps or (time.monotonic() < begun + seconds and rounds < STEPS - 1):
             for player in players if rounds % 2 == 0 else reversed(players):
                 player.step()
             rounds += 1
@@ -202,7 +203,13 @@ def compare(
 @click.option(
     "--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Minimum time to measure each row."
 )
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Minimum steps of each program.")
+@click.option(
+    "--steps",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1, STEPS - WARM_UP - 1),
+    help="Minimum steps of each program.",
+)
 @click.option("--at-least", default=1.0, show_default=True, help="Exit 1 if their processor time / ours is below this.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")
 def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file: Path | None, **effort: Any) -> None:

@@ -35,29 +35,42 @@ def test_every_peer_trains_the_same_model(program: str) -> None:
     assert sum(each.numel() for each in loss.parameters()) == config.parameters
 
 
+def test_all_programs_compute_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = "import os, json; print(json.dumps({'wall': 1, 'processor': len(os.environ['CUDA_VISIBLE_DEVICES'])}))"
+    monkeypatch.setattr(compare_steps, "CONTESTANT", seen)
+    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"})
+    player = compare_steps.Player(compare_steps.OWN, tmp_path, ranks=1, threads=1)
+    try:
+        player.step()
+    finally:
+        player.end()
+    assert player.steps == [{"wall": 1, "processor": 0}]
+
+
 # Runs the command with a tiny shape.
 RACE = f"""
 from bench import compare_steps
 from bench.compare_steps import Case
-compare_steps.SHAPES, compare_steps.WARM_UP = ({TINY},), 1
+compare_steps.SHAPES, compare_steps.WARM_UP, compare_steps.STEPS = ({TINY},), 1, 6
 compare_steps.PRECISIONS = compare_steps.PRECISIONS[2:]
 compare_steps.main()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_race_of_the_real_command(ranks: int, tmp_path: Path) -> None:
-    """Each program takes the same number of steps, and an impossible --at-least exits with status 1 and the reason.
-    Each process is forked from the one that starts it, so that torch is not imported again."""
+@pytest.mark.parametrize(("ranks", "seconds", "steps"), [(1, "0", 2), (2, "0", 2), (1, "1000", 4)])
+def test_a_race_of_the_real_command(ranks: int, seconds: str, steps: int, tmp_path: Path) -> None:
+    """Each program takes the same number of steps, and an impossible --at-least exits with status 1 and the reason. A
+    row ends with our run, if not before. Each process is forked from the one that starts it, so that torch is not
+    imported again."""
     program, file = tmp_path / "race.py", tmp_path / "rows.json"
     program.write_text(RACE)
-    given = ["--peer", "nanogpt", "--shape", "1", "--ranks", str(ranks), "--seconds", "0", "--steps", "2"]
+    given = ["--peer", "nanogpt", "--shape", "1", "--ranks", str(ranks), "--seconds", seconds, "--steps", "2"]
     command = [str(program), *given, "--at-least", "1e9", "--json", str(file)]
     process = warm_server().spawn(command, ROOT, {**os.environ}, FORK_PYTHONS)
     output, errors = process.communicate(PATIENCE_SECONDS)
     assert process.returncode == 1, output + errors
     assert "behind nanogpt bf16: 1 × 16" in errors
     (row,) = json.loads(file.read_text())
-    assert (row["ours"], row["peer"], row["steps"]) == ("auto", "nanogpt bf16", 2)
+    assert (row["ours"], row["peer"], row["steps"]) == ("auto", "nanogpt bf16", steps)
     assert all(each > 0 for what in ("processor_ms", "wall_ms") for each in row[what])

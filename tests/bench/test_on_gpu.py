@@ -9,9 +9,11 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from bench import on_gpu
 from bench.gpu import kernels, training
 from bench.gpu.only_rank import OnlyRank
 from bench.gpu.workbench import Row, Workbench
@@ -176,9 +178,24 @@ def test_a_stage_that_fails_or_is_late(bench: Workbench) -> None:
     """A stage whose training fails is a failed stage, and one that takes too long is stopped."""
     assert start(bench, "step --set nonsense=1").wait(PATIENCE_SECONDS) == 1
     assert start(bench, "saving", "--seconds", "0").wait(PATIENCE_SECONDS) == 1
-    assert [row["status"] for row in rows_of(bench, "stages")] == [1, "stopped after 0 s"]
+    # the first call has also measured the machine
+    assert [row["status"] for row in rows_of(bench, "stages")] == [0, 1, "stopped after 0 s"]
     assert "nonsense" in rows_of(bench, "step")[0]["error"]
     assert start(bench, "nonsense").wait(PATIENCE_SECONDS) == 2
+
+
+def test_results_of_another_gpu_are_not_taken_for_this_ones(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.add("machine", device="NVIDIA A100-SXM4-40GB")
+    for stage in LIMIT_SECONDS:
+        replace(bench, stage=stage).add("stages", status=0, seconds=1.0)
+    before, handler = bench.rows(), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(on_gpu, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    try:
+        with pytest.raises(click.UsageError, match=r"has the results of NVIDIA A100-SXM4-40GB, not of NVIDIA H100"):
+            main.main(["--out", str(bench.out)], standalone_mode=False)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert bench.rows() == before
 
 
 @pytest.mark.parametrize(
