@@ -187,10 +187,13 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
     None if the share is exact or `device` is not a GPU. The caller checks that FlashAttention may be used.
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
-    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
+    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). Before Ampere
+    (compute capability 8.0) it does not run.
     """
     share = 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
     if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return None
     steps = min(max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)), CUDNN_DROPOUT_STEPS - 1)
     return (
@@ -199,15 +202,15 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
     )
 
 
-def waiting_experts(device: torch.device) -> str | None:
+def waiting_experts(device: torch.device, precision: str) -> str | None:
     """Return a note for the user if the CPU waits for this GPU in each of the experts' matrix products, or None if it
-    does not. Before Hopper, torch's grouped products read the number of rows of each expert on the CPU (pytorch issue
-    186620)."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0):
+    does not. Except in bf16 on Hopper and data center Blackwell, torch's grouped products read the number of rows of
+    each expert on the CPU (pytorch issue 186620)."""
+    if device.type != "cuda" or (precision == "bf16" and torch.cuda.get_device_capability(device)[0] in (9, 10)):
         return None
     return (
-        f"experts run slowly on {torch.cuda.get_device_name(device)}: their matrix products wait for the GPU six times "
-        "per layer and microbatch; on Hopper (H100) and newer GPUs they do not"
+        f"experts run slowly on {torch.cuda.get_device_name(device)} in {precision}: their matrix products wait for "
+        "the GPU six times per layer and microbatch; in bf16 on H100, H200 and B200 they do not"
     )
 
 

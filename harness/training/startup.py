@@ -254,7 +254,7 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     if precision.name != "fp32" and config.attention in ("auto", "flash"):
         remarks.append(rounded_dropout(experiment.model.drop_rates.attention_weights, device))
     if experiment.model.moe is not None:
-        remarks.append(waiting_experts(device))
+        remarks.append(waiting_experts(device, precision.name))
     remarks.append(unknown_peak(world.device_name))
     for remark in (*remarks, *world.gather(world.taken)):
         if remark is not None:

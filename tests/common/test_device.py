@@ -171,9 +171,10 @@ def test_kernels_that_round_the_dropout_rate_are_not_used(
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_a_rounded_dropout_is_remarked_upon() -> None:
+def test_a_rounded_dropout_is_remarked_upon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remark gives the share that FlashAttention drops. FlashAttention draws a random byte for each weight and
     drops those above a limit, so the share is counted over all bytes."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     dropped = sum(byte > math.floor(255 * (1 - 0.1)) for byte in range(256)) / 256
     assert round(dropped, 4) == 0.1016
     remark = str(kernels.rounded_dropout(0.1, CUDA))
@@ -182,6 +183,27 @@ def test_a_rounded_dropout_is_remarked_upon() -> None:
     )
     for drop_rate, device_ in ((0.1, CPU), (0.125, CUDA), (0.0, CUDA)):
         assert kernels.rounded_dropout(drop_rate, device_) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert kernels.rounded_dropout(0.1, CUDA) is None, "a T4 has no FlashAttention"
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "waits"),
+    [
+        ((8, 0), "bf16", True),
+        ((9, 0), "bf16", False),
+        ((9, 0), "fp32", True),
+        ((10, 0), "bf16", False),
+        ((12, 0), "bf16", True),
+    ],
+)
+def test_experts_that_wait_are_remarked_upon(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, waits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert (kernels.waiting_experts(CUDA, precision) is not None) == waits
+    assert kernels.waiting_experts(CPU, precision) is None
 
 
 def test_coordinate_descent_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
