@@ -155,6 +155,9 @@ class Trainer:
         due = due or position.due_after(step, config)
         if "report" in due:
             self.report(step)
+        elif due:  # the other work would wait for a GPU that may be steps behind, which is time of training
+            with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "report")):
+                self.meter.synchronize()
         if "validation" in due:
             with self.prepared.clock.phase("validation"):
                 state.val_loss, by_source = self.evaluations.validation_loss(step)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,14 +30,16 @@ from harness.model.precision import Precision
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile, TrainEvent
-from harness.runs.summary import RunSummary, describe_summary
+from harness.runs.summary import RunSummary, describe_summary, read_summary
 from harness.runs.throughput import cost, mfu, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
+from harness.training.evaluations import Evaluations
 from harness.training.loss_meter import LossMeter
 from harness.training.step import OptimizerStep, StepResult
 from tests.support import file_operations
 from tests.support.configs import SEED_TRAIN
+from tests.support.in_process import InProcess
 from tests.support.launch import Workshop
 
 CPU = torch.device("cpu")
@@ -46,6 +50,36 @@ TRAIN = TrainConfig(**SEED_TRAIN, learning_rate=0.01)
 
 def result(*losses: float, norm: float = 1.0, skipped: float = 0.0) -> StepResult:
     return StepResult(torch.tensor(losses, dtype=torch.float64), torch.tensor(norm), torch.tensor(skipped))
+
+
+def test_time_of_a_device_that_is_behind_is_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that needs 50 ms for a step, and has two steps in its queue, is waited for before a sample."""
+    queue = [0.0]  # when the device will have done all steps
+    run, sample = OptimizerStep.run, Evaluations.sample
+
+    def wait(*given: object, ahead: int = 0) -> None:
+        time.sleep(max(0.0, queue[0] - 0.05 * ahead - time.perf_counter()))
+
+    def enqueue(*given: Any) -> StepResult:
+        queue[0] = max(queue[0], time.perf_counter()) + 0.05
+        wait(ahead=2)
+        return run(*given)
+
+    def sample_at_last(*given: Any) -> Any:
+        wait()
+        return sample(*given)
+
+    monkeypatch.setattr(OptimizerStep, "run", enqueue)
+    monkeypatch.setattr(LossMeter, "synchronize", wait)
+    monkeypatch.setattr(Evaluations, "sample", sample_at_last)
+    shop = InProcess(tmp_path)
+    shop.add_dataset()
+    folder = shop.add_run(
+        sample_prompt="def", sample_interval=3, report_interval=50, validation_interval=50, min_train_tokens=64 * 20
+    )
+    shop.train_here()
+    seconds = read_summary(folder / "summary.json").seconds
+    assert seconds["training"] >= 0.05 * 20
 
 
 def test_a_window_reports_means_extremes_and_rows_of_skipped_steps() -> None:
