@@ -1,7 +1,8 @@
 """Estimated memory of a training step on a GPU. Does not import torch.
 
 The estimate adds up the tensors that exist while the loss is computed, which is when a compiled step in bf16 has its
-peak. With activation checkpointing, the peak may be in a block's backward pass instead. The tensors that the backward
+peak. With activation checkpointing, the peak may be in a block's backward pass instead, and with a small microbatch in
+the optimizer's update, when all gradients exist. The tensors that the backward
 pass of a block needs are listed in `block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
 """
 
@@ -32,10 +33,12 @@ def step_bytes(model: ModelConfig, config: TrainConfig, layout: BatchLayout) -> 
     loss = CHUNK_BYTES + 2 * BF16 * model.vocab_size * model.emb_dim  # with the head's weight, and its gradient
     residual = (BF16 if config.residual_precision == "bf16" else FP32) * model.emb_dim
     outside, block = outside_bytes(model, residual), block_bytes(model, residual)
+    at_update = 2 * FP32 * model.parameters + state
     if config.activation_checkpointing:  # each block is recomputed after the loss
-        return fixed + tokens * (outside + residual * model.n_layers) + max(loss, tokens * block)
+        at_loss = fixed + tokens * (outside + residual * model.n_layers) + max(loss, tokens * block)
+        return max(at_loss, at_update)
     mixed = 2 * BF16 * model.kv_width * min(2 * (model.value_embeddings or 0), model.n_layers)
-    return fixed + tokens * (outside + mixed + block * model.n_layers) + loss
+    return max(fixed + tokens * (outside + mixed + block * model.n_layers) + loss, at_update)
 
 
 def outside_bytes(model: ModelConfig, residual: int) -> int:

@@ -333,9 +333,8 @@ def describe_plan(
         rows.append(("scaled", "\n".join(plan.scaled.explained)))
     if plan.budget:
         rows.append(("budget", plan.budget.describe()))
-    if plan.position is None or not plan.position.first_step:
-        initial = None if plan.is_continued else plan.experiment.initial_weights
-        rows.append(("starts from", str(initial or "new weights")))
+    if not plan.is_continued:
+        rows.append(("starts from", str(plan.experiment.initial_weights or "new weights")))
     if mirrored:
         newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "no newer checkpoint there"
         rows.append(("mirror", f"{mirrored.name}: {newer}"))
@@ -351,7 +350,8 @@ def describe_plan(
 def describe_loss(plan: Plan, speed: PlannedSpeed, mirrored: InMirror) -> str:
     """Return, as text, what the loss of the machine costs at most, whenever it happens: the training since the newest
     checkpoint that is whole in the mirror."""
-    size, every, rate = plan.checkpoint_bytes(), plan.config.checkpoint_every, mirrored.bytes_per_second
+    size, rate = plan.checkpoint_bytes(), mirrored.bytes_per_second
+    every = min(plan.config.checkpoint_every, max(1, len(plan.steps)))
     upload = None if rate is None else size / rate
     sent = f"the upload of {size / GIB:.2f} GiB"
     sent += ", whose speed is not measured yet" if rate is None else f" at {rate / 1e6:,.1f} MB/s as last measured"

@@ -4,6 +4,7 @@ folders of runs."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -321,6 +322,11 @@ def test_the_plan_says_where_it_would_continue_and_what_a_loss_costs(first: InPr
     assert "a lost machine costs at most 1 s, $0.01 and the upload of 0.00 GiB, whose speed is not measured" in told
     assert "done already 5 steps" in told
     assert not (second.runs / "r" / "checkpoints").exists(), "nothing is fetched"
+    third = add_machine(first.path.parent, "third", checkpoint_interval=1000)
+    told = " ".join(third.attempt("--plan").stdout.split())
+    more = re.search(r"global steps (\d+) more", told)
+    assert more is not None
+    assert f"a lost machine costs at most {more[1]} steps" in told, "all that is left"
     again = " ".join(first.attempt("--plan", "--assume-tps", "128").stdout.split())
     assert "no newer checkpoint there" in again
     assert "MB/s as last measured" in again

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
+from harness.data.loader import BatchLayout
 from harness.model.config import load_model_config
 from harness.planning.experiment import Position
+from harness.planning.memory import step_bytes
 from harness.planning.plan import make_plan
 from harness.runs import checkpoints
 from harness.runs.directory import RunDirectory
@@ -127,6 +129,26 @@ def test_the_steps_of_training_on_all_tokens_need_the_dataset(shop: Workshop) ->
     shutil.rmtree(shop.datasets)
     assert "unknown until local/letters" in rows(shop)["global steps"]
     assert not shop.datasets.exists()
+    assert rows(shop)["starts from"] == "new weights"
+
+
+def test_a_run_that_has_begun_starts_from_its_checkpoint_even_if_the_dataset_is_not_here(shop: Workshop) -> None:
+    shop.add_run(min_train_tokens=64)
+    assert shop.attempt().status == 0
+    shop.add_run(min_train_tokens=-1)
+    shutil.rmtree(shop.datasets)
+    assert "starts from" not in rows(shop)
+
+
+def test_the_memory_of_a_step_is_at_least_that_of_its_update(tmp_path: Path) -> None:
+    """Weights, gradients and AdamW's two moments have 16 bytes for each parameter. In a model with large tables and a
+    small microbatch, the activations are smaller than these gradients."""
+    experiment = experiment_of(shipped(tmp_path, "8xh100m80-fast"), "8xh100m80-fast")
+    model = experiment.model.model_copy(update={"n_layers": 2, "value_embeddings": 2})
+    config = experiment.config.model_copy(update={"optimizer": "adamw", "shard_optimizer": False})
+    needed = step_bytes(model, config, BatchLayout(1, 1, 1, model.context_length))
+    assert needed is not None
+    assert 16 * model.parameters <= needed < 1.1 * 16 * model.parameters
 
 
 def test_the_work_and_disk_of_a_run_that_has_begun(shop: Workshop) -> None:
