@@ -473,6 +473,6 @@ def print_plan(
     plan = checked_plan(experiment, checkpoint, ranks, restart=options.restart, mirrored=mirrored)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # If another machine is assumed, the disk of this one does not matter.
-    shortage = None if assumed else plan.disk_shortage(experiment.run)
+    shortage = None if assumed or said else plan.disk_shortage(experiment.run)
     notes = [note for note in (plan.dataset_remark, shortage) if note]
     print(describe_plan(plan, speed, machine=said, memory_gib=memory, mirrored=mirrored, notes=notes), flush=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,10 +204,15 @@ def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
         plan(where, run.name, **EIGHT)
 
 
-def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path) -> None:
+def test_a_run_is_planned_for_the_machine_that_it_is_named_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine without GPUs, --plan assumes the machine after which the run is named, or else the machine whose
     price is in train.json. If one process runs --plan, it assumes all GPUs of that machine."""
     where = shipped(tmp_path, "8xh100m80-fast")
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert "are free" not in rows(where, "8xh100m80-fast", ranks=8)["note"], "that machine has another disk"
     found = rows(where, "8xh100m80-fast")
     assert found["machine"].startswith("8x H100 80 GiB (chosen by the run's name; ")
     assert found["global batch"].startswith("8 ranks x 64 sequences")

@@ -399,6 +399,16 @@ def test_a_run_derived_for_a_long_dataset_keeps_its_budget_or_is_refused(shop: W
     command(shop, "derive_run.py", "endless", "behind", *derived).refuses("the train split of local/long is too short")
 
 
+def test_a_microbatch_that_fits_a_small_dataset_divides_the_global_batch(shop: Workshop) -> None:
+    folder = shop.add_dataset("local/little")
+    save_file({"tokens": np.zeros(6 * 16 + 1, np.uint16)}, folder / "validation.safetensors")
+    shop.add_run("odd", microbatch_size=7, gradient_accumulation_steps=None, global_batch_size=28)
+    done = command(
+        shop, "derive_run.py", "odd", "even", "--set", "dataset=local/little", "--datasets-dir", str(shop.datasets)
+    )
+    assert "microbatch_size: 7 -> 2\n" in done.stdout
+
+
 def test_notes_of_derive_run(shop: Workshop) -> None:
     """A note names a dataset that is absent, and suggests the right name if it is misspelt. Another note says that a
     microbatch had to be lowered."""
