@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.common.errors import UserError, printable
+from harness.common.errors import UserError
 from harness.common.files import atomic_file
 from harness.common.messages import abbreviated
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
 from harness.comparison.quantities import Basis, training_basis, validation_basis
 from harness.comparison.records import RunRecord
+from harness.comparison.table import cut_names
 from harness.runs.metrics import TrainEvent, ValidationEvent, last_training
 
 LEAST_POINTS = 2
@@ -242,11 +243,10 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     axes.set_ylim(low, high)
     baseline = [curve for curve in chart.curves[MOST_NAMED:] if curve.is_baseline]
     named = [*chart.curves[: MOST_NAMED - len(baseline)], *baseline]
+    names = iter(_labels([*(curve.label for curve in named), *references]))
     for number, curve in enumerate(named):
         color, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
-        label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (
-            f" ({curve.run_count} runs)" if curve.run_count > 1 else ""
-        )
+        label = f"{next(names)}: {curve.y[-1]:.3f}" + (f" ({curve.run_count} runs)" if curve.run_count > 1 else "")
         every, last = math.ceil(len(curve.x) / MOST_MARKERS), len(curve.x) - 1
         marked = sorted({*range(0, last, every), last})
         axes.plot(curve.x, curve.y, line, c=color, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
@@ -257,9 +257,9 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         axes.plot(curve.x, curve.y, c=GRAY, lw=0.6, zorder=1)
     if others:
         axes.plot([], [], c=GRAY, lw=0.6, label=f"and {len(others):,} more")
-    for name, loss in references.items():
+    for loss in references.values():
         arrow = "↓ " if loss < low else "↑ " if loss > high else ""
-        label = f"{arrow}{_plain(name)}: {loss:.3f}"
+        label = f"{arrow}{next(names)}: {loss:.3f}"
         axes.axhline(loss, label=label, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
     axes.set_xlabel(AXES[chart.axis])
     axes.set_ylabel(f"{chart.kind} loss (nats per token)")
@@ -281,12 +281,10 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
         figure.savefig(target, format=kind, metadata=empty)
 
 
-def _plain(text: str) -> str:
-    """Return a label with control characters escaped, cut to LONGEST_LABEL. A leading underscore gets a space in front
-    of it, because matplotlib leaves labels that begin with an underscore out of the legend."""
-    plain = printable(text)
-    plain = plain if len(plain) <= LONGEST_LABEL else f"{plain[: LONGEST_LABEL - 1]}…"
-    return f" {plain}" if plain.startswith("_") else plain
+def _labels(names: Sequence[str]) -> list[str]:
+    """Return the names cut to about LONGEST_LABEL. A leading underscore gets a space in front of it, because matplotlib
+    leaves labels that begin with an underscore out of the legend."""
+    return [f" {name}" if name.startswith("_") else name for name in cut_names(names, LONGEST_LABEL)]
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:

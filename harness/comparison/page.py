@@ -13,7 +13,7 @@ from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.charts import AXES, chart_note, charts_of, svg
 from harness.comparison.fits import fits
 from harness.comparison.records import RunRecord
-from harness.comparison.table import LOSSES, Column, RunsTable, below_lines, is_number, machine_of
+from harness.comparison.table import LOSSES, Column, RunsTable, below_lines, cut_names, is_number, machine_of
 from harness.runs.results import Result
 
 TEMPLATE = "page.html.j2"
@@ -45,6 +45,7 @@ def render(
     columns = sorted((column for column in table.columns if column not in alike), key=lambda each: _rank(each, table))
     return environment.get_template(TEMPLATE).render(
         table=table,
+        names=cut_names([record.name for record in table.records]),
         columns=columns,
         comparison=comparison,
         is_number=is_number,

@@ -3,6 +3,7 @@ they can be compared."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -31,7 +32,9 @@ from harness.runs.budget import wanted_tokens
 from harness.runs.metrics import percent_done
 
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, in order of preference
-LONGEST_NAME = 34  # of a run; a longer name is cut in its middle
+LONGEST_NAME = 34  # of a run; a longer name is cut
+LEAST_AROUND = 14  # characters kept around the part in which long names differ
+LEAST_ROOM = 24  # for columns beside the names, however long these are
 FEW_SETTINGS = 4  # if more settings differ, each run lists only its unusual values
 LONGEST_SETTING = 28
 LONGEST_WORD = 28  # of a heading
@@ -220,10 +223,11 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     for key in dict.fromkeys(key for each in settings for key in each):
         if len({_as_text(each[key]) for each in settings if key in each}) > 1:
             cells = [Cell(None, "", UNKNOWN)] * len(records)
-            for row, each in enumerate(settings):
-                if key in each:
-                    text = _cut(printable(_as_text(each[key])), LONGEST_SETTING)
-                    cells[row] = Cell(each[key], text, "", key == "machine" and machine_of(records[row]) is None)
+            rows = [row for row, each in enumerate(settings) if key in each]
+            texts = cut_names([_as_text(settings[row][key]) for row in rows], LONGEST_SETTING)
+            for row, text in zip(rows, texts, strict=True):
+                is_reported = key == "machine" and machine_of(records[row]) is None
+                cells[row] = Cell(settings[row][key], text, "", is_reported)
             columns.append(Column(key, key, "", tuple(cells), is_setting=True))
     return columns
 
@@ -286,12 +290,12 @@ def _columns(quantity: Quantity, found: ByBasis, reasons: Sequence[str], *, is_r
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """Yield the table in lines of at most 80 characters (more for long names that `cut_names` keeps): one block of the
+    """Yield the table in lines of at most 80 characters (more for names that differ over a long part): one block of the
     most important columns, the settings that differ, the texts of `below_lines`, the names of the columns not shown,
     what the numbers were measured on, the remarks on cells (such as why one is empty), and the runs' problems."""
     remarks: dict[str, int] = {}  # the number of each remark, by its text; the cells show the number
     names = cut_names([record.name for record in table.records])
-    shown = _fitting(table, WIDTH - max(map(len, [*names, "run"])))
+    shown = _fitting(table, max(WIDTH - max(map(len, [*names, "run"])), LEAST_ROOM))
     texts = [_texts(column, remarks) for column in shown]
     left = ["run", *(column.heading for column in shown if column.is_text)]
     yield from aligned(["run", *(column.heading for column in shown)], list(zip(names, *texts, strict=True)), left)
@@ -379,11 +383,34 @@ def _texts(column: Column, remarks: dict[str, int]) -> list[str]:
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
-    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle. If
-    two names would then look the same, no name is cut."""
+    """Return the names, with control characters escaped, and names of more than `most` characters cut in the middle. Of
+    names that would then look the same, the part in which they differ is kept whole, even if it needs more room."""
     whole = [printable(name) for name in names]
-    cut = [_cut(name, most) for name in whole]
-    return cut if len(set(cut)) == len(set(names)) else whole
+    shown = {name: _cut(name, most) for name in whole}
+    alike: dict[str, list[str]] = {}
+    for name, cut in shown.items():
+        alike.setdefault(cut, []).append(name)
+    for group in alike.values():
+        if len(group) > 1:
+            shown |= _cut_around_differences(group, most)
+    return [shown[name] for name in whole] if len({*shown.values()}) == len(shown) else whole
+
+
+def _cut_around_differences(names: Sequence[str], most: int) -> dict[str, str]:
+    """Return distinct names, which begin and end alike, by name: what they share is cut, on both sides of the rest."""
+    start = _shared(names)
+    end = min(_shared([name[::-1] for name in names]), min(map(len, names)) - start)
+    around = max(most - max(map(len, names)) + start + end, LEAST_AROUND)
+    after = min(end, around // 2)
+    return {
+        name: _cut(name[:start], around - after) + name[start : len(name) - end] + _cut(name[len(name) - end :], after)
+        for name in names
+    }
+
+
+def _shared(names: Sequence[str]) -> int:
+    """Return the number of characters at the beginning of the names that are the same in all names."""
+    return sum(1 for _ in itertools.takewhile(lambda each: len({*each}) == 1, zip(*names, strict=False)))
 
 
 def _cut(text: str, most: int) -> str:

@@ -209,6 +209,14 @@ def test_of_many_curves_the_lowest_and_the_baselines_are_named(tmp_path: Path, f
     assert axes.get_position().width == pytest.approx(few.get_position().width, rel=0.05)
 
 
+def test_long_names_in_the_legend_are_distinct(tmp_path: Path, figures: list[Any]) -> None:
+    curves = [Curve(f"{'x' * 45}-{each}{end}", [0, 1], [4.0, 3.0]) for each in "ab" for end in ("", "x" * 45)]
+    write_png(Chart("tokens", "validation", curves, []), tmp_path / "c.png", {})
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert len({*labels}) == 4
+    assert max(map(len, labels)) < 50
+
+
 def test_the_picture_has_its_signs(tmp_path: Path, figures: list[Any]) -> None:
     """An arrow in the title marks losses above the shown range, and an arrow in the legend a reference below it. The
     given note is shown. Labels may begin with "_", which matplotlib would hide, or contain "$", which it would read as

@@ -79,6 +79,15 @@ def test_it_needs_no_network_and_its_drawings_are_whole(page: str) -> None:
         assert {"<b>&: 3.800", "<a>: 3.900", "validation loss (nats per token)"} <= {*texts}
 
 
+def test_long_names_in_the_table_are_distinct_and_whole_in_their_titles(tmp_path: Path) -> None:
+    names = [f"{'x' * 45}-{each}{'x' * 45}" for each in "ab"]
+    runs = [RunRecord.read(RunFolder(tmp_path, name).finish().directory) for name in names]
+    page = render(RunsTable.of(runs), None, {})
+    rows = re.findall('<tr><td title="(.*?)">(.*?)</td>', page)
+    assert [title for title, _ in rows] == names
+    assert ["-a" in rows[0][1], "-b" in rows[1][1], max(len(text) for _, text in rows) <= 34] == [True, True, True]
+
+
 def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").finish()
     page = render(RunsTable.of([RunRecord.read(run.directory)]), BaselineComparison("no verdict, and why"), {})

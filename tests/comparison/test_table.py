@@ -294,12 +294,29 @@ def test_numbers_are_short(value: float, style: str, text: str) -> None:
     assert number_text(value, style) == text
 
 
-def test_long_names_that_would_look_the_same_stay_whole(tmp_path: Path) -> None:
-    middle = "x" * 40
-    names = [f"beginning-of-the-name-{each}{middle}-end-of-the-name" for each in "ab"]
-    runs = [RunFolder(tmp_path, name).finish() for name in names]
-    text = "\n".join(table_lines(table_of(*runs)))
-    assert all(name in text for name in names)
+def test_long_names_keep_the_part_in_which_they_differ(tmp_path: Path) -> None:
+    """The names begin and end alike. A loss stands beside each, even if the parts that differ are long."""
+    for differing, widest in ((("0.0003", "0.0006"), 80), (("a" * 75, "b" * 75), 120)):
+        names = [f"long-name-of-an-experiment-lr{each}-with-8-of-h100-seed1" for each in differing]
+        runs = [RunFolder(tmp_path, name).finish(final_validation_loss=2.25) for name in names]
+        lines = [*table_lines(table_of(*runs))]
+        assert [sum(each in line and "2.250" in line for line in lines) for each in differing] == [1, 1]
+        assert max(map(len, lines)) <= widest
+
+
+def test_long_settings_that_differ_are_not_shown_alike(tmp_path: Path) -> None:
+    """A run that alone has another number of experts is not listed "as most runs"."""
+    others: dict[str, Any] = {"learning_rate": 0.1, "betas": [0.9, 0.9], "clipping_max_norm": 1.0, "weight_decay": 0.5}
+    experts = [{"num_experts": count, "num_active_experts": 2} for count in (4, 4, 4, 8)]
+    runs = [
+        RunFolder(tmp_path, f"r{n}", others if n == 0 else {}, moe=moe).finish(precision="fp32" if n == 1 else "bf16")
+        for n, moe in enumerate(experts)
+    ]
+    lines = [*table_lines(table_of(*runs))]
+    assert "  r2: as most runs" in lines
+    [own] = [line for line in lines if line.startswith("  r3: ")]
+    assert own.startswith("  r3: moe {")
+    assert ": 8," in own
 
 
 def test_how_much_of_the_test_text_was_trained_on(tmp_path: Path) -> None:
