@@ -29,6 +29,9 @@ CUT_RATIO = 2.0  # the first part is cut off if it makes the range of losses mor
 LEAST_REACH = 0.1  # nats; a reference is shown if its distance from the curves is at most this or their height
 MOST_MARKERS = 12  # along a curve, without the last point's
 LARGEST_LOSS = 1e6  # nats per token; larger losses, of runs that have diverged, are not drawn
+# Losses of more than this many times the highest first loss, which is about ln(vocabulary size), do not stretch the
+# range: one peak would squeeze all curves against the lower edge.
+PEAK_RATIO = 1.5
 # Three shades, which differ in lightness, and four line styles: twelve curves can be told apart, also in grayscale.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
@@ -70,8 +73,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, sorted by their last loss, the lowest first. `problems` has a line for each reason
-    why some runs are not drawn."""
+    """Curves of one kind of loss, sorted by their last loss, the lowest first, and then those of runs that diverged.
+    `problems` has a line for each reason why some runs are not drawn."""
 
     axis: str
     kind: str  # "validation" or "training"
@@ -85,7 +88,8 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     count. A run is left out if its losses cannot be read, are fewer than LEAST_POINTS, or are not known to be measured
     on the text that most runs share. It is left out of a single chart if its losses have no place on the chart's axis.
     Finished runs that differ only in the seed share a curve, which has the name of their arm in the comparison with the
-    run `baseline`. A chart may have no curves; its `problems` then have the reasons."""
+    run `baseline`. A run whose last loss does not count has a curve of its own, up to the last one that does, with
+    "diverged" in its label. A chart may have no curves; its `problems` then have the reasons."""
     events: dict[str, list[TrainEvent | ValidationEvent]] = {}
     reasons: dict[str, list[str]] = {}  # names of the runs that are not drawn, by the reason
     for record in records:
@@ -94,13 +98,13 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         except UserError as error:
             reasons[f"in no chart: {error}"] = [record.name]
         else:
-            finite = [each for each in found if each.loss is not None and abs(each.loss) < LARGEST_LOSS]
-            events[record.name] = finite[::-1]
+            events[record.name] = found[::-1]
     records = [record for record in records if record.name in events]
     for kind in (*KINDS, "validation"):  # the first kind with enough losses for a curve, or else validation
         of_kind, basis_of = KINDS[kind]
         bases = {record.name: basis_of(record) for record in records}
-        losses = {name: [each for each in of_run if isinstance(each, of_kind)] for name, of_run in events.items()}
+        every = {name: [each for each in of_run if isinstance(each, of_kind)] for name, of_run in events.items()}
+        losses = {name: [each for each in of_run if _counts(each)] for name, of_run in every.items()}
         if any(basis and len(losses[name]) >= LEAST_POINTS for name, basis in bases.items()):
             break
     known = [basis for basis in bases.values() if basis is not None]
@@ -123,7 +127,10 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
             reason = "in no chart: trained without validation, while the charts show validation losses"
         reasons.setdefault(reason, []).append(record.name)
     arms = find_arms(records, baseline)
-    run_names = {**arms.run_names, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
+    diverged = [name for name in drawn if not _counts(every[name][-1])]
+    lost = {f"{name}, diverged after": (name,) for name in diverged}
+    run_names = {arm: tuple(name for name in names if name not in diverged) for arm, names in arms.run_names.items()}
+    run_names |= {name: (name,) for name in drawn if name not in diverged and not arms.arm_of(name)} | lost
     charts = []
     for axis in axes:
         curves, not_placed = _curves_on(axis, drawn, losses, run_names)
@@ -133,8 +140,14 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         problems = [f"{abbreviated(names)}: {reason}" for reason, names in left_out.items()]
         if records and not main:
             problems.append("the text that losses were measured on is not recorded")
-        charts.append(Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems))
+        curves.sort(key=lambda curve: (curve.label in lost, curve.y[-1]))
+        charts.append(Chart(axis, kind, curves, problems))
     return charts
+
+
+def _counts(event: TrainEvent | ValidationEvent) -> bool:
+    """Return True if the event's loss is finite and below LARGEST_LOSS."""
+    return event.loss is not None and abs(event.loss) < LARGEST_LOSS
 
 
 def _curves_on(
@@ -239,7 +252,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
     axes = figure.subplots()
     low, high = shown_range(chart.curves, references)
-    axes.set_xlim(left=0, right=max(curve.x[-1] for curve in chart.curves))
+    axes.set_xlim(left=0, right=1.01 * max(curve.x[-1] for curve in chart.curves))  # the last markers are whole
     axes.set_ylim(low, high)
     baseline = [curve for curve in chart.curves[MOST_NAMED:] if curve.is_baseline]
     named = [*chart.curves[: MOST_NAMED - len(baseline)], *baseline]
@@ -264,11 +277,12 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str, t
     axes.set_xlabel(AXES[chart.axis])
     axes.set_ylabel(f"{chart.kind} loss (nats per token)")
     plain = FuncFormatter(lambda x, _: f"{x:,.6f}".rstrip("0").rstrip("."))
+    axes.locator_params("x", integer=chart.axis == "steps")
     axes.xaxis.set_major_formatter(plain if chart.axis in PLAIN_AXES else EngFormatter(sep=""))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)
     highest = max(loss for curve in chart.curves for loss in curve.y)
-    cut = f"↑ cut off here: the first losses are as high as {highest:.2f}" if highest > high else ""
+    cut = f"↑ cut off here: losses as high as {highest:.2f}" if highest > high else ""
     axes.set_title(cut, loc="left", fontsize=9, color=FAINT)
     legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     for text in legend.get_texts():
@@ -288,13 +302,16 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves, unless the
-    steep first part of the curves would take more than half of the height; then it contains the curves without this
-    part. Of a band, only the lower end at the last step is sure to be in the range. The range also contains those
-    `references` (losses drawn as dotted lines) that are near the curves."""
+    """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves up to
+    PEAK_RATIO times their highest first loss, unless the steep first part of the curves would take more than half of
+    the height; then it contains the curves without this part. Of a band, only the lower end at the last step is sure to
+    be in the range. The range also contains those `references` (losses drawn as dotted lines) that are near the
+    curves."""
+    top = PEAK_RATIO * max(abs(curve.y[0]) for curve in curves)
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]
-    whole = [*settled, *(y for curve in curves for y in curve.y)]
+    whole = [y for y in (*settled, *(y for curve in curves for y in curve.y)) if y <= top]
+    settled = [y for y in settled if y <= top] or whole
     shown = whole if max(whole) - min(whole) <= CUT_RATIO * (max(settled) - min(settled)) else settled
     reach = max(max(shown) - min(shown), LEAST_REACH)
     shown = [*shown, *(loss for loss in references.values() if min(shown) - reach <= loss <= max(shown) + reach)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,27 @@ def test_losses_that_are_not_finite_and_broken_lines_are_left_out(tmp_path: Path
         assert chart_of(run, axis="steps").curves[0].x == [0, 20]
 
 
+def test_a_run_that_diverged_is_a_curve_of_its_own(tmp_path: Path) -> None:
+    """Its replicates' curve goes on to their end, and the last of its finite losses is not called its last loss."""
+    other = trained(tmp_path, "a-seed1")
+    lost = RunFolder(tmp_path, "a-seed2", {"random_seed": 2, "learning_rate": 0.001}).finish().train_to(0, 10)
+    MetricsFile(lost.directory.metrics).append(ValidationEvent(global_step=20, tokens_seen=21 * 128, loss=math.nan))
+    for baseline in (None, "a-seed2"):
+        healthy, diverged = chart_of(lost, other, baseline=baseline).curves
+        assert (healthy.run_count, diverged.label) == (1, "a-seed2, diverged after")
+        ends = [healthy.x[-1], healthy.y[-1], diverged.x[-1], diverged.y[-1]]
+        assert ends == pytest.approx([21 * 128, 3.9, 11 * 128, 4.0])
+        assert diverged.is_baseline == bool(baseline)
+
+
 @pytest.mark.parametrize(
     ("losses", "references", "low", "high"),
     [
         ([11.0, 9.0, 4.0, 3.0], {"near": 2.0}, 1.9, 4.1),  # the steep beginning is cut off
         ([4.9, 4.5, 4.0, 3.0], {}, 2.9, 5.0),  # not cut off, if the rest has half of the height
         ([5.0, 4.9, 4.5, 4.0], {"far": 2.0, "farther": 9.0}, 3.94, 5.06),
+        ([5.0, 4.9, 900.0, 4.0], {}, 3.76, 4.24),  # a peak does not stretch the range
+        ([5.0, 4.9, 900.0, 800.0], {}, 4.89, 5.01),
         ([5.0, 4.9, 4.5, 4.0], {"near": 3.2, "far": 2.0}, 3.1, 5.1),
     ],
 )
@@ -226,7 +242,7 @@ def test_the_picture_has_its_signs(tmp_path: Path, figures: list[Any]) -> None:
     write_png(chart, tmp_path / "c.png", {"far": 1.0, r"A$\frac{$": 3.5}, "a note")
     [figure] = figures
     axes = figure.axes[0]
-    assert axes.get_title(loc="left") == "↑ cut off here: the first losses are as high as 11.00"
+    assert axes.get_title(loc="left") == "↑ cut off here: losses as high as 11.00"
     legend = axes.get_legend()
     assert legend is not None
     labels = [each.get_text().strip() for each in legend.get_texts()]
