@@ -6,7 +6,6 @@ does not delay training."""
 from __future__ import annotations
 
 import io
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +23,16 @@ from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEv
 matplotlib.use("Agg")  # works on machines without a display
 
 TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
-# The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps. Losses of
-# the first steps, near ln(vocabulary), would squeeze the rest of the curve into the bottom of the chart.
+# The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps, without
+# losses of more than PEAK_RATIO times the first one. Losses of the first steps, near ln(vocabulary), or a peak above
+# them would squeeze the rest of the curve into the bottom of the chart.
 WARM_PART = 0.02
 HEADROOM = 1.08
-LABELS_IN_A_ROW = 4
+PEAK_RATIO = 1.5
+LABELS_IN_A_ROW, ROW_CHARACTERS = 4, 120  # at most, above the benchmarks; each label also needs LINE_CHARACTERS
+LINE_CHARACTERS = 9
+MOST_NAMED = 12  # benchmark tasks with a color and a label; the others are thin and gray
+COLORS = 10  # of matplotlib's lines; later tasks have dashed lines
 # Only one metric of each benchmark task is drawn: the first of these that the task has.
 ACCURACIES = ("acc_norm", "acc", "exact_match")
 
@@ -83,21 +87,30 @@ def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]
 
 
 def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
-    for label, points in lines.items():
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, linewidth=1.6, marker="o", markersize=3.5, label=label)
+    """Draw a line for each task. The legend names the first MOST_NAMED tasks; the others are gray."""
+    named, others = [*lines.items()][:MOST_NAMED], [*lines.values()][MOST_NAMED:]
+    for number, (label, points) in enumerate(named):
+        shape: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3.5, "color": f"C{number % COLORS}"}
+        axes.plot(*zip(*points, strict=True), linestyle="-" if number < COLORS else "--", label=label, **shape)
+    for number, points in enumerate(others):
+        label = f"and {len(others):,} more" if number == 0 else ""
+        axes.plot(*zip(*points, strict=True), linewidth=0.6, color="#bbbbbb", zorder=1, label=label)
     axes.set_ylabel("accuracy in benchmarks")
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-    axes.legend(frameon=False, fontsize="small", ncols=min(len(lines), LABELS_IN_A_ROW), **place)
+    widest = max(len(label) for label, _ in named) + LINE_CHARACTERS
+    columns = max(1, min(len(lines), LABELS_IN_A_ROW, ROW_CHARACTERS // widest))
+    axes.legend(frameon=False, fontsize="small", ncols=columns, **place)
 
 
 def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
     train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
-    steps = [event.global_step for event in train]
-    losses, low, high = ([getattr(event, key) for event in train] for key in ("loss", "loss_min", "loss_max"))
-    axes.fill_between(steps, low, high, color=TRAIN_COLOR, alpha=0.18, linewidth=0, label="training, min–max")
-    axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=1.4, label="training, mean")
+    steps, losses = ([getattr(event, key) for event in train] for key in ("global_step", "loss"))
+    ranges = [(each.global_step, each.loss_min, each.loss_max) for each in train if each.loss_min is not None]
+    within, low, high = zip(*ranges, strict=True) if ranges else ((), (), ())  # lines of earlier versions have none
+    axes.fill_between(within, low, high, color=TRAIN_COLOR, alpha=0.18, linewidth=0, label="training, min–max")
+    marker = "o" if len(steps) == 1 else ""  # a line of one point would not be seen
+    axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=1.4, marker=marker, label="training, mean")
     validated = [
         (event.global_step, event.loss)
         for event in events
@@ -109,16 +122,21 @@ def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
         step, loss = min(validated, key=lambda point: point[1])
         label = f"best: {loss:.3f} at step {step:,}"
         axes.plot([step], [loss], color=VALIDATION_COLOR, marker="*", markersize=13, linestyle="none", label=label)
+    with_loss = [event for event in events if isinstance(event, TrainEvent | ValidationEvent)]
+    if lost := [event.global_step for event in with_loss if event.loss is None]:
+        bottom: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "linestyle": "none", "marker": "|"}
+        axes.plot(lost, [0.02] * len(lost), color="#b00020", label="loss not finite", **bottom)
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
     points = [*zip(steps, losses, strict=True), *validated]
-    last = max((step for step, _ in points), default=0)
-    settled = [loss for step, loss in points if step >= WARM_PART * last]
-    if len(settled) > 10 and all(map(math.isfinite, settled)):
-        axes.set_ylim(top=max(settled) * HEADROOM)
-    if points:
+    first, last = (end((step for step, _ in points), default=0) for end in (min, max))
+    peak = PEAK_RATIO * max((loss for step, loss in points if step == first), default=0.0)
+    settled = [loss for step, loss in points if step >= WARM_PART * last and loss <= peak]
+    if len(settled) > 10:
+        axes.set_ylim(min([*settled, *low]) / HEADROOM, max(settled) * HEADROOM)
+    if points or lost:
         axes.legend(frameon=False)
 
 
