@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from harness.common.errors import CEILING, DIVERGED, UserError, described, say_last
 from harness.common.memory import peak_bytes
-from harness.common.messages import GIB, escape_controls
+from harness.common.messages import GIB, WIDTH, escape_controls
 from harness.common.program import program_commit, program_versions
 from harness.distributed.world import World, say
 from harness.evaluation.benchmarks.run import Score
@@ -47,6 +47,8 @@ from harness.training.startup import PreparedRun
 # because torchrun kills its processes 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
+# Numbers that a narrow terminal does not show, the first ones first.
+LEAST_IMPORTANT = ("experts", "mfu", "norm", "lr", "tps", "$", "left")
 NOT_RECORDED = ("microbatches", "skipped_in_a_row", "own_seconds")  # fields of TrainMetrics that no TrainEvent has
 
 
@@ -73,9 +75,15 @@ class Console:
             self._bar.update()
 
     def show(self, step: int, values: dict[str, str]) -> None:
-        """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}."""
+        """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}. The bar leaves out those for which the
+        terminal is too narrow, the least important first: tqdm would cut within a number."""
         numbers = " ".join(f"{name} {value}" for name, value in values.items())
         if self._bar is not None:
+            room = (self._bar.format_dict["ncols"] or WIDTH) - len(f"100%|#| {self.total}/{self.total}, ")
+            shown, dispensable = dict(values), [name for name in LEAST_IMPORTANT if name in values]
+            while len(numbers) > room and dispensable:
+                del shown[dispensable.pop(0)]
+                numbers = " ".join(f"{name} {value}" for name, value in shown.items())
             self._bar.set_postfix_str(numbers)
         elif self.visible:
             print(f"global step {step}/{self.total - 1}  {numbers}", flush=True)

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.training.reporter import Console
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish
 from tests.support.warm import FORK_PYTHONS
 
@@ -48,6 +50,28 @@ def screen(master: int) -> list[str]:
     return [line.rpartition("\r")[2] for line in text.decode().replace("\r\n", "\n").split("\n")]
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [(50, "loss left"), (66, "loss left $"), (80, "loss tps left $"), (120, "loss tps left $ norm")],
+)
+def test_the_bar_leaves_out_whole_numbers(
+    terminal: tuple[int, str], monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
+    """Without the last digits that do not fit, a number would be another one."""
+    master, name = terminal
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    values = {"loss": "3.720", "tps": "1,234,480", "left": "58:12", "$": "112.34 of 400.00", "norm": "12.31"}
+    with open(name, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        console = Console(15_999, 7_200, visible=True)
+        console.start()
+        console.show(7_200, values)
+        console.advance()
+        console.close()
+    lines = [line.partition(", ")[2] for line in screen(master) if line.strip()]
+    assert lines == [" ".join(f"{key} {values[key]}" for key in shown.split())]
+
+
 def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
     """The progress bar begins on a line below the first messages. The summary and the next commands have lines of their
     own, too."""
@@ -60,7 +84,7 @@ def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
     assert lines[1].endswith(" global steps of 64 tokens")
     (bar,) = [line for line in lines if "|" in line]
     assert len(bar) <= 80
-    assert re.match(r"100%\|.+\| 20/20, loss \d\.\d{3} tps [\d,]+ lr 0\.0004 left 00:00 \$ 0\.00 of 0\.00 ", bar), bar
+    assert re.match(r"100%\|.+\| 20/20, loss \d\.\d{3} tps [\d,]+ lr 0\.0004 left 00:00 \$ 0\.00 of 0\.00", bar), bar
     assert "global step 19: validation loss" in "\n".join(lines)
     summary = lines.index("Next:")
     assert lines[summary - 1] == ""
