@@ -26,8 +26,8 @@ def render(
     baseline: str | None = None,
     made: str = "",
 ) -> str:
-    """Return the page's HTML. It has one chart for each quantity in AXES (such as tokens or hours), unless some of the
-    curves cannot be drawn over that quantity. Escapes all text from files, because names of runs may come from other
+    """Return the page's HTML. It has one chart for each quantity in AXES (such as tokens or hours) over which a curve
+    can be drawn. Escapes all text from files, because names of runs may come from other
     people. `references` are losses by label, drawn as lines. `made` is a text with the time and the command that made
     the page."""
     environment = Environment(
@@ -40,7 +40,7 @@ def render(
         keep_trailing_newline=True,
     )
     charts = charts_of(table.records, [*AXES], baseline)
-    drawn = [chart for chart in charts if chart.curves and len(chart.curves) == len(charts[0].curves)]
+    drawn = [chart for chart in charts if chart.curves]
     alike = [column for column in table.columns if column.is_alike]
     columns = sorted((column for column in table.columns if column not in alike), key=lambda each: _rank(each, table))
     return environment.get_template(TEMPLATE).render(
@@ -54,7 +54,7 @@ def render(
             *(f"{column.title}: measured on {column.about}" for column in columns if column.about),
             *(problem for record in table.records for problem in record.problems),
             *fits(table),
-            *dict.fromkeys(problem for chart in (charts[0], *drawn) for problem in chart.problems),
+            *dict.fromkeys(problem for chart in charts for problem in chart.problems),
         ],
         charts=[(chart.kind, AXES[chart.axis], Markup(svg(chart, references))) for chart in drawn],
         chart_note=chart_note(comparison, charts[0]),

@@ -99,11 +99,14 @@ def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None
 
 
 def test_a_replicate_without_a_price_is_named(tmp_path: Path) -> None:
-    """The curve over dollars is drawn without the replicate, and a remark says so."""
+    """The curve over dollars is drawn without the replicate, and a remark says so. It is also drawn if another curve
+    has no place on this axis."""
     runs = [
         RunFolder(tmp_path, f"a-seed{seed}", {"random_seed": seed, "price_per_hour": price}).finish().train_to(0, 10)
         for seed, price in ((1, 36.0), (2, None))
     ]
     page = render(RunsTable.of([RunRecord.read(run.directory) for run in runs]), None, {})
+    runs += [RunFolder(tmp_path, "b", {"learning_rate": 0.1, "price_per_hour": None}).finish().train_to(0, 10)]
+    assert render(RunsTable.of([RunRecord.read(run.directory) for run in runs]), None, {}).count("<svg") == 5
     assert page.count("<svg") == 5
     assert "a-seed2: train.json has no &#34;price_per_hour&#34;, so its losses cannot be drawn over dollars" in page
