@@ -59,6 +59,7 @@ def _colors(values: np.ndarray) -> ScalarMappable:
 def _write_reason(axes: Axes, reason: str, y: float) -> None:
     text = "\n".join(textwrap.wrap(reason, REASON_WIDTH))
     axes.text(0.5, y, text, transform=axes.transAxes, ha="center", va="center", fontsize="small", color="0.35")
+    axes.margins(y=0.3)  # room for the text above the points
 
 
 def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None:
@@ -121,7 +122,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     fitted law. If neither gives anything to draw, write the reason why the profiles do not."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     title = f"Best {'size' if quantity == 'parameters' else 'number of tokens'}"
-    axes.set(xscale="log", yscale="log", title=title, xlabel="FLOPs", ylabel=quantity)
+    axes.set(xscale="log", yscale="log", xlim=along[[0, -1]], title=title, xlabel="FLOPs", ylabel=quantity)
     _mark(axes.xaxis, along, power)
     _mark(axes.yaxis, getattr(analysis.points, quantity), short)
     reason = isoflop
@@ -158,17 +159,17 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     """Draw the losses of all points over FLOPs, the law's loss at the best size for each number of FLOPs, and the
     predictions. Without a law, write the reason in place of the last two."""
-    points, law, cost = analysis.points, analysis.law, analysis.cost
-    axes.set(xscale="log", title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
+    points, law, cost, along = analysis.points, analysis.law, analysis.cost, _along(analysis, predictions=True)
+    axes.set(xscale="log", xlim=along[[0, -1]], title="Loss over FLOPs", xlabel="FLOPs", ylabel="loss (nats per token)")
     colors = _colors(points.parameters)
     axes.scatter(points.flops, points.loss, c=colors.to_rgba(points.parameters), s=14)
-    bar = axes.figure.colorbar(colors, ax=axes, label="parameters", pad=0.01)
-    _mark(bar.ax.yaxis, points.parameters, short)
+    if np.ptp(points.parameters) > 0:
+        bar = axes.figure.colorbar(colors, ax=axes, label="parameters", pad=0.01)
+        _mark(bar.ax.yaxis, points.parameters, short)
     _mark(axes.xaxis, points.flops, power)
     if isinstance(law, Inconclusive):
         _write_reason(axes, f"the law is {law}", y=0.9)
         return
-    along = _along(analysis, predictions=True)
     best = np.array([law.law.best_size(flops, cost) for flops in along])
     axes.plot(along, law.law.loss(best, cost.tokens(along, best)), "--", color=LAW_COLOR, label="law, best size")
     label = "predicted, 95% interval"

@@ -184,6 +184,23 @@ def test_a_run_on_other_text_is_not_predicted(tmp_path: Path, file: str, changed
     assert "give --predict parameters=NUMBER,tokens=NUMBER instead" in done.stderr
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rows", "axes"),
+    [
+        ([f"{n}e8,1e19,{3 + (n - 3) ** 2 / 50}" for n in range(1, 8)], 3),
+        ([f"1e8,{n}e18,{4 - n / 10}" for n in range(1, 8)], 2),
+    ],
+    ids=["one number of FLOPs", "one size"],
+)
+def test_points_that_are_alike_are_drawn_without_a_warning(tmp_path: Path, rows: list[str], axes: int) -> None:
+    """Sizes have two axes, and a color scale if there are several."""
+    points, chart = tmp_path / "points.csv", tmp_path / "c.svg"
+    points.write_text("\n".join(["parameters,flops,loss", *rows]))
+    fit("--points", str(points), "--resamples", "100", "--chart", str(chart))
+    assert chart.read_text().count(">parameters</text>") == axes
+
+
 def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str, tmp_path: Path) -> None:
     run = Path(shutil.copytree(SHIPPED_RUNS / "test", tmp_path / "experts"))
     model = json.loads((run / "model.json").read_text()) | {"moe": {"num_experts": 4, "num_active_experts": 2}}
