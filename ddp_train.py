@@ -134,9 +134,10 @@ class Trainer:
             self.checkpointer.finish()
             self.reporter.stopped(request.reason, state)
             end_for_good(request.exit_status)
-            EXIT.has_own_reason = True  # so that the watchdog does not end the upload because other ranks are silent
             # All ranks wait for the upload, because torchrun ends all of them once the first one has exited. A torchrun
-            # that was asked to stop kills its ranks half a minute later, which is no failure, since all is saved.
+            # that was asked to stop kills its ranks half a minute later. This is no failure, since all is saved, and no
+            # reason for the watchdogs on rank 0's machine to end the upload.
+            EXIT.has_own_reason = self.world.rank == self.world.local_rank
             with suppress(PeerError):
                 self.world.on_rank0(self.prepared.uploads.finish)
             raise

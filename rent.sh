@@ -65,13 +65,18 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
-# Send to the mirror what a training that failed or was killed has left here, then run COMMAND.
+# Send to the mirror what a training that failed or was killed has left here, for an hour at most, then run COMMAND.
+# A signal ends the push, but not this function.
 end_rental() {
     trap "" PIPE # the output may have no reader
-    trap : TERM INT HUP # end a push, but not this function
-    [ "$status" != 137 ] || sleep 15 # ranks whose launcher was killed save a checkpoint
+    trap : TERM INT HUP
+    [ "$status" != 137 ] || sleep 15 || true # ranks whose launcher was killed save a checkpoint
     if [ "$status" != 0 ] && [ -n "$mirror" ]; then
-        timeout 3600 uv run mirror.py push "$run" "$mirror" "${where[@]}" || true
+        # 2: refused, for example because another machine has the run
+        timeout 3600 sh -c 'until uv run mirror.py push "$@" || [ "$?" = 2 ]; do sleep 30; done' \
+            push "$run" "$mirror" "${where[@]}" &
+        trap 'kill -TERM "$!"' TERM INT HUP
+        wait "$!" || true
     fi
     sh -c "$on_end"
 }

@@ -215,7 +215,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         order = experiment.window_order(split_tokens)
         remark = None if meta else _unused_vocabulary(model, data)
     else:
-        if meta is not None:  # before the download of a dataset that training would refuse
+        # Before the download of a dataset that training would refuse. The notebook's program records no train.json.
+        if meta is not None and meta.train:
             check_fixed_keys(meta, experiment.run.checkpoints, config.model_dump(mode="json"))
         missing = next(name for name in config.dataset_weights if not is_present(folder, name, experiment.splits))
         hint = did_you_mean(folder, missing) or ", so the plan is not checked against its tokens"

@@ -131,20 +131,31 @@ def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: in
 
 @pytest.mark.parametrize("status", [1, 137])
 def test_what_a_failed_training_has_left_is_sent_before_the_rental_ends(shop: Workshop, status: int) -> None:
-    uv = f'#!/bin/sh\necho "$2 $3" >> {shop.path}/calls\nif [ "$2" = ddp_train.py ]; then exit {status}; fi\n'
-    (shop.path / "bin" / "uv").write_text(uv)
-    (shop.path / "bin" / "sleep").write_text(f'#!/bin/sh\necho "sleep $1" >> {shop.path}/calls\n')
+    """The first push fails, and so does the wait for the ranks of a killed launcher, as if by Ctrl-C."""
+    calls = shop.path / "calls"
+    lines = ["#!/bin/sh", f'echo "$2 $3" >> {calls}', f'if [ "$2" = ddp_train.py ]; then exit {status}; fi']
+    lines += [f'if [ "$3" = push ]; then [ -e {calls}.pushed ] || {{ touch {calls}.pushed; exit 1; }}; fi']
+    (shop.path / "bin" / "uv").write_text("\n".join(lines) + "\n")
+    (shop.path / "bin" / "sleep").write_text(f'#!/bin/sh\necho "sleep $1" >> {calls}\n[ "$1" != 15 ] || exit 130\n')
     (shop.path / "bin" / "sleep").chmod(0o755)
-    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {shop.path}/calls"]
+    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
     finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=status, timeout=60)
-    wait = ["sleep 15"] if status == 137 else []  # for the ranks' last checkpoint
-    assert (shop.path / "calls").read_text().splitlines() == [
-        "mirror.py list",
-        "ddp_train.py r",
-        *wait,
-        "mirror.py push",
-        "end",
-    ]
+    expected = ["mirror.py list", "ddp_train.py r", *(["sleep 15"] if status == 137 else [])]
+    expected += ["mirror.py push", "sleep 30", "mirror.py push", "end"]
+    assert calls.read_text().splitlines() == expected
+
+
+def test_a_signal_ends_a_push_and_the_rental(shop: Workshop) -> None:
+    calls = shop.path / "calls"
+    lines = ["#!/bin/sh", f'echo "$2 $3" >> {calls}', 'if [ "$2" = ddp_train.py ]; then exit 1; fi']
+    lines += ['if [ "$3" = push ]; then exec sleep 100; fi']
+    (shop.path / "bin" / "uv").write_text("\n".join(lines) + "\n")
+    given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
+    process = rent(shop, "r", "--skip", "setup,check,plan", *given)
+    wait_until(lambda: calls.exists() and "push" in calls.read_text(), process)
+    process.terminate()
+    finish([process], expect=1, timeout=60)
+    assert calls.read_text().splitlines()[-1] == "end"
 
 
 def test_the_check_trains_with_the_microbatch_that_fits(shop: Workshop) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
-from tests.support.launch import ROOT, Result, Workshop
+from tests.support.launch import ROOT, Result, Workshop, wait_until
 from tests.support.same_end import assert_same_end
 from tests.support.two_hosts import Host, Pair, two_hosts, wait_for
 from tests.support.warm import WarmProcess
@@ -244,6 +244,20 @@ def test_a_long_upload_after_a_stop(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     assert ends[0].stdout.count("starting 2 processes") == 1
     newest = (run / "checkpoints" / "latest").resolve().name
     assert (pair.first.shop.path / "store" / "slow" / "checkpoints" / newest / "meta.json").exists(), ends
+
+
+def test_a_node_that_vanishes_in_its_last_upload(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "training", lambda host, name: [str(host.work / "slow.py"), *training(host, name)[1:]])
+    for host in pair.hosts:
+        (host.shop.path / "slow.py").write_text(SLOW_UPLOAD)
+    run = add_run(pair, "vanished", min_train_tokens=128 * 400, mirror=f"file://{pair.first.work}/store")
+    processes = pair.torchrun(run.name, "--shutdown-timeout=100")
+    await_step(run, 20, processes)
+    processes[0].terminate()
+    wait_until(lambda: len(list((run / "checkpoints").glob("2*"))) > 1, processes[0])
+    time.sleep(2)
+    pair.first.crash()
+    assert wait_for(processes, timeout=END_SECONDS)[1].status != 0
 
 
 @pytest.mark.fault("two nodes whose files differ", "refused with the file, the difference and both hosts named")
