@@ -138,7 +138,11 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
             there = reported.layout
             if (there.microbatch_size, there.context_length) == (config.microbatch_size, model.context_length):
                 layout = there
-        tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
+        recorded = summary.budget if summary else None
+        if recorded and getattr(config, recorded.key) == recorded.value:
+            tokens: int | None = recorded.tokens
+        else:
+            tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
     except UserError as error:
         return Inconclusive(str(error))
     tokens = tokens or (summary.tokens_seen if summary else None)

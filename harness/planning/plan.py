@@ -389,7 +389,9 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     rows.append(("checkpoints", f"{plan.checkpoints():,} ({disk})"))
     needed = None if speed.tokens_per_second is None else sum(plan.seconds(speed).values())
-    for key, left in config.ceilings(plan.seconds_before, plan.dollars_before).items():
+    price, _ = plan.price(speed)  # of the machine that the plan is for
+    at_price = config if price is None else config.model_copy(update={"price_per_hour": price})
+    for key, left in at_price.ceilings(plan.seconds_before, plan.dollars_before).items():
         reached = f"{key} is reached; raise it to continue training"
         said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else reached
         early = needed is not None and 0 < left < needed

@@ -116,6 +116,11 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     summary = {"world_size": 2, "microbatch_size": 2, "accumulation_steps": 2, "device": "CPU", "tokens_seen": 640}
     run.summary.write_text(json.dumps(summary))
     assert text_of(run).startswith("r on other machines: 640 tokens in global batches of 8 sequences.")
+    # The run began with more ranks, whose larger batches its steps were counted in.
+    shop.add_run(min_train_tokens=None, train_steps=10)
+    budget = {"key": "train_steps", "value": 10, "tokens": 2560}
+    run.summary.write_text(json.dumps(summary | {"tokens_seen": 2560, "budget": budget}))
+    assert text_of(run).startswith("r on other machines: 2,560 tokens in global batches of 8 sequences.")
     meant = RunDirectory(shop.add_run("8xa100m40-mine", min_train_tokens=64 * 8))
     assert text_of(meant).startswith("8xa100m40-mine on other machines: 512 tokens in global batches of 32 sequences.")
 

@@ -244,6 +244,13 @@ def test_dollars_are_not_those_of_another_machine(tmp_path: Path, price: float, 
     assert said in rows(where, "8xh100m80", assume_device=device)["cost"]
 
 
+def test_a_ceiling_counts_at_the_price_of_the_planned_machine(tmp_path: Path) -> None:
+    where = shipped(tmp_path, "8xa100m40", max_dollars=5.0)
+    found = rows(where, "8xa100m40", assume_device="H100")
+    assert dollars(found)[2] > 5
+    assert found["ceiling"].startswith("max_dollars 5: 0.21 h left; the run would stop there, before its end")
+
+
 # Estimated speeds. Tokens per second of eight GPUs, as --plan rounds them; the notebook measured 234,480 to 778,107.
 ESTIMATED = {
     "8xa100m40": ("A100 40GB", 1_270_000),
