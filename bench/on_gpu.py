@@ -136,7 +136,7 @@ def main(stages: tuple[str, ...], out: Path | None, seconds: float, tiny: bool, 
     with tempfile.TemporaryDirectory(prefix="on_gpu-", dir=out.parent, ignore_cleanup_errors=True) as work:
         bench = Workbench(runs_dir.resolve(), Path(work), out, tiny)
         here = gpu_names()
-        if here and bench.device not in ("", here[0]):
+        if here and bench.device and not any(map(bench.device.startswith, here)):  # torch adds a MIG slice's size
             raise click.UsageError(f"{out} has the results of {bench.device}, not of {here[0]}; give another --out")
         done = [row["stage"] for row in bench.rows() if row["table"] == "stages" and row["status"] == 0]
         wanted = [*(stages or [each for each in LIMIT_SECONDS if each not in done])]

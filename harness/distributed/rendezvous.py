@@ -71,9 +71,11 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # NCCL's own monitor would otherwise abort after 480 s, before the watchdog, with pages of C++ stack frames.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-    # Launchers start all ranks at the same time, after torchrun's agents on all machines have met. A rank that does not
-    # come has been refused or lost, perhaps with its machine. Without a launcher, people may start ranks by hand.
-    patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if is_launched() else timeout
+    # torchrun starts all ranks at the same time, after its agents on all machines have met. A rank that does not come
+    # has been refused or lost, perhaps with its machine, whose launcher cannot end the ranks here. Without a launcher,
+    # people may start ranks by hand.
+    has_other_launchers = here.world_size != here.local_world_size and is_launched()
+    patience = timedelta(seconds=timeout_seconds + STARTING_SECONDS) if has_other_launchers else timeout
     text = (
         f"rank {here.rank} of {here.world_size} waits for the other {here.world_size - 1} at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -82,14 +84,14 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[A
         text += "; for a single process: unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
     timer = threading.Timer(WAITING_SECONDS, tell, (text,))
     timer.daemon = True
-    if here.world_size != here.local_world_size or not is_launched():  # else the launcher ends all ranks if one fails
+    if not is_launched() or (has_other_launchers and here.local_rank == 0):
         timer.start()
     with connection_errors_as_peer_errors():  # the store is in torchrun's process, which may be killed meanwhile
         try:
             store = _open_store(patience)
             restart_id = agree_on_restart_id(store, here.rank, here.world_size, patience.total_seconds())
         except RunError as error:
-            if is_launched():
+            if has_other_launchers:
                 end_for_good(error.exit_status)
             raise
         finally:

@@ -271,7 +271,8 @@ def fetch_results(run: RunDirectory, mirror: Mirror, files: dict[str, int]) -> N
 
     def is_old(file: str) -> bool:
         checkpoint = CHECKPOINT_NAME.search(file)  # a measurement's file name contains this
-        return f"{RESULTS_ASIDE}/{file}" in files or (checkpoint is not None and _is_set_aside(files, checkpoint[0]))
+        is_moved = f"{RESULTS_ASIDE}/{file}" in files and f"results/{file}" not in files
+        return is_moved or (checkpoint is not None and _is_set_aside(files, checkpoint[0]))
 
     if old := [path for path in run.results.glob("*") if is_old(path.name)]:
         folder = run.new_aside() / run.results.name

@@ -18,6 +18,7 @@ from harness.mirror.store import Mirror, open_mirror
 from harness.mirror.upload import Uploads
 from harness.model.tensor_names import META
 from harness.planning.experiment import Experiment
+from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, ValidationEvent, parse_event, rough_duration
@@ -52,8 +53,7 @@ def _training(mirror: Mirror, files: dict[str, int]) -> str:
 def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Path:
     """Fetch a run into `runs_dir` and return its folder. Without `with_weights`, no checkpoint is fetched. model.json,
     train.json, results and compiled code are not replaced if they are there. Summary, chart and metrics are replaced
-    unless the run here is further than the mirror's or is being trained. If there is a checkpoint here, metrics are
-    replaced only by longer ones that begin with them; a note says if the mirror's are others.
+    unless the run here is further than the mirror's or is being trained; for metrics, see `_may_replace_metrics`.
 
     Raises UserError as `open_mirror` does, if there is no such run, or if the run here is another experiment or is the
     mirror itself. With weights, also raises UserError if another process uses the run, or as `bring` does. Raises
@@ -88,14 +88,18 @@ def fetch_run(url: str, name: str, runs_dir: Path, *, with_weights: bool) -> Pat
 
 
 def _may_replace_metrics(run: RunDirectory, content: bytes) -> bool:
-    """Return True if the mirror's metrics may replace the run's: there is no checkpoint here, or `content` begins with
-    the metrics here. If neither begins with the other, print a note that those here are kept."""
-    here = run.metrics.read_bytes() if run.metrics.exists() else b""
-    if content.startswith(here) or not list_checkpoints(run.checkpoints):
+    """Return True if the mirror's metrics may replace the run's: if there is no checkpoint here, or if `content` begins
+    with the metrics here up to the newest checkpoint, where training would continue. Otherwise those here are kept.
+    Prints a note if they are others. Raises UserError if the checkpoint's meta.json cannot be read."""
+    here, checkpoints = run.metrics.read_bytes() if run.metrics.exists() else b"", list_checkpoints(run.checkpoints)
+    if not checkpoints:
         return True
-    if not here.startswith(content):
+    if here.startswith(content):
+        return False
+    if not content.startswith(here[: read_meta(checkpoints[-1][1]).metrics_bytes]):
         tell(f"note: {run.metrics}: kept, because the mirror's metrics do not begin with its lines")
-    return False
+        return False
+    return True
 
 
 def _files_of(mirror: Mirror) -> dict[str, int]:

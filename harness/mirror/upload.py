@@ -256,8 +256,8 @@ class Uploads:
     def _set_aside(self, there: dict[str, int]) -> None:
         """Rename the meta.json of checkpoints later than the step that this process continues from, so that no machine
         continues from them: the run was set back to an earlier step, or they are damaged. Their other files stay. Then
-        move measurements after that step to RESULTS_ASIDE, and delete summary and chart, if the run has them no more.
-        Removes these files from `there`, the sizes of the mirror's files."""
+        move measurements after that step to RESULTS_ASIDE, and delete summary and chart, each if the run's folder no
+        longer has it. Removes these files from `there`, the sizes of the mirror's files."""
         stale: set[str] = set()
         for name in names_in(there):
             if step_of(name) > self.start_step and f"checkpoints/{name}/{META}" in there:

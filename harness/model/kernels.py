@@ -188,7 +188,7 @@ def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
 
     FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
     multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention). Before Ampere
-    (compute capability 8.0) it does not run.
+    (compute capability 8.0) it does not run, and no note is needed.
     """
     share = 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
     if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):

@@ -2,8 +2,8 @@
 
 The estimate adds up the tensors that exist while the loss is computed, which is when a compiled step in bf16 has its
 peak. With activation checkpointing, the peak may be in a block's backward pass instead, and with a small microbatch in
-the optimizer's update, when all gradients exist. The tensors that the backward
-pass of a block needs are listed in `block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
+the optimizer's update, when all gradients exist. The tensors that the backward pass of a block needs are listed in
+`block_bytes`. docs/LOG.md compares the estimate with torch's allocator.
 """
 
 from __future__ import annotations

@@ -336,6 +336,8 @@ def describe_plan(
         rows.append(("budget", plan.budget.describe()))
     if not plan.is_continued:
         rows.append(("starts from", str(plan.experiment.initial_weights or "new weights")))
+    elif plan.position is None:
+        rows.append(("starts from", "its checkpoint"))
     if mirrored:
         newer = f"would continue from {mirrored.checkpoint} there" if mirrored.meta else "no newer checkpoint there"
         rows.append(("mirror", f"{mirrored.name}: {newer}"))

@@ -110,10 +110,13 @@ def test_fetch_keeps_the_files_of_a_run_that_is_further_here(
 
 
 def test_fetch_without_weights_brings_the_rest_of_the_metrics(tmp_path: Path) -> None:
-    """A checkpoint of an earlier step is here. Metrics that do not begin as those in the mirror stay, with a note."""
+    """A checkpoint of an earlier step is here, and a line that followed it on a machine that was lost, which the next
+    machine has written anew. Metrics that do not begin as those in the mirror stay, with a note."""
     away, here = add_machine(tmp_path, "away", **STOP), at_home(tmp_path)
     away.train_here()
     here.script("mirror.py", "fetch", url(away), "r")
+    with (here.runs / "r" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics(away.runs / "r")[-1] | {"seconds": 1e6}) + "\n")
     away.add_run(**SETTINGS, mirror=url(away))
     away.train_here()
     assert "note" not in here.script("mirror.py", "fetch", url(away), "r", "--without-weights").stderr
