@@ -135,9 +135,9 @@ def main(stages: tuple[str, ...], out: Path | None, seconds: float, tiny: bool, 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="on_gpu-", dir=out.parent, ignore_cleanup_errors=True) as work:
         bench = Workbench(runs_dir.resolve(), Path(work), out, tiny)
-        here = gpu_names()
-        if here and bench.device and not any(map(bench.device.startswith, here)):  # torch adds a MIG slice's size
-            raise click.UsageError(f"{out} has the results of {bench.device}, not of {here[0]}; give another --out")
+        here, measured = gpu_names(), bench.device.split(" MIG ")[0]  # the driver does not name the part of a GPU
+        if here and measured not in ("", *here):
+            raise click.UsageError(f"{out} has the results of {measured}, not of {here[0]}; give another --out")
         done = [row["stage"] for row in bench.rows() if row["table"] == "stages" and row["status"] == 0]
         wanted = [*(stages or [each for each in LIMIT_SECONDS if each not in done])]
         if not bench.device and "machine" not in wanted:  # which shipped runs are trained depends on the GPU

@@ -184,18 +184,42 @@ def test_a_stage_that_fails_or_is_late(bench: Workbench) -> None:
     assert start(bench, "nonsense").wait(PATIENCE_SECONDS) == 2
 
 
-def test_results_of_another_gpu_are_not_taken_for_this_ones(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.add("machine", device="NVIDIA A100-SXM4-40GB")
+def repeat_finished(bench: Workbench, monkeypatch: pytest.MonkeyPatch, *, measured: str, driver: list[str]) -> None:
+    """Call the command, with the GPUs that the driver names, when all stages have succeeded on the GPU `measured`.
+    Assert that no row changes."""
+    bench.add("machine", device=measured)
     for stage in LIMIT_SECONDS:
         replace(bench, stage=stage).add("stages", status=0, seconds=1.0)
     before, handler = bench.rows(), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(on_gpu, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    monkeypatch.setattr(on_gpu, "gpu_names", lambda: driver)
     try:
-        with pytest.raises(click.UsageError, match=r"has the results of NVIDIA A100-SXM4-40GB, not of NVIDIA H100"):
-            main.main(["--out", str(bench.out)], standalone_mode=False)
+        main.main(["--out", str(bench.out)], standalone_mode=False)
     finally:
         signal.signal(signal.SIGTERM, handler)
-    assert bench.rows() == before
+        assert bench.rows() == before
+
+
+@pytest.mark.parametrize("here", ["NVIDIA H100 80GB HBM3", "NVIDIA A10"])
+def test_results_of_another_gpu_are_not_taken_for_this_ones(
+    here: str, bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(click.UsageError, match=f"has the results of NVIDIA A100-SXM4-40GB, not of {here}"):
+        repeat_finished(bench, monkeypatch, measured="NVIDIA A100-SXM4-40GB", driver=[here])
+
+
+@pytest.mark.parametrize(
+    ("measured", "driver"),
+    [
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", ["NVIDIA A100-SXM4-40GB"]),
+        ("NVIDIA H200", ["NVIDIA L4", "NVIDIA H200"]),
+    ],
+)
+def test_results_of_a_part_or_the_second_of_the_gpus_are_this_machines(
+    measured: str, driver: list[str], bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch, but not the driver, names the part of a GPU (MIG), and may count the fastest GPU first."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        repeat_finished(bench, monkeypatch, measured=measured, driver=driver)
 
 
 @pytest.mark.parametrize(
