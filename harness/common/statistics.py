@@ -10,13 +10,14 @@ import numpy as np
 
 RESAMPLES = 10_000
 RESAMPLES_AT_ONCE = 200
+FEW = 5  # values, which may be equal by chance
 HIGH_END = 0.975  # quantile at the high end of a 95 % interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Value with the interval that holds the middle 95 % of its bootstrap resamples (Efron & Tibshirani 1993, An
-    Introduction to the Bootstrap, section 13.3)."""
+    """Value with its 95 % interval from bootstrap resamples: the middle 95 % of them (Efron & Tibshirani 1993, An
+    Introduction to the Bootstrap, section 13.3), or that of `estimate_of_mean`."""
 
     value: float
     low: float
@@ -60,14 +61,14 @@ def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
 
 
 def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds: tuple[float, float]) -> Estimate:
-    """Return the mean of `count` values with its interval, from the means of its resamples. Each end of the bootstrap's
-    interval, which is too narrow for few values, is moved away from the mean by the factor by which an interval of
-    Student's t is wider than a normal distribution's with the resamples' variance (Hesterberg 2015, The American
-    Statistician 69:371). `bounds` are the smallest and the largest possible mean: the interval is within them, and
-    consists of them if there is only one value."""
+    """Return the mean of `count` values with its 95 % interval, from the means of its resamples. The bootstrap's
+    interval is too narrow for few values. So the distance of each end from the mean is multiplied by the ratio of the
+    quantiles of Student's t and of a normal distribution, and by sqrt(count / (count - 1)) (Hesterberg 2015, The
+    American Statistician 69:371). The interval is cut at `bounds`, the smallest and the largest possible mean. A single
+    value, and fewer than FEW values that are all equal, give all that lies between them."""
     from scipy import special
 
-    if count < 2:
+    if count < 2 or (count < FEW and np.ptp(resampled) == 0):
         return Estimate(float(value), *bounds)
     student, normal = special.stdtrit(count - 1, HIGH_END), special.ndtri(HIGH_END)
     wider = student / normal * math.sqrt(count / (count - 1))

@@ -72,8 +72,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     their losses on one text. One of the `records` is that of the run `baseline`.
 
     Uses test losses if the baseline's arm and at least one other arm have test losses on the same text. Of several such
-    texts, uses the one with the most runs; notes have the verdicts on others with as many runs. Otherwise uses the last
-    validation losses in the same way. If there is no such text, or if the baseline has not finished, the result has no
+    texts, uses the one with the most runs; notes have the verdicts on the others. Otherwise uses the last validation
+    losses in the same way. If there is no such text, or if the baseline has not finished, the result has no
     verdicts, and its `title` gives the reason.
     """
     arms = find_arms(records, baseline)
@@ -94,18 +94,17 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
             usable = {
                 basis: compared for basis, compared in arms_by_basis.items() if own in compared and len({*compared}) > 1
             }
-            most = max(map(len, usable.values()), default=0)
             found = [
                 _compare(own, arms, loss, basis, values, records)
-                for basis, compared in usable.items()
-                if len(compared) == most
+                for basis in sorted(usable, key=lambda basis: -len(usable[basis]))
             ]
             if found:
                 first, *others = found
                 sentences = [
                     f"{other.title} {'; '.join(verdict.sentence for verdict in other.verdicts)}" for other in others
                 ]
-                return replace(first, notes=[*sentences, *first.notes])
+                more = [note for other in others for note in other.notes if note not in first.notes]
+                return replace(first, notes=[*sentences, *first.notes, *more])
         reason = "no other arm has a test loss or validation loss on the same text; test_loss.py measures test losses"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -82,9 +82,10 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         first_runs.setdefault(shared, []).append(counted[0])
     named = _named(arms, {record.name for record in records}, baseline)
     diverged = _diverged(records, named)
-    for names in diverged.values():  # the verdict on their arm names them
+    for names in diverged.values():
         unfinished["diverged"] = [name for name in unfinished["diverged"] if name not in names]
-    notes = [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items() if names]
+    notes = [f"{abbreviated(names)}: diverged, so {arm} is not called better" for arm, names in diverged.items()]
+    notes += [f"{abbreviated(names)}: {word}, and so in no comparison" for word, names in unfinished.items() if names]
     notes += unknown + repeated
     for firsts in (firsts for firsts in first_runs.values() if len(firsts) > 1):
         facts = {**SURROUNDINGS, "precision": "precision", "attention": "attention"}
@@ -104,10 +105,20 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 def _diverged(records: Sequence[RunRecord], arms: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
     """Return the names of the runs that have diverged and would belong to an arm if they had not, by the arm's name."""
-    settings = {record.name: settings_of(record, at_end=False) for record in records}
-    lost = [record.name for record in records if record.state.word == "diverged"]
-    found = {arm: tuple(name for name in lost if settings[name] == settings[runs[0]]) for arm, runs in arms.items()}
-    return {arm: names for arm, names in found.items() if names and isinstance(settings[names[0]], tuple)}
+    by_name = {record.name: record for record in records}
+    found: dict[str, tuple[str, ...]] = {}
+    for record in records:
+        if record.state.word != "diverged" or record.meta is None:
+            continue
+        lost = replace(record, train=record.meta.train or record.train)  # train.json may have been edited since
+        settings = settings_of(lost, at_end=False)
+        for arm, runs in arms.items():
+            others = [by_name[name] for name in runs]
+            is_alike = isinstance(settings, tuple) and settings == settings_of(others[0], at_end=False)
+            precisions = {each.recorded("precision") for each in (lost, *others)} - {None}
+            if is_alike and len(precisions) < 2 and seeds_of(lost) not in map(seeds_of, others):
+                found[arm] = (*found.get(arm, ()), record.name)
+    return found
 
 
 def seeds_of(record: RunRecord) -> dict[str, Any]:

@@ -320,11 +320,14 @@ def _measurements(
     """
     best_step = record.summary.best_step if record.summary else None
     steps = record.summary.global_steps if record.summary else None
+    # Checkpoints of an earlier fetch are not the finished run's best and latest.
+    is_old = steps is not None and record.latest is not None and not record.latest.endswith(f"-iteration-{steps - 1}")
 
     def is_at(weights: MeasuredWeights, link: str | None, step: int | None, *, recorded: bool) -> bool:
-        """Return True if `link` leads to these weights. If the checkpoints are on another machine (`link` is None), the
-        step decides. If it is not known either, the state at the time of the measurement is returned."""
-        if link is not None:
+        """Return True if `link` leads to these weights. If the checkpoints are on another machine (`link` is None) or
+        older than the summary, the step decides. If it is not known either, returns the state at the time of the
+        measurement."""
+        if link is not None and not is_old:
             return weights.checkpoint == link
         return recorded if step is None or weights.global_step is None else weights.global_step == step
 
@@ -413,8 +416,8 @@ def judging_basis(result: InstructionResult) -> Basis:
     the judge, its URL, the prompt, questions, questions without a score and number of repeats must be the same."""
     missing = tuple(number for number, score in enumerate(result.scores, start=1) if score is None)
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, missing, result.repeats)
-    some = f" without {abbreviated([str(number) for number in missing])}" if missing else ""
-    words = f"{result.questions} questions{some} ({result.questions_sha256[:8]}), judge {result.judge}"
+    some = f" without a score for {abbreviated([str(number) for number in missing])}" if missing else ""
+    words = f"{result.questions} questions ({result.questions_sha256[:8]}){some}, judge {result.judge}"
     if len(result.judged_with) > 1:
         names = ", ".join(result.judged_with)
         return Basis(("judging", *identity, result.judging), f"{words}, judged together: {names}")

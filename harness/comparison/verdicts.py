@@ -35,7 +35,7 @@ class Arm:
     All arms of a comparison are measured on the same text. `windows` has an array for each run: the loss of each window
     (sequence of context length) of the text, [windows]. It is None if these losses are missing for a run. `names` has
     the names of the runs, if they are known; only messages use them. `diverged` has the names of further runs of the
-    arm, which have diverged before their end. Without them the arm would look better than it is."""
+    arm, which have diverged before their end. Without them the arm looks better than it is."""
 
     name: str
     losses: Sequence[float]
@@ -49,12 +49,10 @@ class Arm:
 
     @property
     def flaw(self) -> str:
-        """Reason why the arm cannot be compared: it has no run, a run that has diverged, or a run whose loss is not
-        finite. Empty if the arm can be compared."""
+        """Reason why the arm cannot be compared: it has no run, or a run whose loss is not finite. Empty if the arm can
+        be compared."""
         if not self.losses:
             return f"{self.name} has no run with this loss"
-        if self.diverged:
-            return f"{abbreviated(self.diverged)} diverged"
         if np.isfinite(self.losses).all():
             return ""
         lost = [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
@@ -126,8 +124,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
       the true difference in 65 % of experiments if the other arm has 3 runs, and in 40 % if it has 20.
     - No arm has replicates, or the losses of replicates are exactly equal: inconclusive. `difference.text` still has
       the interval of the difference that these trained models would have on other text, if text noise is known.
-    - The arm or the baseline has no run, a run that has diverged, or a loss that is not finite: inconclusive, and
-      `difference` is None.
+    - The arm or the baseline has no run, or a loss that is not finite: inconclusive, and `difference` is None.
+    - The better one of the two has a seed that diverged: inconclusive, because its other seeds look better than it is.
 
     With 3 to 5 runs per arm, 93.4 to 96.5 % of the 95 % intervals contain the true difference, for normal losses whose
     standard deviations differ by up to a factor of 4. With 2 runs in an arm, 88 to 98 % of them do (88 % with 20 runs
@@ -144,7 +142,12 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     for index, (arm, difference) in enumerate(zip(arms, differences, strict=True)):
         if isinstance(difference, Difference) and isinstance(difference.total, LossEstimate):
             adjusted_p, alpha = corrected[index]
-            verdicts.append(_tested(baseline, arm, difference, difference.total, len(corrected), adjusted_p, alpha))
+            verdict = _tested(baseline, arm, difference, difference.total, len(corrected), adjusted_p, alpha)
+            better = {"better": arm, "worse": baseline}.get(verdict.word)
+            if better and better.diverged:
+                lost = f"{abbreviated(better.diverged)}, of {better.name}, diverged"
+                verdict = _untested(baseline, arm, Inconclusive(lost))
+            verdicts.append(verdict)
         else:
             verdicts.append(_untested(baseline, arm, difference))
     return verdicts

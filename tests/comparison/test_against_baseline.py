@@ -148,16 +148,30 @@ def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
         RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed})
         .finish()
         .test_loss(loss + seed / 1000)
-        .test_loss(on_web + seed / 1000, **web)
-        for name, rate, loss, on_web in [("low", 0.001, 2.5, 3.5), ("hot", 0.01, 2.4, 3.8)]
+        for name, rate, loss in [("low", 0.001, 2.5), ("hot", 0.01, 2.4)]
         for seed in SEEDS
     ]
+    for run, on_web in zip(runs[:-1], (3.501, 3.502, 3.503, 3.801, 3.802), strict=True):  # the last is not measured yet
+        run.test_loss(on_web, **web)
     found = compare_with("low-seed1", records(*runs))
     told = [found.title + found.verdicts[0].sentence, *found.notes]
-    assert ["me/web" in each for each in told].count(True) == 1
     for text, word in (("me/web", "worse"), (DATASET["name"], "better")):
-        (verdict,) = [each for each in told if text in each]
+        (verdict,) = [each for each in told if each.startswith("Against low") and text in each]
         assert f"hot is {word} than low" in verdict
+
+
+def test_an_arm_that_is_worse_without_its_diverged_seed_is_worse(tmp_path: Path) -> None:
+    runs = [
+        RunFolder(tmp_path, f"{name}-seed{seed}", {"learning_rate": rate, "random_seed": seed}).finish(
+            final_validation_loss=loss + seed / 100
+        )
+        for name, rate, loss in [("low", 0.001, 2.6), ("hot", 0.01, 4.5)]
+        for seed in (1, 2)
+    ]
+    lost = RunFolder(tmp_path, "hot-seed3", {"learning_rate": 0.01, "random_seed": 3})
+    lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+    assert compare_with("low-seed1", records(*runs, lost)).verdicts[0].word == "worse"
+    assert compare_with("hot-seed1", records(*runs, lost)).verdicts[0].word == "better"
 
 
 def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_path: Path) -> None:
@@ -175,8 +189,15 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     lost = RunFolder(tmp_path, "hot-seed3", hot | {"random_seed": 3})
     lost.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
     found = compare_with("low-seed1", records(*runs, lost))
-    assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3 diverged"
-    assert "in no comparison" not in " ".join(found.notes)
+    assert found.verdicts[0].sentence == "hot against low: inconclusive, because hot-seed3, of hot, diverged"
+    assert found.notes == ["hot-seed3: diverged, so hot is not called better"]
+    (verdict,) = compare_with("hot-seed1", records(*runs, lost)).verdicts
+    assert verdict.word == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
+    again = RunFolder(tmp_path, "hot-seed1-again", hot | {"random_seed": 1})
+    again.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
+    assert "in no comparison" in " ".join(compare_with("low-seed1", records(*runs, again)).notes), (
+        "that seed is counted"
+    )
     other = RunFolder(tmp_path, "hotter-seed1", {"learning_rate": 0.1})
     other.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
     found = compare_with("low-seed1", records(*runs, other))

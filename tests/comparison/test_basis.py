@@ -113,6 +113,12 @@ def test_the_best_checkpoint_is_the_one_that_the_link_names_today(tmp_path: Path
     assert columns(table_of(run), "test_loss") == []
 
 
+def test_checkpoints_of_an_earlier_fetch_are_not_the_best_ones_of_a_finished_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().add_checkpoint(OLDER, "best", "latest")
+    run.test_loss(4.9, OLDER).test_loss(2.4, BEST)
+    assert values(table_of(run), "test_loss") == [2.4]
+
+
 @pytest.mark.parametrize("is_here", [True, False])
 def test_a_loss_measured_before_the_end_is_not_that_of_a_finished_run(tmp_path: Path, is_here: bool) -> None:
     """The checkpoint was the best one when it was measured. The verdict is then one by validation loss, which is better

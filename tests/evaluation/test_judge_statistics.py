@@ -65,6 +65,12 @@ def test_few_questions_give_wide_intervals(questions: int) -> None:
     assert sum(not each.low <= 0 <= each.high for each in differences) <= 0.08 * 400
 
 
+def test_two_equal_differences_prove_nothing() -> None:
+    comparison = compare(np.array([[[70.0, 60.0]], [[80.0, 70.0]]]), seed=0)
+    assert comparison is not None
+    assert comparison.pairs[0].difference.low < 0
+
+
 def test_win_rate_counts_ties_as_half() -> None:
     """A tie counts as half a win. Of the four questions, one is won, one is lost, one is a tie, and one is a tie except
     for rounding."""

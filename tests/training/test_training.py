@@ -93,7 +93,7 @@ def test_summary_and_what_is_printed(trained: tuple[InProcess, Path, Result]) ->
 
 @pytest.mark.parametrize("interval", [2, 8])
 def test_the_final_loss_is_that_of_the_last_report(shop: Workshop, interval: int) -> None:
-    """It does not depend on how often checkpoints are saved."""
+    """It is not the mean since the checkpoint before."""
     unvalidated = dict.fromkeys(("validation_interval", "validation_batches", "start_val_token"))
     run = shop.add_run(f"every{interval}", **unvalidated, checkpoint_interval=interval, min_train_tokens=64 * 9)
     result = shop.attempt(run=run.name)
