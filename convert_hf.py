@@ -148,7 +148,7 @@ def find_files(checkpoint: str, model_json: str | None, runs_dir: Path) -> Train
     from harness.runs.trained_model import find_model, split_checkpoint
 
     place = checkpoint if Path(checkpoint).exists() else split_checkpoint(checkpoint)[0]
-    if "/" in place and not Path(place).exists():
+    if "/" in place.partition(":")[0] and not Path(place).exists():
         raise UserError(
             f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "
             "checkpoint, or any folder with model.safetensors"

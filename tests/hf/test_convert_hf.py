@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
+from harness.common.messages import escape_controls
 from harness.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
 from harness.hf.export import export_tokenizer
 from harness.hf.import_model import gpt2_shape
@@ -133,7 +134,7 @@ def test_transformers_loads_what_is_exported_as_the_same_model(
     output = theirs.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
     printed = InProcess(path).script("test_smoke.py", "c", *options).stdout
-    assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
+    assert printed == escape_controls(tokenizer.decode(output[0], skip_special_tokens=True)) + "\n"
 
 
 @pytest.mark.parametrize("exported", ["untied", "tied"], indirect=True)
