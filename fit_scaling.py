@@ -84,7 +84,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
         check_writable(chart.parent)  # before the fits, which take a long time
     given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
     cost = CostLaw.of(given)
-    plans = [plan_of(text, options["runs_dir"], cost, given.text) for text in options["predict"]]
+    plans = [plan_of(text, options["runs_dir"], cost, given.trained_on) for text in options["predict"]]
     drawn = {"resamples": options["resamples"], "seed": options["seed"]}
     tolerance, least_sizes = options["tolerance"], options["least_sizes"]
     isoflop = fit_isoflop(given, cost, tolerance=tolerance, least_sizes=least_sizes, **drawn)
@@ -123,7 +123,7 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 def plan_of(text: str, runs_dir: Path, cost: CostLaw, trained_on: tuple[object, object] | None) -> Plan:
     """Return the parameters, tokens and FLOPs of the training whose loss a --predict option asks for. `text` is the
     option's value: the name of a run, or for example `parameters=1e9,tokens=2e10`, whose FLOPs `cost` computes.
-    `trained_on` is `Points.text` of the points to which the law is fitted.
+    `trained_on` is that of the points to which the law is fitted.
 
     Raises UserError if the text, the run or one of its files is wrong. Also raises UserError if the law does not hold
     for the run (its model has experts, it begins with trained weights, or its dataset or context length is another

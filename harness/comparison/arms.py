@@ -196,9 +196,8 @@ def settings_of(record: RunRecord, *, at_end: bool = True) -> tuple[str, str] | 
         train["min_train_tokens"] = record.tokens_seen
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *SEEDS, *WITHOUT_EFFECT}}
-    deciding["tokens_seen"] = (
-        record.recorded("tokens_seen") if at_end else None
-    )  # more than the budget, if that was lowered
+    # More than the budget, if that was lowered
+    deciding["tokens_seen"] = record.recorded("tokens_seen") if at_end else None
     settings = [_with_defaults(ModelConfig, model), deciding, dataset, record.changes]
     surroundings = [*(known[key] for key in SURROUNDINGS), record.recorded("attention")]
     return json.dumps(settings, sort_keys=True), json.dumps(surroundings)

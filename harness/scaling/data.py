@@ -39,13 +39,13 @@ class Point:
 
 class Points:
     """Data points of n trained models, with an array [n] for each of parameters, tokens, FLOPs and loss. `left_out` has
-    lines that say which models are not included, and why. `text` has the key "dataset" of train.json and the context
-    length of the runs, or is None for points from a file."""
+    lines that say which models are not included, and why. `trained_on` has the key "dataset" of train.json and the
+    context length of the runs, or is None for points from a file."""
 
     def __init__(
-        self, points: Sequence[Point], left_out: Sequence[str] = (), text: tuple[object, object] | None = None
+        self, points: Sequence[Point], left_out: Sequence[str] = (), trained_on: tuple[object, object] | None = None
     ) -> None:
-        self.points, self.left_out, self.text = [*points], [*left_out], text
+        self.points, self.left_out, self.trained_on = [*points], [*left_out], trained_on
         self.names = [point.name for point in points]
         quantities = [(point.parameters, point.tokens, point.flops, point.loss) for point in points]
         self.parameters, self.tokens, self.flops, self.loss = np.array(quantities, float).reshape(-1, 4).T
@@ -68,7 +68,9 @@ class Points:
         order = np.argsort(self.loss, kind="stable")
         dropped = abbreviated([f"{self.loss[index]:.3f}" for index in order[-count:]])
         remark = f"the {count:,} highest losses (--drop-highest): {dropped}"
-        return Points([self.points[index] for index in sorted(order[:-count])], [*self.left_out, remark], self.text)
+        return Points(
+            [self.points[index] for index in sorted(order[:-count])], [*self.left_out, remark], self.trained_on
+        )
 
 
 def different(values: np.ndarray) -> int:
@@ -201,7 +203,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
     points: list[Point] = []
     left_out: list[str] = []
     first_texts: dict[str, object] = {}
-    text = None
+    trained_on = None
     for run in runs:
         name = run.path.name
         try:
@@ -213,7 +215,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
             left_out.append(f"{name}: {error}")
             continue
         first_texts = first_texts or texts
-        text = text or (summary.train.get("dataset"), (summary.model or {}).get("context_length"))
+        trained_on = trained_on or (summary.train.get("dataset"), (summary.model or {}).get("context_length"))
         for key, first in first_texts.items():
             if texts[key] != first:
                 raise UserError(
@@ -226,7 +228,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
             points.append(point)
     if not points:
         raise UserError(f"none of the runs gives a point: {abbreviated(left_out, separator='; ')}")
-    return Points(points, left_out, text)
+    return Points(points, left_out, trained_on)
 
 
 def _point_of_run(name: str, summary: RunSummary) -> tuple[Point, dict[str, object]]:

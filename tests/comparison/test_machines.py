@@ -121,6 +121,9 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     budget = {"key": "train_steps", "value": 10, "tokens": 2560}
     run.summary.write_text(json.dumps(summary | {"tokens_seen": 2560, "budget": budget}))
     assert text_of(run).startswith("r on other machines: 2,560 tokens in global batches of 8 sequences.")
+    removed = {"key": "target_hours", "value": 1.0, "tokens": 999}  # a key that earlier versions had
+    run.summary.write_text(json.dumps(summary | {"budget": removed}))
+    assert text_of(run).startswith("r on other machines: 1,280 tokens ")
     meant = RunDirectory(shop.add_run("8xa100m40-mine", min_train_tokens=64 * 8))
     assert text_of(meant).startswith("8xa100m40-mine on other machines: 512 tokens in global batches of 32 sequences.")
 
