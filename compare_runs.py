@@ -134,8 +134,8 @@ def main(
 def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the runs that `baseline` selects (at least one): the run of that name and, unless it is one
     of the runs `compared`, the others of its arm; or else all runs of the arm of that name. An arm is a group of runs
-    that differ only in their seeds. The arm of that name is looked for among the runs `compared` (all runs if it is
-    empty), then among all runs. Raises UserError if there is no such run or arm."""
+    that differ only in their seeds; those that diverged are included. The arm of that name is looked for among the runs
+    `compared` (all runs if it is empty), then among all runs. Raises UserError if there is no such run or arm."""
     from harness.comparison.arms import find_arms
     from harness.comparison.records import RunRecord, find_runs
     from harness.runs.directory import RunDirectory
@@ -145,12 +145,14 @@ def _runs_of_arm(runs_dir: Path, baseline: str, compared: tuple[str, ...]) -> tu
         if name in {run.path.name for run in find_runs(runs_dir, compared)}:
             return (name,)
         arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, ())], name)
-        return (name, *(each for each in arms.run_names.get(arms.arm_of(name) or "", ()) if each != name))
+        own = arms.arm_of(name) or ""
+        members = *arms.run_names.get(own, ()), *arms.diverged.get(own, ())
+        return (name, *(each for each in members if each != name))
     except UserError:
         for names in (compared, ()):
             arms = find_arms([RunRecord.read(run) for run in find_runs(runs_dir, names)])
             if baseline in arms.run_names:
-                return arms.run_names[baseline]
+                return *arms.run_names[baseline], *arms.diverged.get(baseline, ())
         raise
 
 

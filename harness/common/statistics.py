@@ -11,6 +11,7 @@ import numpy as np
 RESAMPLES = 10_000
 RESAMPLES_AT_ONCE = 200
 FEW = 5  # values, which may be equal by chance
+ROUNDING = 1e-9  # larger than rounding errors of means
 HIGH_END = 0.975  # quantile at the high end of a 95 % interval
 
 
@@ -65,10 +66,10 @@ def estimate_of_mean(value: float, resampled: np.ndarray, *, count: int, bounds:
     interval is too narrow for few values. So the distance of each end from the mean is multiplied by the ratio of the
     quantiles of Student's t and of a normal distribution, and by sqrt(count / (count - 1)) (Hesterberg 2015, The
     American Statistician 69:371). The interval is cut at `bounds`, the smallest and the largest possible mean. A single
-    value, and fewer than FEW values that are all equal, give all that lies between them."""
+    value, and fewer than FEW values that are equal but for rounding, give all that lies between them."""
     from scipy import special
 
-    if count < 2 or (count < FEW and np.ptp(resampled) == 0):
+    if count < 2 or (count < FEW and np.ptp(resampled) < ROUNDING):
         return Estimate(float(value), *bounds)
     student, normal = special.stdtrit(count - 1, HIGH_END), special.ndtri(HIGH_END)
     wider = student / normal * math.sqrt(count / (count - 1))

@@ -100,11 +100,12 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
             ]
             if found:
                 first, *others = found
-                sentences = [
-                    f"{other.title} {'; '.join(verdict.sentence for verdict in other.verdicts)}" for other in others
-                ]
-                more = [note for other in others for note in other.notes if note not in first.notes]
-                return replace(first, notes=[*sentences, *first.notes, *more])
+                on_others = []
+                for other in others:
+                    own_notes = (note for note in other.notes if note not in first.notes)
+                    said = "; ".join([*(verdict.sentence for verdict in other.verdicts), *own_notes])
+                    on_others.append(f"{other.title} {said}")
+                return replace(first, notes=[*on_others, *first.notes])
         reason = "no other arm has a test loss or validation loss on the same text; test_loss.py measures test losses"
     return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 

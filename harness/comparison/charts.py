@@ -29,9 +29,10 @@ CUT_RATIO = 2.0  # the first part is cut off if it makes the range of losses mor
 LEAST_REACH = 0.1  # nats; a reference is shown if its distance from the curves is at most this or their height
 MOST_MARKERS = 12  # along a curve, without the last point's
 LARGEST_LOSS = 1e6  # nats per token; larger losses, of runs that have diverged, are not drawn
-# Losses of more than this many times the highest first loss, which is about ln(vocabulary size), do not stretch the
-# range: one peak would squeeze all curves against the lower edge.
+# Losses of more than PEAK_RATIO times the highest first loss, and more than LEAST_PEAK nats, do not stretch the range:
+# one peak would squeeze all curves against the lower edge. Runs that began with trained weights have low first losses.
 PEAK_RATIO = 1.5
+LEAST_PEAK = 16.0
 # Three shades, which differ in lightness, and four line styles: twelve curves can be told apart, also in grayscale.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
@@ -303,11 +304,11 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
     """Return the lowest and the highest loss to show, with a margin. The range contains the whole curves up to
-    PEAK_RATIO times their highest first loss, unless the steep first part of the curves would take more than half of
-    the height; then it contains the curves without this part. Of a band, only the lower end at the last step is sure to
-    be in the range. The range also contains those `references` (losses drawn as dotted lines) that are near the
-    curves."""
-    top = PEAK_RATIO * max(abs(curve.y[0]) for curve in curves)
+    PEAK_RATIO times their highest first loss (at least LEAST_PEAK), unless the steep first part of the curves would
+    take more than half of the height; then it contains the curves without this part. Of a band, only the lower end at
+    the last step is sure to be in the range. The range also contains those `references` (losses drawn as dotted lines)
+    that are near the curves."""
+    top = max(LEAST_PEAK, PEAK_RATIO * max(abs(curve.y[0]) for curve in curves))
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]
     whole = [y for y in (*settled, *(y for curve in curves for y in curve.y)) if y <= top]

@@ -27,9 +27,8 @@ def render(
     made: str = "",
 ) -> str:
     """Return the page's HTML. It has one chart for each quantity in AXES (such as tokens or hours) over which a curve
-    can be drawn. Escapes all text from files, because names of runs may come from other
-    people. `references` are losses by label, drawn as lines. `made` is a text with the time and the command that made
-    the page."""
+    can be drawn. Escapes all text from files, because names of runs may come from other people. `references` are losses
+    by label, drawn as lines. `made` is a text with the time and the command that made the page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

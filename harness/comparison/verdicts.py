@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -145,8 +145,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
             verdict = _tested(baseline, arm, difference, difference.total, len(corrected), adjusted_p, alpha)
             better = {"better": arm, "worse": baseline}.get(verdict.word)
             if better and better.diverged:
-                lost = f"{abbreviated(better.diverged)}, of {better.name}, diverged"
-                verdict = _untested(baseline, arm, Inconclusive(lost))
+                lost = Inconclusive(f"{abbreviated(better.diverged)}, of {better.name}, diverged")
+                verdict = replace(verdict, word="inconclusive", sentence=f"{arm.name} against {baseline.name}: {lost}")
             verdicts.append(verdict)
         else:
             verdicts.append(_untested(baseline, arm, difference))

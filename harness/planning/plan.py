@@ -391,11 +391,15 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     rows.append(("checkpoints", f"{plan.checkpoints():,} ({disk})"))
     needed = None if speed.tokens_per_second is None else sum(plan.seconds(speed).values())
-    price, _ = plan.price(speed)  # of the machine that the plan is for
-    at_price = config if price is None else config.model_copy(update={"price_per_hour": price})
-    for key, left in at_price.ceilings(plan.seconds_before, plan.dollars_before).items():
+    price, _ = plan.price(speed)  # of the machine that the plan is for; training counts at train.json's
+    at_price = config.model_copy(update={"price_per_hour": price or config.price_per_hour})
+    true_ceilings = at_price.ceilings(plan.seconds_before, plan.dollars_before)
+    for key, left in config.ceilings(plan.seconds_before, plan.dollars_before).items():
         reached = f"{key} is reached; raise it to continue training"
         said = f"{key} {getattr(config, key):g}: {duration(left)} left" if left > 0 else reached
+        if left > 0 and true_ceilings[key] != left:
+            said += f" at ${config.price_per_hour:g}/h, {duration(true_ceilings[key])} at ${price:g}/h"
+            said += " (correct price_per_hour)"
         early = needed is not None and 0 < left < needed
         rows.append(("ceiling", f"{said}{'; the run would stop there, before its end' if early else ''}"))
     return [*rows, *_time_rows(plan, speed)]

@@ -24,11 +24,12 @@ matplotlib.use("Agg")  # works on machines without a display
 
 TRAIN_COLOR, VALIDATION_COLOR = "#3b75af", "#d1602f"
 # The upper end of the loss axis is HEADROOM times the largest loss after the first WARM_PART of all steps, without
-# losses of more than PEAK_RATIO times the first one. Losses of the first steps, near ln(vocabulary), or a peak above
-# them would squeeze the rest of the curve into the bottom of the chart.
+# losses of more than PEAK_RATIO times the first one and LEAST_PEAK. Losses of the first steps, near ln(vocabulary), or
+# a peak above them would squeeze the rest of the curve into the bottom of the chart.
 WARM_PART = 0.02
 HEADROOM = 1.08
 PEAK_RATIO = 1.5
+LEAST_PEAK = 16.0  # nats; where a run that began with trained weights diverges to, for example, is lower
 LABELS_IN_A_ROW, ROW_CHARACTERS = 4, 120  # at most, above the benchmarks; each label also needs LINE_CHARACTERS
 LINE_CHARACTERS = 9
 MOST_NAMED = 12  # benchmark tasks with a color and a label; the others are thin and gray
@@ -132,7 +133,7 @@ def _draw_losses(axes: Axes, events: Sequence[Event]) -> None:
     axes.set_xlim(left=0)
     points = [*zip(steps, losses, strict=True), *validated]
     first, last = (end((step for step, _ in points), default=0) for end in (min, max))
-    peak = PEAK_RATIO * max((loss for step, loss in points if step == first), default=0.0)
+    peak = max(LEAST_PEAK, PEAK_RATIO * max((loss for step, loss in points if step == first), default=0.0))
     settled = [loss for step, loss in points if step >= WARM_PART * last and loss <= peak]
     if len(settled) > 10:
         axes.set_ylim(min([*settled, *low]) / HEADROOM, max(settled) * HEADROOM)

@@ -156,8 +156,10 @@ def test_a_verdict_on_another_text_is_told_too(tmp_path: Path) -> None:
     found = compare_with("low-seed1", records(*runs))
     told = [found.title + found.verdicts[0].sentence, *found.notes]
     for text, word in (("me/web", "worse"), (DATASET["name"], "better")):
-        (verdict,) = [each for each in told if each.startswith("Against low") and text in each]
+        (verdict,) = [each for each in told if each.startswith("Against low") and text in each.partition(", in ")[0]]
         assert f"hot is {word} than low" in verdict
+    assert "hot-seed3: not compared by test loss: measured on" in next(each for each in told if "me/web" in each)
+    assert not any(each.startswith("hot-seed3: not compared") for each in found.notes), "it is, on the other text"
 
 
 def test_an_arm_that_is_worse_without_its_diverged_seed_is_worse(tmp_path: Path) -> None:
@@ -193,6 +195,8 @@ def test_a_seed_that_was_ended_because_it_diverged_counts_against_its_arm(tmp_pa
     assert found.notes == ["hot-seed3: diverged, so hot is not called better"]
     (verdict,) = compare_with("hot-seed1", records(*runs, lost)).verdicts
     assert verdict.word == "inconclusive", "low is worse only than the seeds of hot that did not diverge"
+    assert verdict.difference is not None
+    assert verdict.interval is not None
     again = RunFolder(tmp_path, "hot-seed1-again", hot | {"random_seed": 1})
     again.add_checkpoint(LATEST, "latest", has_diverged=True, tokens_seen=6400)
     assert "in no comparison" in " ".join(compare_with("low-seed1", records(*runs, again)).notes), (

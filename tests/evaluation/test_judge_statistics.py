@@ -66,9 +66,12 @@ def test_few_questions_give_wide_intervals(questions: int) -> None:
 
 
 def test_two_equal_differences_prove_nothing() -> None:
-    comparison = compare(np.array([[[70.0, 60.0]], [[80.0, 70.0]]]), seed=0)
-    assert comparison is not None
-    assert comparison.pairs[0].difference.low < 0
+    alone = np.array([[70.0], [80.0]])
+    repeated = np.array([[55.0, 74.0, 62.0], [41.0, 70.0, 69.0]])  # the means are thirds: they are rounded
+    for score in (alone, repeated):
+        comparison = compare(np.stack([score + 10, score], axis=2), seed=0)
+        assert comparison is not None
+        assert comparison.pairs[0].difference.low < 0
 
 
 def test_win_rate_counts_ties_as_half() -> None:

@@ -248,7 +248,10 @@ def test_a_ceiling_counts_at_the_price_of_the_planned_machine(tmp_path: Path) ->
     where = shipped(tmp_path, "8xa100m40", max_dollars=5.0)
     found = rows(where, "8xa100m40", assume_device="H100")
     assert dollars(found)[2] > 5
-    assert found["ceiling"].startswith("max_dollars 5: 0.21 h left; the run would stop there, before its end")
+    # Training would stop by the price in train.json.
+    assert found["ceiling"].startswith(
+        "max_dollars 5: 0.48 h left at $10.32/h, 0.21 h at $23.92/h (correct price_per_hour)"
+    )
 
 
 # Estimated speeds. Tokens per second of eight GPUs, as --plan rounds them; the notebook measured 234,480 to 778,107.
