@@ -54,6 +54,7 @@ runs="${RUNS_DIR:-runs}" here="${RUNS_DIR:-runs}/$run"
 [ -n "$mirror" ] || # by sed, because there may be no Python before setup
     mirror="$(tr '\n' ' ' <"$here/train.json" | sed -n 's/.*"mirror"[[:space:]]*:[[:space:]]*"\([^"]*\)".*/\1/p')"
 case "$processes" in *[!0-9]* | 0*) fail "--processes $processes: must be a whole number from 1 on" ;; esac
+case "$publish" in "" | ?*/?*) ;; *) fail "--publish $publish: give OWNER/NAME" ;; esac
 case "$skipped" in *,train,*) [ -z "$on_end" ] || fail "--on-end: runs after training, which is skipped; leave it out" ;; esac
 for part in ${skipped//,/ }; do
     case "$part" in setup | check | plan | train | test) ;; *) fail "--skip $part: no such part (see --help)" ;; esac
@@ -65,26 +66,43 @@ begin() {
     printf '\n== %s (%d min %d s after the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
-# Send to the mirror what a training that failed or was killed has left here, for an hour at most, then run COMMAND.
-# A signal ends the push, but not this function.
+# Send to the mirror what it lacks because something has failed, for an hour at most, then run COMMAND. A signal ends the
+# push, but not this function. COMMAND would end another process that trains the run, and delete a model whose upload has
+# failed, so then it does not run.
 end_rental() {
-    trap "" PIPE # the output may have no reader
+    local held=0
+    trap "" PIPE
     trap : TERM INT HUP
-    [ "$status" != 137 ] || sleep 15 || true # ranks whose launcher was killed save a checkpoint
-    if [ "$status" != 0 ] && [ -n "$mirror" ]; then
+    echo 2>/dev/null || exec >/dev/null 2>&1 # without a reader, a push that cannot print would count as failed
+    # Ranks whose launcher was killed hold the run's lock while they save a checkpoint.
+    [ ! -e "$here/.lock" ] || flock --wait 20 --conflict-exit-code 99 "$here/.lock" true || held=$?
+    if [ "$held" = 99 ]; then
+        echo "note: --on-end has not run: another process trains $run on this machine" >&2
+        return
+    elif "$is_unpublished" && [ -z "$mirror" ]; then
+        echo "warning: --on-end has not run: $run is on this machine alone; publish it, then end the rental by hand" >&2
+        return
+    fi
+    if ! "$is_sent" && [ -n "$mirror" ]; then
         # 2: refused, for example because another machine has the run
         timeout 3600 sh -c 'until uv run mirror.py push "$@" || [ "$?" = 2 ]; do sleep 30; done' \
             push "$run" "$mirror" "${where[@]}" &
         trap 'kill -TERM "$!"' TERM INT HUP
         wait "$!" || true
     fi
-    sh -c "$on_end"
+    sh -c "$on_end" || echo "warning: --on-end failed; end the rental by hand" >&2
 }
 
-PATH="$PATH:${HOME:-/root}/.local/bin" # where setup_lambda.sh installs uv
+for folder in "${UV_INSTALL_DIR:-}" "${XDG_BIN_HOME:-}" "${XDG_DATA_HOME:-}/../bin" "${HOME:-/root}"/.{local,cargo}/bin; do
+    PATH="$PATH${folder:+:$folder}" # where setup_lambda.sh finds uv, or installs it
+done
 if begin setup; then
     ./setup_lambda.sh
-    case "$mirror" in s3:* | sftp:*) uv sync --extra "${mirror%%:*}" ;; gs:*) uv sync --extra gcs ;; *) uv sync ;; esac
+    extras=()
+    case "$mirror" in s3:* | sftp:*) extras+=(--extra "${mirror%%:*}") ;; gs:*) extras+=(--extra gcs) ;; esac
+    if grep -q '"benchmark_tasks"' "$here/train.json"; then extras+=(--extra benchmarks); fi
+    # The variable keeps a build of torch that was installed by hand (docs/performance.md); `uv sync` ignores it.
+    [ -n "${UV_NO_SYNC:-}" ] || uv sync ${extras[@]+"${extras[@]}"}
 fi
 [ -n "$processes" ] || processes="$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)"
 [ "${processes:-0}" != 0 ] || processes=1
@@ -121,7 +139,7 @@ if ! "$is_begun"; then
 fi
 if begin plan; then "${training[@]}" --plan; fi
 if begin train; then
-    status=0
+    status=0 is_sent=false is_unpublished=false
     if [ -n "$on_end" ]; then trap end_rental EXIT; fi
     "${training[@]}" &
     # Without this, bash would end at once, and COMMAND would run while training saves its last checkpoint.
@@ -130,13 +148,18 @@ if begin train; then
     while kill -0 "$!" 2>/dev/null; do wait "$!" || status=$?; done
     trap - TERM INT HUP
     [ "$status" = 0 ] || exit "$status"
+    is_sent=true
 fi
 failed=0 # a model that cannot be measured is published all the same; only Ctrl-C ends the script
 if begin test; then
     uv run test_loss.py "$datasets" "$run" "${where[@]}" || failed=$?
     [ "$failed" != 130 ] || exit 130
-    if [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}"; fi
+    if [ -n "$mirror" ]; then uv run mirror.py push "$run" "$mirror" "${where[@]}" || { failed=$? is_sent=false; }; fi
 fi
-if [ -n "$publish" ]; then begin publish && uv run convert_hf.py publish "$run" "$publish" "${where[@]}"; fi
+if [ -n "$publish" ] && begin publish; then
+    is_unpublished=true
+    uv run convert_hf.py publish "$run" "$publish" "${where[@]}"
+    is_unpublished=false
+fi
 [ "$failed" = 0 ] || exit "$failed"
 printf '\n== done after %d min %d s\n' $((SECONDS / 60)) $((SECONDS % 60))

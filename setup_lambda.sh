@@ -29,7 +29,7 @@ fetch() {
 find_uv() {
     local folder
     if command -v uv 2>/dev/null; then return 0; fi
-    for folder in "${UV_INSTALL_DIR:-}" "${XDG_BIN_HOME:-}" "$HOME/.local/bin" "$HOME/.cargo/bin"; do
+    for folder in "${UV_INSTALL_DIR:-}" "${XDG_BIN_HOME:-}" "${XDG_DATA_HOME:-}/../bin" "$HOME"/.{local,cargo}/bin; do
         if [ -n "$folder" ] && [ -x "$folder/uv" ]; then
             say "$folder/uv"
             return 0

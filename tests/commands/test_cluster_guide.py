@@ -78,13 +78,16 @@ def test_jobs_that_are_started_again_wait_for_the_mirror() -> None:
         assert re.search(r'ddp_train\.py "\$RUN" datasets.* --wait', script)
 
 
-@pytest.mark.parametrize("time_is_up", [True, False])
-def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: bool) -> None:
-    """A job that its time limit stopped is requeued, and a job that failed is not, although torchrun ends with status 1
-    in both cases."""
+@pytest.mark.parametrize(("time_is_up", "preempted"), [(True, "None"), (False, "2026-11-29T01:15:01"), (False, "None")])
+def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: bool, preempted: str) -> None:
+    """A job that its time limit or a preemption stopped is requeued, and a job that failed is not, although torchrun
+    ends with status 1 in all cases."""
     environment = pretend(
         tmp_path / "bin",
-        scontrol='[ "$1" = show ] && printf "first\\nsecond\\n" || echo "scontrol $*" >> "$NOTES"',
+        scontrol=f"""case "$2" in
+            hostnames) printf "first\\nsecond\\n";;
+            job) echo "   PreemptEligibleTime=2026-11-29T01:00:00 PreemptTime={preempted}";;
+            *) echo "scontrol $*" >> "$NOTES";; esac""",
         scancel='echo "scancel $*" >> "$NOTES"; pkill -TERM -P "$(cat "$NOTES.srun")"',
         srun='echo $$ > "$NOTES.srun"; echo "from $MAIN_NODE" >> "$NOTES"; sleep "$SECONDS_TO_TRAIN"; exit 1',
         uv="true",
@@ -100,7 +103,8 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
             time.sleep(0.01)
         process.send_signal(signal.SIGUSR1)
     process.wait(timeout=60)
-    asked = ["scancel --signal=TERM 7", "scontrol requeue 7"] if time_is_up else []
+    asked = ["scancel --signal=TERM 7"] if time_is_up else []
+    asked += ["scontrol requeue 7"] if time_is_up or preempted != "None" else []
     assert notes.read_text().splitlines() == ["from first", *asked]
     assert process.returncode != 0
 
@@ -121,3 +125,12 @@ def test_skypilot_continues_from_the_mirror(tmp_path: Path) -> None:
     with ddp_train.main.make_context(script, arguments) as context:
         assert context.params["mirror"] == "hf://buckets/me/runs"
         assert context.params["wait"]
+
+
+def test_skypilot_uploads_the_files_of_the_runs_that_ship() -> None:
+    """SkyPilot leaves out what .skyignore lists, whether git tracks it or not."""
+    listed = ["git", "ls-files", "--cached", "--ignored"]
+    for patterns, shows in (("--exclude-from=.skyignore", False), ("--exclude=/runs/8xh100m80/*", True)):
+        found = subprocess.run([*listed, patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        assert ("runs/8xh100m80/train.json" in found) == shows
+        assert shows or not found

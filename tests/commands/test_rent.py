@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -38,8 +39,8 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def rent(shop: Workshop, *arguments: str) -> subprocess.Popen[str]:
-    variables = {"HOME": str(shop.path), "RUNS_DIR": str(shop.runs), "PATH": f"{shop.path}/bin:{os.environ['PATH']}"}
+def rent(shop: Workshop, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    variables |= {"HOME": str(shop.path), "RUNS_DIR": str(shop.runs), "PATH": f"{shop.path}/bin:{os.environ['PATH']}"}
     return subprocess.Popen(
         [str(ROOT / "rent.sh"), *arguments],
         env=os.environ | variables | {"CUDA_VISIBLE_DEVICES": ""},
@@ -65,14 +66,20 @@ def test_wrong_input_is_one_line(shop: Workshop) -> None:
     for number in ("x", "0", "2x"):
         assert f"--processes {number}: must be a whole number" in refused(shop, "r", "--processes", number)
     assert "--on-end: runs after training" in refused(shop, "r", "--skip", "setup,train", "--on-end", "true")
+    assert "--publish m: give OWNER/NAME" in refused(shop, "r", "--publish", "m")
     assert not (shop.path / "calls").exists()
 
 
 def test_recipes_that_end_a_rental(tmp_path: Path) -> None:
-    """Their requests reach a server, with method, path, key and body as the providers document them."""
+    """Their requests reach a server, with method, path, key and body as the providers document them. They are repeated
+    until they succeed."""
     received: list[tuple[str, str, str | None, bytes]] = []
+    tried: set[str] = set()
 
     def note(method: str, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        if path not in tried:
+            tried.add(path)
+            return 503, b""
         received.append((method, path, headers["Authorization"], body))
         return 200, b""
 
@@ -81,7 +88,7 @@ def test_recipes_that_end_a_rental(tmp_path: Path) -> None:
     variables |= {"CONTAINER_API_KEY": "container_api_key", "CONTAINER_ID": "7", "no_proxy": "*"}
     with http_server(note) as url:
         for recipe in re.findall(r"^```bash\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL):
-            script = re.sub(r"https://[a-z.]+", url, recipe)
+            script = re.sub(r"https://[a-z.]+", url, recipe).replace("sleep 30", "sleep 0")
             subprocess.run(["sh", "-ec", script], env=os.environ | variables, check=True, timeout=60)
     assert received == [
         (
@@ -129,20 +136,81 @@ def test_a_model_that_cannot_be_measured_is_published(shop: Workshop, status: in
     assert "== done" not in result.stdout
 
 
-@pytest.mark.parametrize("status", [1, 137])
-def test_what_a_failed_training_has_left_is_sent_before_the_rental_ends(shop: Workshop, status: int) -> None:
-    """The first push fails, and so does the wait for the ranks of a killed launcher, as if by Ctrl-C."""
+def pretend(shop: Workshop, *lines: str, **commands: str) -> Path:
+    """Replace uv by a script that notes the arguments of each `uv run` and then runs `lines`, and other commands by
+    theirs. Return the file with the notes."""
     calls = shop.path / "calls"
-    lines = ["#!/bin/sh", f'echo "$2 $3" >> {calls}', f'if [ "$2" = ddp_train.py ]; then exit {status}; fi']
-    lines += [f'if [ "$3" = push ]; then [ -e {calls}.pushed ] || {{ touch {calls}.pushed; exit 1; }}; fi']
-    (shop.path / "bin" / "uv").write_text("\n".join(lines) + "\n")
-    (shop.path / "bin" / "sleep").write_text(f'#!/bin/sh\necho "sleep $1" >> {calls}\n[ "$1" != 15 ] || exit 130\n')
-    (shop.path / "bin" / "sleep").chmod(0o755)
+    noted = ["#!/bin/sh", f'case "$1" in run) echo "$2 $3";; *) echo "$*";; esac >> {calls}', *lines]
+    for name, script in {"uv": "\n".join(noted), **commands}.items():
+        (shop.path / "bin" / name).write_text(f"{script}\n")
+        (shop.path / "bin" / name).chmod(0o755)
+    return calls
+
+
+@pytest.mark.parametrize("part", ["ddp_train.py", "mirror.py"])
+def test_what_is_not_in_the_mirror_is_sent_before_the_rental_ends(shop: Workshop, part: str) -> None:
+    """Training fails, and then the first push; or only the push after the test."""
+    first = f"if [ ! -e {shop.path}/failed ]; then touch {shop.path}/failed; exit 1; fi"
+    sleep = f'#!/bin/sh\necho "sleep $1" >> {shop.path}/calls'
+    fails = 'if [ "$2" = ddp_train.py ]; then exit 1; fi' if part == "ddp_train.py" else ""
+    calls = pretend(shop, fails, f'if [ "$3" = push ]; then {first}; fi', sleep=sleep)
+    given = ["--mirror", f"file://{shop.path}/store", "--publish", "me/m", "--on-end", f"echo end >> {calls}"]
+    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=1, timeout=60)
+    again = ["sleep 30", "mirror.py push"] if fails else ["convert_hf.py publish", "mirror.py push"]
+    parts = ["ddp_train.py r", *([] if fails else ["test_loss.py datasets"]), "mirror.py push", *again]
+    assert calls.read_text().splitlines() == ["mirror.py list", *parts, "end"]
+
+
+def test_a_rental_does_not_end_while_another_process_trains_the_run(shop: Workshop) -> None:
+    """The command is typed a second time while the first one trains. Training is refused."""
+    calls = pretend(
+        shop,
+        'if [ "$2" = ddp_train.py ]; then exit 2; fi',
+        flock='#!/bin/sh\nshift 2\nexec /usr/bin/flock --nonblock "$@"',
+    )
+    given = ["--skip", "setup,check,plan", "--on-end", f"echo end >> {calls}"]
+    with (shop.runs / "r" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process trains r" in finish([rent(shop, "r", *given)], expect=2, timeout=60).stderr
+    assert "end" not in calls.read_text()
+    finish([rent(shop, "r", *given)], expect=2, timeout=60)
+    assert calls.read_text().endswith("end\n")
+
+
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_a_model_that_is_nowhere_else_stays(shop: Workshop, is_mirrored: bool) -> None:
+    calls = pretend(shop, 'if [ "$2" = convert_hf.py ]; then exit 1; fi')
+    given = ["--mirror", f"file://{shop.path}/store"] if is_mirrored else []
+    given += ["--publish", "me/m", "--on-end", f"echo end >> {calls}"]
+    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=1, timeout=60)
+    assert calls.read_text().splitlines()[-1] == ("end" if is_mirrored else "convert_hf.py publish")
+
+
+def test_without_a_reader_a_push_is_not_repeated(shop: Workshop) -> None:
+    """Its terminal is closed: what it cannot print makes `mirror.py push` fail."""
+    prints = 'if [ "$3" = push ]; then echo "r: complete" || exit 1; fi'
+    calls = pretend(shop, 'if [ "$2" = ddp_train.py ]; then sleep 2; exit 1; fi', prints)
     given = ["--mirror", f"file://{shop.path}/store", "--on-end", f"echo end >> {calls}"]
-    finish([rent(shop, "r", "--skip", "setup,check,plan", *given)], expect=status, timeout=60)
-    expected = ["mirror.py list", "ddp_train.py r", *(["sleep 15"] if status == 137 else [])]
-    expected += ["mirror.py push", "sleep 30", "mirror.py push", "end"]
-    assert calls.read_text().splitlines() == expected
+    process = rent(shop, "r", "--skip", "setup,check,plan", *given)
+    wait_until(lambda: calls.exists() and "ddp_train.py" in calls.read_text(), process)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    process.wait(timeout=25)
+    assert calls.read_text().splitlines()[-2:] == ["mirror.py push", "end"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "packages"), [({}, ["sync --extra s3 --extra benchmarks"]), ({"UV_NO_SYNC": "1"}, [])]
+)
+def test_setup_installs_what_the_run_needs(shop: Workshop, variables: dict[str, str], packages: list[str]) -> None:
+    """Unless UV_NO_SYNC keeps a torch that was installed by hand."""
+    shop.add_run("r", benchmark_interval=10, benchmark_tasks=["hellaswag"])
+    calls = pretend(shop)
+    given = ["--mirror", "s3://bucket/runs", "--skip", "check,plan,train,test"]
+    finish([rent(shop, "r", *given, **variables)], expect=0, timeout=60)
+    assert [each for each in calls.read_text().splitlines() if each.startswith("sync")] == packages
 
 
 def test_a_signal_ends_a_push_and_the_rental(shop: Workshop) -> None:

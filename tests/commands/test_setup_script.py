@@ -187,6 +187,18 @@ def test_matplotlib_forgets_its_font_list_when_a_font_is_new(ready_machine: Mach
     assert stale.exists(), "the list is kept if no font is new"
 
 
+@pytest.mark.parametrize("folder", ["UV_INSTALL_DIR", "XDG_BIN_HOME", "XDG_DATA_HOME"])
+def test_uv_is_found_where_its_installer_puts_it(machine: Machine, folder: str) -> None:
+    uv = machine.home / ("there/bin/uv" if folder == "XDG_DATA_HOME" else "there/share/uv")
+    uv.parent.mkdir(parents=True)
+    (machine.home / "there" / "share").mkdir(exist_ok=True)
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    result = machine.run(**{folder: f"{machine.home}/there/share"})
+    assert "uv is installed: " in result.stdout, result.stderr
+    assert not any("astral.sh" in call for call in machine.calls("curl"))
+
+
 @pytest.mark.parametrize(("downloader", "curl"), [("curl", None), ("wget", None), ("wget", "exit 60")])
 def test_a_missing_uv_is_installed(machine: Machine, downloader: str, curl: str | None) -> None:
     machine.fake_download(downloader)
